@@ -78,7 +78,7 @@ def _cases() -> dict[str, Callable[[int], object]]:
             "MEGATRON_DISTOPT", "require", optimizer={"use_distributed_optimizer": False}
         ),
         "gathered state": lambda rank: _only_part(_build()).get_parameter_state_dp_zero(),
-        "no groups": lambda rank: _build().load_state_dict({"model": 1, "args": 2}),
+        "no groups": lambda rank: _build().load_state_dict({"inner": "adam", "param_groups": [], "param_shards": {}}),
         "fewer groups": lambda rank: _build().load_state_dict({"optimizer": {"param_groups": [{}]}}),
         "other ddp options": lambda rank: _build(ddp={"average_in_collective": rank == 1}),
         "other buckets": lambda rank: _build(ddp={"overlap_grad_reduce": True, "bucket_size": 999 if rank == 1 else 1}),
@@ -250,7 +250,13 @@ WANTED: dict[str, tuple[Any, ...]] = {
         _OTHERS,
     ),
     "gathered state": (CheckpointError, "get_parameter_state_dp_zero", "Call save(folder) and load(folder)."),
-    "no groups": (CheckpointError, "optimizer state", "model, args", "param groups", _TAKE_ANOTHER),
+    "no groups": (
+        CheckpointError,
+        "optimizer state",
+        "inner, param_groups, param_shards",
+        "no 'optimizer' with param_groups",
+        _TAKE_ANOTHER,
+    ),
     "fewer groups": (CheckpointError, "number of param groups", "1", "2", _TAKE_ANOTHER),
 }
 

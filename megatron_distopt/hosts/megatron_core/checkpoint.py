@@ -235,9 +235,10 @@ def head_of(optimizer: OneOptimizer) -> dict[str, Any]:
 def check_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
     """Refuses what `load_head` would not take."""
     remedy = "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim."
-    if "param_groups" not in state.get("optimizer", {}):
-        keys = ", ".join(map(str, state)) or "nothing"
-        raise CheckpointError(f"The optimizer state has {keys}, and no param groups. {remedy}")
+    entry = state.get("optimizer") if isinstance(state, Mapping) else None
+    if not isinstance(entry, Mapping) or "param_groups" not in entry:
+        found = ", ".join(map(str, state)) if isinstance(state, Mapping) and state else repr(state)
+        raise CheckpointError(f"The optimizer state has {found}, and no 'optimizer' with param_groups. {remedy}")
     if is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
         return
     num_saved, num_groups = len(state["optimizer"]["param_groups"]), len(optimizer.param_groups)
