@@ -23,7 +23,7 @@ _BLOCK_NUMEL = 1 << 20
 _UNUSUAL = ("amsgrad", "capturable", "differentiable", "maximize")
 
 
-class _Piece(NamedTuple):
+class _AdamArgs(NamedTuple):
     """A stretch of one main param with what belongs to it; all but `step` are 1-D and as long as `main`."""
 
     main: Tensor
@@ -33,7 +33,7 @@ class _Piece(NamedTuple):
     step: Tensor
     model: Tensor | None
 
-    def cut(self, numel: int) -> Iterator[_Piece]:
+    def cut(self, numel: int) -> Iterator[_AdamArgs]:
         """Pieces of at most `numel` elements."""
         if self.main.numel() <= numel:
             yield self
@@ -41,7 +41,7 @@ class _Piece(NamedTuple):
         parts = [
             repeat(tensor) if tensor is None or tensor.dim() == 0 else torch.split(tensor, numel) for tensor in self
         ]
-        yield from map(_Piece._make, zip(*parts, strict=False))
+        yield from map(_AdamArgs._make, zip(*parts, strict=False))
 
 
 class _InBlocks(FlatOptimizer):
@@ -87,7 +87,7 @@ class _InBlocks(FlatOptimizer):
         self._update(pieces, scale, found_inf)
         return True
 
-    def _pieces(self, grad_of: Mapping[int, Tensor | None]) -> list[list[_Piece]] | None:
+    def _pieces(self, grad_of: Mapping[int, Tensor | None]) -> list[list[_AdamArgs]] | None:
         """By param group, all main params that have a gradient; None where torch's own `step` is needed."""
         pieces = []
         for group in self.param_groups:
@@ -102,11 +102,11 @@ class _InBlocks(FlatOptimizer):
                     if not state:
                         return None
                     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
-                    of_group.append(_Piece(main, grad, *moments, self._models.get(main)))
+                    of_group.append(_AdamArgs(main, grad, *moments, self._models.get(main)))
             pieces.append(of_group)
         return pieces
 
-    def _update(self, pieces: Sequence[Sequence[_Piece]], divisor: Tensor | None, found_inf: Tensor | None) -> None:
+    def _update(self, pieces: Sequence[Sequence[_AdamArgs]], divisor: Tensor | None, found_inf: Tensor | None) -> None:
         numel = _BLOCK_NUMEL * torch.get_num_threads()
         for group, whole in zip(self.param_groups, pieces, strict=True):
             if not whole:
@@ -140,9 +140,9 @@ class Adam(_InBlocks, torch.optim.Adam):
     _is_decoupled = False
 
 
-def _blocks(whole: Iterable[_Piece], numel: int) -> Iterator[list[_Piece]]:
+def _blocks(whole: Iterable[_AdamArgs], numel: int) -> Iterator[list[_AdamArgs]]:
     """Cuts large main params and puts small ones together: at least `numel` elements for one call of the kernel."""
-    block, block_numel = list[_Piece](), 0
+    block, block_numel = list[_AdamArgs](), 0
     for piece in (part for main in whole for part in main.cut(numel)):
         block.append(piece)
         block_numel += piece.main.numel()

@@ -21,28 +21,19 @@ FP32_TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program went.
+    """How a program went."""
 
-    Args:
-        kind: "equal", "refused" or "failed".
-        text: why; of a refusal its class and first words.
-        is_exact: equal to the bit.
-    """
-
-    kind: str
-    text: str = ""
-    is_exact: bool = False
+    kind: str  # "equal", "refused" or "failed"
+    text: str = ""  # why; of a refusal its class and first words
+    is_exact: bool = False  # equal to the bit
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a value may lie from the reference's.
+    """How far a value may lie from the reference's."""
 
-    Args:
-        bits: of the mantissa of the model's coarsest dtype. A main param that differs by rounding may be rounded to
-            the other neighbour in the model, and what the model computes then differs by as much.
-    """
-
+    # of the mantissa of the model's coarsest dtype. A main param that differs by rounding may be rounded to the other
+    # neighbour in the model, and what the model computes then differs by as much.
     bits: int
 
     def allows(self, ours: float, theirs: float) -> bool:

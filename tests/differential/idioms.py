@@ -40,24 +40,16 @@ class Refusable(Enum):
 
 @dataclass(frozen=True)
 class Idiom:
-    """Lines of a program.
+    """Lines of a program."""
 
-    Args:
-        places: where they may stand.
-        text: of the lines.
-        refusable: see `Refusable`.
-        kinds: the models that have what the lines need; all where empty.
-        dtypes: the dtypes of models for which the lines are right; all where empty.
-        needs: further requirements on the program: "one phase", "betas", "no loss scale", "no scheduler" (torch's own
-            fail where a group is added), "not reentrant" (torch refuses such a backward), "not drawn" for those that
-            other idioms cannot stand beside.
-    """
-
-    places: tuple[Place, ...]
-    text: str
-    refusable: Refusable = Refusable.NEVER
-    kinds: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
+    places: tuple[Place, ...]  # where they may stand
+    text: str  # of the lines
+    refusable: Refusable = Refusable.NEVER  # see `Refusable`
+    kinds: tuple[str, ...] = ()  # the models that have what the lines need; all where empty
+    dtypes: tuple[str, ...] = ()  # the dtypes of models for which the lines are right; all where empty
+    # further requirements on the program: "one phase", "betas", "no loss scale", "no scheduler" (torch's own fail
+    # where a group is added), "not reentrant" (torch refuses such a backward), "not drawn" for those that other
+    # idioms cannot stand beside
     needs: tuple[str, ...] = ()
 
 

@@ -36,21 +36,13 @@ SECONDS_AFTER_AN_ERROR = 2.0
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does.
+    """What one process does."""
 
-    Args:
-        text: of the program.
-        phase: its number.
-        rank: None for the reference, which is all ranks.
-        size: the number of ranks.
-        folder: shared by all jobs of a program.
-    """
-
-    text: str
-    phase: int
-    rank: int | None
-    size: int
-    folder: str
+    text: str  # of the program
+    phase: int  # its number
+    rank: int | None  # None for the reference, which is all ranks
+    size: int  # the number of ranks
+    folder: str  # shared by all jobs of a program
 
     @property
     def result(self) -> Path:

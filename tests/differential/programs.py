@@ -21,53 +21,34 @@ class _Short:
 
 @dataclass(frozen=True, repr=False)
 class Action(_Short):
-    """One use of an idiom.
+    """One use of an idiom."""
 
-    Args:
-        name: in `IDIOMS`.
-        n: which param, rank or value.
-    """
-
-    name: str
-    n: int = 0
+    name: str  # in `IDIOMS`
+    n: int = 0  # which param, rank or value
 
 
 @dataclass(frozen=True, repr=False)
 class Microbatch(_Short):
-    """One forward and backward.
+    """One forward and backward."""
 
-    Args:
-        entry: "model", "forward" or "loss": the call of the model.
-        idle: the rank that has no data; None for none.
-        infinite: the rank whose loss is infinite; None for none.
-        is_scaled: False for a script that forgets `scale_loss`.
-    """
-
-    entry: str = "model"
-    idle: int | None = None
-    infinite: int | None = None
-    is_scaled: bool = True
+    entry: str = "model"  # "model", "forward" or "loss": the call of the model
+    idle: int | None = None  # the rank that has no data; None for none
+    infinite: int | None = None  # the rank whose loss is infinite; None for none
+    is_scaled: bool = True  # False for a script that forgets `scale_loss`
 
 
 @dataclass(frozen=True, repr=False)
 class Iteration(_Short):
-    """From the first forward pass to the cleared gradients.
+    """From the first forward pass to the cleared gradients."""
 
-    Args:
-        weights, grads, after: what is done before the forward passes, between backward and step, and after the step.
-        microbatches: of this iteration.
-        no_sync: whether all microbatches but the last stand in `no_sync()`.
-        step: "plain", "closure", "twice", "none", or "not on one rank".
-        zero: how gradients are cleared: a key of `scripts.ZERO`.
-    """
-
+    # what is done before the forward passes, between backward and step, and after the step
     weights: tuple[Action, ...] = ()
-    microbatches: tuple[Microbatch, ...] = (Microbatch(),)
-    no_sync: bool = True
+    microbatches: tuple[Microbatch, ...] = (Microbatch(),)  # of this iteration
+    no_sync: bool = True  # whether all microbatches but the last stand in `no_sync()`
     grads: tuple[Action, ...] = ()
-    step: str = "plain"
+    step: str = "plain"  # "plain", "closure", "twice", "none", or "not on one rank"
     after: tuple[Action, ...] = ()
-    zero: str = "optimizer"
+    zero: str = "optimizer"  # how gradients are cleared: a key of `scripts.ZERO`
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,38 +61,22 @@ class Phase(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Program(_Short):
-    """A training script.
+    """A training script."""
 
-    Args:
-        kind: of the model, a class of models.py.
-        dtype: of its params: "float32", "bfloat16", "float16" or "mixed".
-        optimizer: a key of `scripts.OPTIMIZERS`.
-        groups: a key of `scripts.GROUPS`.
-        scheduler: a key of `scripts.SCHEDULERS`; None for none.
-        scheduler_before: whether it is built over the optimizer that `distribute` is given.
-        options: of `distribute`, by name.
-        compiled: "before" or "after" `distribute`, or "method"; None for not.
-        recompute: None, "reentrant" or "not reentrant".
-        grad_scaler: whether the loss is scaled by torch.amp.GradScaler.
-        other_seeds: whether ranks start from different weights.
-        start, ready: what is done before and after `distribute`.
-        phases: at least one.
-    """
-
-    kind: str = "Perceptron"
-    dtype: str = "float32"
-    optimizer: str = "AdamW"
-    groups: str = "one"
-    scheduler: str | None = None
-    scheduler_before: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
-    compiled: str | None = None
-    recompute: str | None = None
-    grad_scaler: bool = False
-    other_seeds: bool = False
-    start: tuple[Action, ...] = ()
+    kind: str = "Perceptron"  # of the model, a class of models.py
+    dtype: str = "float32"  # of its params: "float32", "bfloat16", "float16" or "mixed"
+    optimizer: str = "AdamW"  # a key of `scripts.OPTIMIZERS`
+    groups: str = "one"  # a key of `scripts.GROUPS`
+    scheduler: str | None = None  # a key of `scripts.SCHEDULERS`; None for none
+    scheduler_before: bool = False  # whether it is built over the optimizer that `distribute` is given
+    options: tuple[tuple[str, Any], ...] = ()  # of `distribute`, by name
+    compiled: str | None = None  # "before" or "after" `distribute`, or "method"; None for not
+    recompute: str | None = None  # None, "reentrant" or "not reentrant"
+    grad_scaler: bool = False  # whether the loss is scaled by torch.amp.GradScaler
+    other_seeds: bool = False  # whether ranks start from different weights
+    start: tuple[Action, ...] = ()  # what is done before and after `distribute`
     ready: tuple[Action, ...] = ()
-    phases: tuple[Phase, ...] = (Phase(),)
+    phases: tuple[Phase, ...] = (Phase(),)  # at least one
 
     @property
     def option(self) -> dict[str, Any]:

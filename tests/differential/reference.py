@@ -90,20 +90,13 @@ class Turns:
 
 @dataclass
 class ReferenceWorld:
-    """One rank of the reference, as a program sees it.
+    """One rank of the reference, as a program sees it."""
 
-    Args:
-        rank, size: of this rank.
-        turns: shared by all ranks.
-        folder: for checkpoints; the next phase of the program finds them there.
-        seen: what the program recorded, in order.
-    """
-
-    rank: int
+    rank: int  # of this rank
     size: int
-    turns: Turns
-    folder: Path
-    seen: list[tuple[str, Any]] = field(default_factory=list)
+    turns: Turns  # shared by all ranks
+    folder: Path  # for checkpoints; the next phase of the program finds them there
+    seen: list[tuple[str, Any]] = field(default_factory=list)  # what the program recorded, in order
     optimizer: AveragingOptimizer | None = None
 
     def see(self, label: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from tests.support.sim.machine import DEVICE, Point, SimError, Stream, machine
 from tests.support.sim.memory import memory
-from tests.support.sim.operators import rules
+from tests.support.sim.operators import rules, tensors_in
 from tests.support.sim.wire import Wire, head_of, tensors_of
 
 NAME = "simccl"
@@ -39,12 +40,7 @@ _Combine = Callable[[list[Tensor]], list[Tensor]]
 
 
 class SimWork(dist.Work):
-    """A collective that is queued.
-
-    Args:
-        point: where its stream has carried it out.
-        tensors: kept until it is waited for.
-    """
+    """A collective that is queued; tensors are kept until it is waited for."""
 
     def __init__(self, point: Point, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -66,14 +62,7 @@ class SimWork(dist.Work):
 
 
 class _Exchange:
-    """Every rank's bytes, on their way to all ranks.
-
-    Args:
-        wire: carries them.
-        head: what this rank calls the collective.
-        inputs: what this rank contributes, as it is now.
-        finish: is given the inputs of all ranks.
-    """
+    """Every rank's bytes, on their way to all ranks; `head` is what this rank calls the collective."""
 
     def __init__(
         self, wire: Wire, head: str, inputs: list[Tensor], finish: Callable[[list[list[Tensor]]], None]
@@ -135,6 +124,27 @@ def _reduced(parts: Sequence[Tensor], op: Any, last: int) -> Tensor:
     for part in order[1:]:
         total = combine(total, part)
     return total / len(parts) if kind == dist.ReduceOp.RedOpType.AVG else total
+
+
+#: By name of a collective, the one of gloo's that is called otherwise.
+_GLOO_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def _or_gloo(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective whose tensors are on the CPU is gloo's."""
+    name = _GLOO_NAMES.get(collective.__name__, collective.__name__)
+
+    @wraps(collective)
+    def run(group: SimGroup, *args: Any) -> Any:
+        if next(tensors_in(args)).device.type != DEVICE:
+            return getattr(group._cpu, name)(*(arg for arg in args if arg is not None))
+        return collective(group, *args)
+
+    return run
 
 
 class SimGroup(dist.ProcessGroup):
@@ -235,36 +245,31 @@ class SimGroup(dist.ProcessGroup):
 
     # --- the collectives as torch.distributed calls them
 
+    @_or_gloo
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        if tensors[0].device.type != DEVICE:
-            return self._cpu.allreduce(tensors, opts)
         op = opts.reduceOp
         return self._collective("all-reduce", tensors, tensors, lambda all_: [_reduced(all_, op, 0)], _kind(op))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
+    @_or_gloo
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        if tensors[0].device.type != DEVICE:
-            return self._cpu.broadcast(tensors, opts)
         root = opts.rootRank
         return self._collective("broadcast", tensors, tensors, lambda all_: [all_[root]], root)
 
+    @_or_gloo
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        if tensors[0].device.type != DEVICE:
-            return self._cpu.reduce(tensors, opts)
         op, root, rank = opts.reduceOp, opts.rootRank, self._rank
         combine: _Combine = lambda all_: [_reduced(all_, op, root) if rank == root else all_[rank]]  # noqa: E731
         return self._collective("reduce", tensors, tensors, combine, (_kind(op), root))
 
+    @_or_gloo
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        if inputs[0].device.type != DEVICE:
-            return self._cpu.allgather(outputs, inputs)
         return self._collective("all-gather", inputs, outputs[0], lambda all_: all_)
 
+    @_or_gloo
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        if input.device.type != DEVICE:
-            return self._cpu._allgather_base(output, input)
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -272,14 +277,12 @@ class SimGroup(dist.ProcessGroup):
             return _last([self._cpu._allgather_base(*each) for each in zip(outputs, inputs, strict=True)])
         return self._collective("all-gather", inputs, outputs, lambda all_: [torch.cat([x.view(-1) for x in all_])])
 
+    @_or_gloo
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        if outputs[0].device.type != DEVICE:
-            return self._cpu.reduce_scatter(outputs, inputs, opts)
         return self.reduce_scatter_single(outputs[0], torch.cat([each.view(-1) for each in inputs[0]]), opts)
 
+    @_or_gloo
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        if output.device.type != DEVICE:
-            return self._cpu._reduce_scatter_base(output, input, opts)
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
@@ -294,24 +297,21 @@ class SimGroup(dist.ProcessGroup):
 
         return self._collective("reduce-scatter", inputs, outputs, combine, _kind(op))
 
+    @_or_gloo
     def all_to_all_single(self, output: Tensor, input: Tensor, out_split: Any, in_split: Any, opts: Any = None) -> Any:
-        if output.device.type != DEVICE:
-            return self._cpu.alltoall_base(output, input, out_split, in_split)
         if out_split or in_split:
             raise SimError("all-to-all with parts of different lengths is not simulated")
         rank = self._rank
         combine: _Combine = lambda all_: [torch.cat([x.reshape(self._size, -1)[rank] for x in all_])]  # noqa: E731
         return self._collective("all-to-all", [input], [output], combine)
 
+    @_or_gloo
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        if inputs[0].device.type != DEVICE:
-            return self._cpu.gather(outputs, inputs, opts)
         is_root, into = opts.rootRank == self._rank, outputs[0] if outputs else []
         return self._collective("gather", inputs, into, lambda all_: all_ if is_root else [], opts.rootRank)
 
+    @_or_gloo
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        if outputs[0].device.type != DEVICE:
-            return self._cpu.scatter(outputs, inputs, opts)
         root, rank = opts.rootRank, self._rank
         whole = (
             torch.cat([each.view(-1) for each in inputs[0]])
@@ -325,18 +325,16 @@ class SimGroup(dist.ProcessGroup):
         machine.synchronise("barrier", machine.current.now)
         return self._of_cpu.barrier()
 
+    @_or_gloo
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
-        if tensors[0].device.type != DEVICE:
-            return self._cpu.send(tensors, dst, tag)
         data = memory.on_cpu(tensors[0].detach())
         return self._queue("send", lambda: self._sent(data, dst, tag), tensors, self._lane("send", dst))
 
     def _sent(self, data: Tensor, dst: int, tag: int) -> None:
         self._wire.send(self._wire.message(self._rank, dst, tag), data)
 
+    @_or_gloo
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
-        if tensors[0].device.type != DEVICE:
-            return self._cpu.recv(tensors, src, tag)
         into = memory.on_cpu(tensors[0].detach())
         return self._queue("receive", lambda: self._received(into, src, tag), tensors, self._lane("receive", src))
 

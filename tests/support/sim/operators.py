@@ -117,14 +117,14 @@ def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
     return change(values)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for each in values:
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+        yield from tensors_in(list(values.values()))
 
 
 def _captured(name: str, values: Any) -> Any:
@@ -155,9 +155,9 @@ def _on_host(values: Any) -> Any:
 def _grow_outputs(op: Any, schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """torch gives operators outputs that are empty, to be resized."""
     outs = [value for each, value in _bound(schema, args, kwargs) if each.is_out]
-    if any(each.numel() == 0 for each in _tensors(outs)):
+    if any(each.numel() == 0 for each in tensors_in(outs)):
         shapes = op(*_as_meta(args), **_as_meta(dict(kwargs)))
-        for into, like in zip(_tensors(outs), _tensors(shapes), strict=True):
+        for into, like in zip(tensors_in(outs), tensors_in(shapes), strict=True):
             if into.shape != like.shape:
                 made = memory.allocate(like.shape, like.stride(), into.dtype)
                 torch.ops.aten.set_.source_Tensor(into, made)
@@ -177,7 +177,7 @@ def _launch(op: Any, schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, 
     given, named = _captured(name, (list(args), dict(kwargs)))
     given, named = _on_host(given), _on_host(named)
     outputs = _outputs(op, schema, args, kwargs)
-    for each in _tensors(outputs.made):
+    for each in tensors_in(outputs.made):
         _check(each, name)
     made = [memory.on_cpu(each) for each in outputs.made]
     seed = int(torch.randint(1 << 31, ())) if schema.has_generator else None
@@ -186,7 +186,7 @@ def _launch(op: Any, schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, 
         if seed is not None:
             named["generator"] = torch.Generator().manual_seed(seed)
         result = _computed(op, given, named)
-        for into, value in zip(made, _tensors(result) if made else (), strict=True):
+        for into, value in zip(made, tensors_in(result) if made else (), strict=True):
             into.copy_(value)
 
     queue(name, run, reads=(given, named), writes=(outputs.written, made))
@@ -206,10 +206,10 @@ def _computed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def queue(name: str, run: Callable[[], Any], *, reads: Any, writes: Any) -> None:
     """Queues a kernel on the current stream, and counts it."""
     counts, only_written = machine.counts, name in _FILLS
-    written = list(_tensors(writes))
+    written = list(tensors_in(writes))
     counts.launches.append(name)
     counts.nbytes_written += sum(each.nbytes for each in written)
-    counts.nbytes_read += sum(each.nbytes for each in _tensors(reads)) - only_written * sum(w.nbytes for w in written)
+    counts.nbytes_read += sum(each.nbytes for each in tensors_in(reads)) - only_written * sum(w.nbytes for w in written)
     machine.launch(name, run, on=machine.current)
 
 
@@ -224,13 +224,13 @@ class _Outputs:
 
 def _outputs(op: Any, schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Outputs:
     written = [value for each, value in _bound(schema, args, kwargs) if each.is_written]
-    flat = list(_tensors(written))
+    flat = list(tensors_in(written))
     if not schema.num_returns:
         return _Outputs(None, flat, [])
     if schema.returns_written:
         return _Outputs(written[0] if schema.num_returns == 1 else tuple(written), flat, [])
     made = _mapped(_allocated, _shapes(op, schema, args, kwargs))
-    return _Outputs(made, flat, list(_tensors(made)))
+    return _Outputs(made, flat, list(tensors_in(made)))
 
 
 #: Results by operator and what their shapes and dtypes follow from.
