@@ -20,9 +20,7 @@ from megatron_distopt.layout.spans import Box, Span, boxes
 class MatrixCut:
     """How tensor-parallel ranks share a param: rank r has the r-th of `size` equal parts of every one of its matrices.
 
-    A matrix with a stride consists of as many pieces along `dim`, each cut by itself; see [Note: strides] in
-    spans.py.
-
+    A matrix with a stride consists of as many pieces along `dim`, each cut by itself; see [Note: strides] in spans.py.
     """
 
     dim: int  # 0 for rows, 1 for columns
@@ -71,23 +69,16 @@ class MatrixSpec:
     - queries, keys and values of g groups of heads, as Megatron interleaves them: `sizes=(q, k, v)`, `repeats=g`
     - e experts in a param of shape [e, m, n]: `MatrixSpec(e * m, n, sizes=(m,) * e)`
 
-    Args:
-        rows, cols: of the view.
-        dim: 0 to cut rows, 1 to cut columns.
-        sizes: of the pieces of a run, in rows or columns; empty for one matrix.
-        repeats: number of runs.
-        cut: how tensor-parallel ranks share the matrices, of which this is the part of one rank; None where it is all.
-
     >>> MatrixSpec(6, 4, sizes=(2, 1), repeats=2).shapes
     ((4, 4), (2, 4))
     """
 
     rows: int
     cols: int
-    dim: int = 0
-    sizes: tuple[int, ...] = ()
-    repeats: int = 1
-    cut: MatrixCut | None = None
+    dim: int = 0  # 0 to cut rows, 1 to cut columns
+    sizes: tuple[int, ...] = ()  # of the pieces of a run, in rows or columns; empty for one matrix
+    repeats: int = 1  # number of runs
+    cut: MatrixCut | None = None  # how tensor-parallel ranks share the matrices; None where this rank has all of them
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1) or self.repeats < 1 or min(self.rows, self.cols, *self.sizes) < 1:

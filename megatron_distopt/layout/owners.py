@@ -40,12 +40,7 @@ class EqualPieces:
 
 
 def pieces_of(layout: BufferLayout, bucket: int, in_buffer: Span) -> tuple[EqualPieces, ...]:
-    """The pieces of a stretch of a bucket by rank: at most a first one, whole shards, and a last one.
-
-    Args:
-        layout: of the buffer.
-        bucket: index.
-        in_buffer: a stretch of that bucket; not empty.
+    """The pieces of a stretch of a bucket, which is not empty, by rank: at most a first one, whole shards, a last one.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 1), ParamSpec("b", 6)], num_shards=4, alignment_numel=1)

@@ -211,6 +211,45 @@ REFUSED: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
 }
 
 
+#: What is found of all classes of pytorch_optimizer 4.1 with their defaults.
+PUBLISHED = {
+    "elements": """
+        ADOPT APOLLO AccSGD AdEMAMix AdaBelief AdaBound AdaDelta AdaMax AdaMod AdaPNM AdaSmooth Adam AdamC AdamG AdamW
+        AdamWSN Adan Ano BCOS DiffGrad DualAdam EXAdam FOCUS FTRL Fira GaLore Grams GrokFastAdamW Kate LaProp Lion MSVAG
+        NAdam PAdam PID PNM QHAdam QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD
+        SignSGD SimplifiedAdEMAMix Tiger VSGD Yogi""",
+    "params": """
+        A2Grad AdaFactor AdaNorm AdaTAM AdamP Aida Amos ApolloDQN CAME EmoFact EmoLynx EmoNavi FAdam FlashAdamW Fromage
+        Lamb MARS Nero RACS ROSE SCION SGDP SGDSaI SM3 SOAP SPlus SWATS Shampoo StableAdamW TAM""",
+    "refused": """
+        ASGD AdaGC AdaHessian AdaShift Adai Adalite AdamS AggMo AliG Alice AvaGrad Conda DASH DAdaptAdaGrad DAdaptAdam
+        DAdaptAdan DAdaptLion DAdaptSGD DeMo Gravity Kron LARS LBFGS LoRARite MADGRAD Magma NovoGrad Prodigy Ranger
+        SCIONLight SPAM SaRA ScalableShampoo SophiaH SpectralSphere StableSPAM""",
+    "needs arguments": """
+        AdaGO AdaLOMO AdaMuon AdamMini BSAM DistributedMuon FriendlySAM GSAM LOMO LookSAM Lookahead Muon MuonClip
+        NorMuon OrthoGrad PCGrad Ranger21 SAM SafeFP16Optimizer ScheduleFreeWrapper TRAC WSAM""",
+}
+
+
+def _found_of(kind: type[Optimizer]) -> str:
+    try:
+        kind([torch.nn.Parameter(torch.ones(20)), torch.nn.Parameter(torch.ones(24, 10))])
+    except Exception:  # noqa: BLE001 - of any kind
+        return "needs arguments"
+    try:
+        return found(kind).value
+    except ConfigError:
+        return "refused"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the package
+def test_trial_when_every_published_class_is_tried_then_it_is_found_to_be_what_it_is() -> None:
+    kinds = {name: kind for name, kind in vars(po).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+    wanted = {name: what for what, names in PUBLISHED.items() for name in names.split()}
+    assert {name: _found_of(kind) for name, kind in kinds.items() if kind is not Optimizer} == wanted
+
+
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_trial_when_every_element_goes_by_itself_then_elements(name: str) -> None:
     assert found(ELEMENTS[name]) is Updates.ELEMENTS

@@ -31,6 +31,28 @@ def tried_once() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def in_place_of_cores_adam(optimizer: type[torch.optim.Optimizer]) -> Iterator[None]:
+    """In the block megatron-core builds another optimizer where it builds its Adam."""
+    from megatron.core import optimizer as host
+
+    with (
+        mock.patch.object(host, "Adam", optimizer),
+        mock.patch.object(host, "USING_PYTORCH_OPTIMIZER", False, create=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def in_place_of_forks_adam(optimizer: type[torch.optim.Optimizer], *, repaired: bool = False) -> Iterator[None]:
+    """The same in a fork of 2023; `repaired` as in test_megatron_2023_numerics.py."""
+    import megatron.model.distributed as fork_ddp
+    from megatron import optimizer as fork_optimizer
+
+    with mock.patch.object(fork_optimizer, "Adam", optimizer), mock.patch.object(fork_ddp, "REPAIRED", repaired):
+        yield
+
+
 class Adafactor(torch.optim.Adafactor):
     """Rows and columns for a matrix."""
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests.support.whole_classes import in_place_of_cores_adam, in_place_of_forks_adam
+
 #: By scale_mode, of rows and columns.
 SCALES = {
     "spectral": lambda rows, cols: max(rows, cols) ** 0.5,
@@ -59,34 +61,21 @@ def orthogonalized(matrix: Tensor, coefficients: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """How the reference takes the params of a GPT.
+    """How the reference takes the params of a GPT."""
 
-    Args:
-        is_megatrons: whose formula.
-        options: of the formula.
-        split: whether queries, keys and values are matrices of their own.
-        splits_gates: whether gate and up projection are.
-        joins: whether tensor-parallel ranks put their parts together.
-    """
-
-    is_megatrons: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    split: bool = True
-    splits_gates: bool = False
-    joins: bool = True
+    is_megatrons: bool = False  # whose formula
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the formula
+    split: bool = True  # queries, keys and values are matrices of their own
+    splits_gates: bool = False  # gate and up projection are
+    joins: bool = True  # tensor-parallel ranks put their parts together
 
 
 @dataclass(frozen=True)
 class Fused:
-    """The weights of a host that consist of several matrices, by the ends of their names; the first that fits counts.
+    """The weights of a host that consist of several matrices, by the ends of their names; the first that fits."""
 
-    Args:
-        sizes: rows of the parts in one group of heads, of those that are taken apart.
-        pieces: how many a weight has that are cut by themselves; one where nothing is said.
-    """
-
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    pieces: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # rows of the parts in one group of heads
+    pieces: Mapping[str, int] = field(default_factory=dict)  # that are cut by themselves; one where nothing is said
 
 
 class WholeMuon(torch.optim.Optimizer):
@@ -200,8 +189,6 @@ def _fused_of(model: Any, reference: Reference) -> Fused:
 @contextlib.contextmanager
 def in_place_of_adam(reference: Reference) -> Iterator[None]:
     """In the block megatron-core's trainings without sharding use the reference."""
-    from megatron.core import optimizer
-
     from tests.support import gpt
 
     def build(case: Any) -> Any:
@@ -212,9 +199,53 @@ def in_place_of_adam(reference: Reference) -> Iterator[None]:
         return chunks
 
     original = gpt.build_chunks
-    with (
-        mock.patch.object(optimizer, "Adam", WholeMuon),
-        mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False, create=True),
-        mock.patch.object(gpt, "build_chunks", build),
-    ):
+    with in_place_of_cores_adam(WholeMuon), mock.patch.object(gpt, "build_chunks", build):
+        yield
+
+
+@contextlib.contextmanager
+def layer_wise_buffers() -> Iterator[None]:
+    """In the block megatron-core's chunks are wrapped as `wrap_model_chunks_with_ddp` of megatron.training does it."""
+    from tests.support import gpt
+
+    def wrap(config: Any, ddp_config: Any, model: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.optimizer import layer_wise_optimizer
+
+        layer_wise_optimizer.tag_params_for_buffer_routing([model])
+        layout = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
+            list(model.parameters()),
+            ddp_config.bucket_size,
+            parallel_state.get_data_parallel_world_size(),
+            ddp_config,
+        )
+        return original(config, ddp_config, model, full_param_layout=layout, **kwargs)
+
+    original = gpt.DistributedDataParallel
+    with mock.patch.object(gpt, "DistributedDataParallel", wrap):
+        yield
+
+
+@contextlib.contextmanager
+def in_the_fork(script: Any, reference: Reference, *, repaired: bool = False) -> Iterator[None]:
+    """In the block the trainings of a fork of 2023 without sharding use the reference.
+
+    Args:
+        script: of the fork, with `model_provider`.
+        reference: see `Reference`.
+        repaired: see test_megatron_2023_numerics.py.
+    """
+    from megatron import get_args
+
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        # Queries, keys and values of a head one after the other; keys and values alone where heads share them.
+        width = get_args().hidden_size // get_args().num_attention_heads
+        sizes = {"query_key_value.weight": (width,) * 3, "key_value.weight": (width,) * 2}
+        WholeMuon.fused = Fused(sizes if reference.split else {})
+        name_params(model)
+        return model
+
+    original, WholeMuon.reference = script.model_provider, reference
+    with in_place_of_forks_adam(WholeMuon, repaired=repaired), mock.patch.object(script, "model_provider", provide):
         yield

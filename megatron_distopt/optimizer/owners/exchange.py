@@ -87,7 +87,7 @@ def exchange(
     Args:
         buffer: the params and their owners.
         values: of this rank; all of them travel to the owner, and the first one travels back.
-        update: see `Update`.
+        update: a block.
         left_out: names of params that are not updated in this step; the same on all ranks.
     """
     _Exchange(buffer, values, update, left_out).run()

@@ -42,11 +42,7 @@ def check_new(instance: Optimizer) -> None:
 
 
 def build_alike(instance: Optimizer, rebuild: Build) -> Build:
-    """Builds what is like an object, see the file.
-
-    Args:
-        instance: stays as it is, and is not referred to.
-        rebuild: makes one from its defaults.
+    """Builds what is like an object, which stays as it is and is not referred to, from its defaults by `rebuild`.
 
     Raises:
         ConfigError: it was built with arguments that its defaults do not name.

@@ -29,15 +29,9 @@ from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuo
 
 
 def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) -> Tensor:
-    """The first part, element by element: moves the momentum, and returns what is orthogonalized.
+    """The first part, element by element: moves the momentum in place, and returns what is orthogonalized.
 
-    Args:
-        grad: of any shape; stays as it is.
-        momentum_buffer: of the same shape; changed in place.
-        options: see `MuonOptions`.
-
-    Returns:
-        of the same shape, in the dtype in which it travels and in memory of its own.
+    That has memory of its own, in the dtype in which it travels. The gradient stays as it is.
     """
     momentum_buffer.lerp_(grad, 1 - options.momentum)
     mixed = grad.lerp(momentum_buffer, options.momentum) if options.nesterov else momentum_buffer
@@ -49,7 +43,7 @@ def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
 
     Args:
         matrix: 2-D, contiguous, in the dtype in which it travels; may be changed.
-        options: see `MuonOptions`.
+        options: of its param group.
 
     Returns:
         of the same shape, not contiguous where the matrix has more rows than columns.
@@ -62,13 +56,7 @@ def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
 
 
 def newton_schulz(matrix: Tensor, options: MuonOptions, gram_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """The iteration alone.
-
-    Args:
-        matrix: 2-D, with a norm of at most 1.
-        options: see `MuonOptions`.
-        gram_of: multiplies a matrix with its transpose.
-    """
+    """The iteration alone, of a 2-D matrix with a norm of at most 1; `gram_of` multiplies one with its transpose."""
     with options.matmuls():
         for a, b, c in options.coefficients:
             gram = gram_of(matrix)
@@ -88,8 +76,7 @@ def orthogonalize_block(
         update: 1-D [block.in_param.numel], contiguous, in the dtype in which it travels.
         spec: of the param.
         block: one of its blocks.
-        orthogonalize_one: `orthogonalize` with options, or what does the same for a matrix that other ranks have parts
-            of.
+        orthogonalize_one: `orthogonalize` with options, or the same for a matrix that other ranks have parts of.
     """
     for matrix, shape in zip(_matrices_of(update, spec, block), block.shapes, strict=True):
         # As contiguous as a param of its own: a product of other strides may add up in another order.
@@ -113,7 +100,7 @@ def apply_update(main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span,
         update: 1-D, of the same elements; may be changed.
         spec: of the param.
         in_param: which elements of it these are.
-        options: see `MuonOptions`.
+        options: of its param group.
     """
     options.decay(main)
     shapes = [spec.whole(shape) for shape in spec.shapes]

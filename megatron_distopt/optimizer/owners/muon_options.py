@@ -75,12 +75,7 @@ class MuonOptions(ABC):
 
     @abstractmethod
     def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
-        """What the iteration begins with, in its dtype.
-
-        Args:
-            matrix: in the dtype in which it travels; may be changed.
-            norm: of it, or of the matrix that it is a part of.
-        """
+        """What the iteration begins with, in its dtype; `norm` is that of the matrix, or of the one it is a part of."""
 
     def matmuls(self) -> AbstractContextManager[None]:
         """In which the products of the iteration are computed."""
@@ -96,13 +91,7 @@ class MuonOptions(ABC):
 
     @abstractmethod
     def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
-        """Adds the update of a matrix to main params.
-
-        Args:
-            update: in the dtype in which it travels; may be changed.
-            target: fp32, of the same elements; changed in place.
-            shape: rows and columns of the whole matrix.
-        """
+        """Adds the update of a matrix of `shape` to main params, in place; the update may be changed, too."""
 
     @property
     def _lr(self) -> Any:
@@ -168,7 +157,6 @@ class TorchMuonOptions(MuonOptions):
 
     @property
     def coefficients(self) -> Sequence[Coefficients]:
-        """The same in every step."""
         return (self.ns_coefficients,) * self.ns_steps
 
     def norm_of(self, matrix: Tensor) -> Tensor:
@@ -181,11 +169,9 @@ class TorchMuonOptions(MuonOptions):
         return matrix.div_(norm.to(matrix.dtype).clamp(min=self.eps))
 
     def factor(self, shape: tuple[int, int]) -> float:
-        """What the learning rate is multiplied by."""
         return _LR_RATIOS[self.adjust_lr_fn or "original"](*shape)
 
     def decay(self, main: Tensor) -> None:
-        """In place."""
         main.mul_(1 - self._lr * self.weight_decay)
 
     def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
@@ -312,11 +298,9 @@ class MegatronMuonOptions(MuonOptions):
             torch.set_float32_matmul_precision(before)
 
     def factor(self, shape: tuple[int, int]) -> float:
-        """Both scales together."""
         return _SCALES[self.scale_mode](*shape) * self.extra_scale_factor
 
     def decay(self, main: Tensor) -> None:
-        """In place."""
         if self.weight_decay:
             main.add_(main, alpha=-self.weight_decay * self._lr)
 

@@ -35,14 +35,7 @@ def option_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OwnedParam:
-    """A param that this rank updates as a whole.
-
-    Args:
-        shape: of the param.
-        device: where it is updated.
-        build: makes the optimizer from param groups.
-        options: of its param group.
-    """
+    """A param that this rank updates as a whole, by an optimizer that `build` makes from a group with its options."""
 
     def __init__(self, shape: Sequence[int], device: torch.device, build: Build, options: Mapping[str, Any]) -> None:
         self._shape, self._device, self._build = tuple(shape), device, build
@@ -109,12 +102,7 @@ class OwnedParam:
         return _split(kept, "", tensors), tensors
 
     def join(self, description: Any, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
-        """Takes back what `split` returned.
-
-        Args:
-            description: the JSON.
-            tensors: taken over, not copied, where they are on the right device.
-            options: of the param group.
+        """Takes back what `split` returned; tensors are not copied where they are on the right device.
 
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: they do not belong together; nothing has changed.
@@ -147,9 +135,7 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         name = path.replace("/", "|")
         while name in tensors:
             name += "'"
-        tensors[name] = (
-            value.detach() if value.dim() else value.detach().view(1)
-        )  # files have no tensors of 0 dimensions
+        tensors[name] = value.detach() if value.dim() else value.detach().view(1)  # files have none of 0 dimensions
         return {_TENSOR: {"name": name, **about}}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
         below = f"{path}." if path else ""

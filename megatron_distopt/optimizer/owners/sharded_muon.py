@@ -94,13 +94,7 @@ def matrix_of(name: str, param: Tensor) -> MatrixSpec:
 
 
 def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptConfig, device_type: str) -> InnerChoice:
-    """The inner optimizer for `torch.optim.Muon` or our own class, and for an Adam of torch's with it.
-
-    Args:
-        given: Muon and at most one Adam, in either order; new.
-        matrices: of the model.
-        config: merged.
-        device_type: of the main params.
+    """The inner optimizer for `torch.optim.Muon` or our own class, and an Adam of torch's with it; both new.
 
     Raises:
         ConfigError: other optimizers, or options of the config that Muon does not serve.
@@ -130,14 +124,7 @@ def choose_muon(
     defaults: tuple[str, ...] = (),
     source: str = TorchMuonOptions.source,
 ) -> InnerChoice:
-    """Muon for param groups with its options, and another inner optimizer for the others.
-
-    Args:
-        rest: None where there are no others.
-        matrices: of the model.
-        config: merged.
-        why, defaults: of the choice.
-        source: of Muon's formula.
+    """Muon for param groups with its options, and another inner optimizer for the others, if there are some.
 
     Raises:
         ConfigError: options of the config that Muon does not serve.
@@ -150,13 +137,7 @@ def choose_muon(
 
 
 class MuonAndAdam(InParts):
-    """See the file.
-
-    Args:
-        groups: of main params.
-        rest: builds what updates the groups that are not Muon's; None where there are none.
-        matrices: of the model.
-    """
+    """Muon for its param groups; `rest` builds what updates the others."""
 
     def __init__(self, groups: Groups, *, rest: Build | None, matrices: Matrices) -> None:
         super().__init__([{"params": []}], {})
@@ -196,11 +177,7 @@ class MuonAndAdam(InParts):
         self._muon.left_out = frozenset(names)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective: updates every main param that has a gradient.
-
-        Args:
-            closure: computes the loss; its value is returned.
-        """
+        """Collective: updates every main param that has a gradient."""
         loss = self._muon.step(closure)
         if self._rest is not None:
             self._rest.step()
@@ -245,11 +222,7 @@ class FlatMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Collective: updates every main param that has a gradient.
-
-        Args:
-            closure: computes the loss; its value is returned.
-        """
+        """Collective: updates every main param that has a gradient."""
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         of_group = [options_of(group) for group in self.param_groups]
@@ -295,7 +268,7 @@ def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group:
     Args:
         part: 2-D, contiguous, in the dtype in which it travels; may be changed.
         cut: how the ranks share the matrix, each with an equal part.
-        options: with the formula.
+        options: of its param group.
         group: tensor-parallel ranks.
 
     Returns:

@@ -1,0 +1,323 @@
+"""Muon and optimizers of whole params in a fork of 2023, against the host's own optimizer without sharding.
+
+The reference has `WholeMuon`, or the very class, in place of the host's Adam. Gradients are on a grid, so that their
+sums over ranks are exact, and nothing is clipped, because a norm has another order of sums. Tensor-parallel ranks put
+the parts of a matrix together for Muon; a class of whole params takes its part for a param of its own, there as here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fork_worlds import ForkInWorlds, distance, mains, raised
+from tests.support.mini_fork import TrainingRun
+from tests.support.spawn import run_ranks
+from tests.support.whole_classes import Adafactor, Soap, in_place_of_forks_adam, tried_once
+from tests.support.whole_muon import Reference, in_the_fork
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One training with the reference and with ours."""
+
+    ranks: int
+    case: str  # words of both trainings
+    whole: Callable[
+        [Any], contextlib.AbstractContextManager[Any]
+    ]  # called with the script: the reference is in place of the fork's Adam
+    options: str  # words of ours
+    ours: Context = nullcontext  # in which ours is built, where its optimizer is not named
+
+
+TORCHS = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+OTHER = {"momentum": 0.9, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "original"}
+OURS = "--use-distributed-optimizer"
+ADAM = f"{OURS} --distopt-adam torch_foreach"
+MUON = f"{ADAM} --distopt-optimizer muon"
+NAMED = f"{OURS} --distopt-optimizer torch.optim:Adafactor"
+GRID = "--grid-grads --clip-grad 1e9 --lr 0.02 --train-iters 5"
+LEARNS = "--bf16 --train-iters 20 --micro-batch-size 8"
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+OVERLAPS = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather --distopt-bucket-size 1500"
+EXPERTS = "--bf16 --experts --expert-model-parallel-size 2"
+OPTIONS = (
+    "--distopt-muon-momentum 0.9 --distopt-muon-nesterov no --distopt-muon-ns-steps 3 --distopt-muon-adjust-lr original"
+)
+NOT_SPLIT = "--distopt-muon-split none"
+
+
+def _muon(
+    ranks: int, words: str, own: str = "", options: Mapping[str, Any] = TORCHS, repaired: bool = False, **of: Any
+) -> Compared:
+    whole = Reference(options=options, **of)
+    return Compared(ranks, words, lambda script: in_the_fork(script, whole, repaired=repaired), f"{MUON} {own}")
+
+
+def _whole(ranks: int, words: str = "", own: str = "", *, is_named: bool = False, repaired: bool = False) -> Compared:
+    if is_named:
+        return Compared(ranks, words, lambda script: in_place_of_forks_adam(Adafactor), f"{NAMED} {own}")
+
+    def whole(script: Any) -> contextlib.AbstractContextManager[Any]:
+        return in_place_of_forks_adam(Soap, repaired=repaired)
+
+    return Compared(ranks, words, whole, f"{OURS} {own}", lambda: in_place_of_forks_adam(Soap))
+
+
+CASES: dict[tuple[str, str], Compared] = {
+    ("muon", "alone"): _muon(1, ""),
+    ("muon", "fp32"): _muon(2, ""),
+    ("muon", "bf16, overlapped"): _muon(2, "--bf16", OVERLAPS),
+    ("muon", "bf16, fp32 norms"): _muon(2, "--bf16 --fp32-norms"),
+    ("muon", "fp16"): _muon(2, "--fp16 --initial-loss-scale 4096"),
+    ("muon", "not split"): _muon(2, "--bf16", NOT_SPLIT, split=False),
+    ("muon", "options"): _muon(2, "", OPTIONS, OTHER),
+    ("muon", "pp2"): _muon(2, f"--bf16 {PP} --global-batch-size 4"),
+    ("muon", "tp2"): _muon(2, f"--bf16 {TP}"),
+    ("muon", "multi-query tp2"): _muon(2, f"{TP} --multi-query"),
+    ("muon", "tp2, blockwise"): _muon(2, f"--bf16 {TP}", "--distopt-muon-tp-mode blockwise", joins=False),
+    ("muon", "tp2, dp2"): _muon(4, f"--bf16 {TP} --sequence-parallel"),
+    ("muon", "tp2, dp2, not split"): _muon(4, TP, NOT_SPLIT, split=False),
+    ("muon", "experts"): _muon(4, EXPERTS, repaired=True),  # see test_megatron_2023_numerics.py
+    ("whole", "alone"): _whole(1),
+    ("whole", "fp32"): _whole(2),
+    ("whole", "named"): _whole(2, "--bf16 --adam-beta2 0.99", is_named=True),
+    ("whole", "bf16, overlapped"): _whole(2, "--bf16", OVERLAPS),
+    ("whole", "bf16, fp32 norms"): _whole(2, "--bf16 --fp32-norms", is_named=True),
+    ("whole", "fp16"): _whole(2, "--fp16 --initial-loss-scale 4096"),
+    ("whole", "pp2"): _whole(2, f"--bf16 {PP} --global-batch-size 4"),
+    ("whole", "tp2"): _whole(2, f"--bf16 {TP}"),
+    ("whole", "tp2, dp2"): _whole(4, f"--bf16 {TP} --sequence-parallel"),
+    ("whole", "tp2, dp2, named"): _whole(4, TP, is_named=True),
+    ("whole", "experts"): _whole(4, EXPERTS, repaired=True),
+}
+#: How ours goes on in each kind of checkpoint, and what stands in place of the fork's Adam then.
+ON: dict[str, tuple[str, Context]] = {
+    "muon": (MUON, nullcontext),
+    "whole": (OURS, lambda: in_place_of_forks_adam(Soap)),
+}
+REFUSED = {
+    f"{inner}, {name}": f"{ours} {words}"
+    for inner, ours in (("muon", MUON), ("whole", NAMED))
+    for name, words in {
+        "low precision": "--bf16 --distopt-exp-avg-dtype int8",
+        "on the host": "--bf16 --distopt-offload-fraction 0.5",
+        "a file of the fork": "--distopt-checkpoint-format gathered",
+        "digests": "--distopt-log-digests 1",
+        "deterministic": "--distopt-deterministic",
+    }.items()
+}
+REFUSED |= {
+    "muon, the fork's SGD": f"{MUON} --optimizer sgd",
+    "whole, a number for a pair": f"{NAMED} --adam-eps 1e-6",
+}
+
+
+@tried_once()
+def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
+    """In a rank: every case with the reference and with ours; the cases of a world one after the other."""
+    fork, found = ForkInWorlds("gathered", rank, folder, ranks=size), dict[Any, Any]()
+
+    def train(*words: str, ours: bool = True) -> TrainingRun:
+        return fork.train(*" ".join((GRID, *words)).split(), ours=ours)
+
+    for ranks in (1, 2, 4):
+        cases = {key: compared for key, compared in CASES.items() if compared.ranks == ranks}
+        if not fork.enters(ranks):
+            continue
+        whole = {}
+        for key, compared in cases.items():
+            with compared.whole(fork.fork.script):
+                whole[key] = train(compared.case, ours=False)
+        for key, compared in cases.items():
+            with compared.ours():
+                run = train(compared.case, compared.options)
+            losses = [iteration.loss for iteration in run.iterations]
+            found[key] = distance(run, whole[key]), losses, [each.loss for each in whole[key].iterations]
+        if ranks == 2:
+            for inner, loads in (("muon", MUON), ("whole", NAMED)):
+                found["crossed", inner] = _crossed(train, f"{folder}/{inner}", ADAM, loads)
+    fork.leaves()
+    for inner, words in (("muon", f"{MUON} --lr 0.005"), ("whole", f"{NAMED} --lr 0.1")):
+        found["learns", inner] = [each.loss for each in fork.train(*f"{LEARNS} {words}".split()).iterations]
+    found["distributed"] = _distributed(train)
+    for inner, (words, place) in ON.items():
+        with place():
+            found["resumed", inner] = fork.resumed(f"{folder}/{inner}", *f"{GRID} --bf16 {words}".split())
+    found["tensor-parallel"] = _tensor_parallel(train, folder)
+    found["refused"] = {name: raised(lambda w=words: train(w))[0] for name, words in REFUSED.items()}
+    return found
+
+
+def _distributed(train: Callable[..., TrainingRun]) -> tuple[float, float]:
+    """How far a step with products that are added up is from one with whole matrices, and how far from no step."""
+    words = f"{TP} --train-iters 1 {MUON}"  # with sums in another order longer trainings part
+    start, whole = train(words, "--lr 0"), train(words)
+    return distance(whole, train(words, "--distopt-muon-tp-mode distributed")), distance(whole, start)
+
+
+def _crossed(
+    train: Callable[..., TrainingRun], folder: str, adam: str, other: str
+) -> list[tuple[bool, dict[str, set[str]], bool, bool]]:
+    """From Adam to another optimizer and back: whether main params stay, the moments there are by kind of param,
+    whether owners have a state, and whether it trains on."""
+    found = []
+    for number, (saves, loads) in enumerate(((adam, other), (other, adam))):
+        words, saved = "--bf16 --lr-decay-iters 8", f"{folder}/crossed{number}"
+        before = train(words, saves, f"--save {saved}")
+        loaded = train(words, loads, f"--load {saved}")  # all iterations are done
+        after = train(words, loads, f"--load {saved} --train-iters 8")
+        one, two = mains(before), mains(loaded)
+        is_same = one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+        inner = loaded.optimizer.sharded.inner
+        has_state = any(param.has_state for param in getattr(inner, "owned", {}).values())
+        learns = all(iteration.loss < 6 for iteration in after.iterations)
+        found.append((is_same, _moments(loaded), has_state, learns))
+    return found
+
+
+def _moments(run: TrainingRun) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {"matrix": set(), "other": set()}
+    named, inner = run.optimizer.start.named, run.optimizer.sharded.inner
+    for flat in run.optimizer.sharded.flat_params:
+        name = flat.plan.shards[0].name
+        kind = "matrix" if ".layers." in name and named[name].dim() == 2 else "other"
+        found[kind] |= {key for key, value in inner.state.get(flat.main, {}).items() if value.numel() > 1}
+    return found
+
+
+def _tensor_parallel(train: Callable[..., TrainingRun], folder: str) -> tuple[float, dict[str, bool]]:
+    """A training with TP 2 and DP 2: resumed, and by name whether the state is new once it was loaded with TP 1."""
+    from megatron_distopt.checkpoint import load_checkpoint
+    from megatron_distopt.hosts.megatron_2023.checkpoint import whole_model_of
+
+    words, saved = f"--bf16 {OURS} --lr-decay-iters 5", f"{folder}/tensor-parallel"
+    with in_place_of_forks_adam(Soap):
+        whole = train(words, TP)
+        train(words, TP, f"--train-iters 3 --save {saved}")
+        again = train(words, TP, f"--load {saved}")
+        other = train(words)  # whose state is replaced: the fork itself loads nothing of another size
+    optimizer = other.optimizer
+    load_checkpoint(next(Path(saved).rglob("*.distopt")), whole_model_of(optimizer), optimizer.everyone)
+    new = {name: not owned.has_state for name, owned in optimizer.sharded.inner.owned.items()}
+    return distance(whole, again), new
+
+
+def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """In a rank: trainings that are interrupted, with a fork whose files are those of each rank."""
+    fork, found = ForkInWorlds("per_rank", rank, folder, ranks=size), dict[str, Any]()
+
+    def train(*words: str, ours: bool = True) -> TrainingRun:
+        return fork.train(*" ".join((GRID, "--bf16", *words)).split(), ours=ours)
+
+    train(ADAM, f"--save {folder}/adam")
+    for inner, (words, place) in ON.items():
+        with place():
+            whole = train(words)
+            train(words, f"--train-iters 3 --lr-decay-iters 5 --save {folder}/{inner}")
+            resumed = train(words, f"--load {folder}/{inner}")
+            found[inner] = distance(whole, resumed), len(resumed.iterations)
+            plain = train(ours=False).optimizer.state_dict()
+    found["whole, without sharding"] = raised(lambda: resumed.optimizer.load_state_dict(plain))[0]
+    for name, words in {
+        "muon, from Adam": f"{MUON} --load {folder}/adam",
+        "whole, from Adam": f"{NAMED} --load {folder}/adam",
+        "whole, to Adam": f"{OURS} --load {folder}/whole",
+        "whole, another class": f"{NAMED} --load {folder}/whole",
+    }.items():
+        found[name] = raised(lambda w=words: train(w))[0]
+    return found
+
+
+INNERS = ("muon", "whole")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    """By key: what each rank found that took part."""
+    everyones = run_ranks(collect, 4, str(tmp_path_factory.mktemp("owners")), seconds=300)
+    keys = {key for of_rank in everyones for key in of_rank}
+    return {key: [of_rank[key] for of_rank in everyones if key in of_rank] for key in keys}
+
+
+@pytest.mark.parametrize(("inner", "name"), CASES)
+def test_training_when_updates_are_sharded_then_it_is_that_of_the_reference_without_sharding(
+    inner: str, name: str, found: dict[Any, list[Any]]
+) -> None:
+    assert len(found[inner, name]) == CASES[inner, name].ranks
+    for apart, ours, whole in found[inner, name]:
+        assert apart == 0.0, f"{apart}, losses {ours}, and {whole}"
+        assert ours == whole
+    losses = next(ours for _, ours, _ in found[inner, name] if ours)
+    assert len(set(losses)) == len(losses), "it has not trained"
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_training_when_it_is_longer_then_the_loss_falls(inner: str, found: dict[Any, list[Any]]) -> None:
+    losses = next(losses for losses in found["learns", inner] if losses)
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_muon_when_products_are_added_up_then_near_to_that_of_whole_matrices(found: dict[Any, list[Any]]) -> None:
+    # The iteration is in bfloat16, with 8 bits: its five steps leave some thousandths of the update.
+    for apart, moved in found["distributed"]:
+        assert 0 < apart < 0.05 * moved
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_load_when_resumed_at_another_size_then_equal_to_the_uninterrupted_training(
+    inner: str, found: dict[Any, list[Any]]
+) -> None:
+    wanted, _ = found["resumed", inner][0]["whole"]
+    for ranks in ("1", "2", "3"):
+        of_ranks = [of_rank[ranks] for of_rank in found["resumed", inner][: int(ranks)]]
+        assert max(num_logged for _, num_logged in of_ranks) == 2  # of five
+        for params, _ in of_ranks:
+            assert all(torch.equal(params[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_load_when_the_optimizer_is_another_then_params_stay_state_begins_anew_and_it_learns(
+    inner: str, found: dict[Any, list[Any]]
+) -> None:
+    # What Adam updates in both goes on.
+    others = {"exp_avg", "exp_avg_sq"} if inner == "muon" else set()
+    wanted = (True, {"matrix": set(), "other": others}, False, True)
+    assert found["crossed", inner] == [[wanted, wanted]] * 2
+
+
+def test_load_when_tensor_parallel_then_resumed_at_that_size_and_begun_anew_where_parts_are_others(
+    found: dict[Any, list[Any]],
+) -> None:
+    new: dict[str, bool] = {}
+    for apart, of_params in found["tensor-parallel"]:
+        assert apart == 0.0
+        new |= of_params
+    assert {is_new for name, is_new in new.items() if "query_key_value.weight" in name} == {True}
+    assert {is_new for name, is_new in new.items() if "layernorm" in name} == {False}
+
+
+def test_load_when_files_are_those_of_each_rank_then_resumed_alike_and_not_by_others(tmp_path: Path) -> None:
+    found = run_ranks(collect_per_rank, 2, str(tmp_path), seconds=300)
+    for inner in INNERS:
+        assert [of_rank[inner][0] for of_rank in found] == [0.0, 0.0]
+        assert max(of_rank[inner][1] for of_rank in found) == 2
+    for name in found[0].keys() - set(INNERS):
+        errors = {of_rank[name] for of_rank in found}
+        assert errors <= ({"CheckpointError", "RanksDisagreeError"} if "muon" in name else {"CheckpointError"}), name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_start_when_something_is_not_served_then_an_error_on_all_ranks(name: str, found: dict[Any, list[Any]]) -> None:
+    assert [errors[name] for errors in found["refused"]] == ["ConfigError"] * 4
