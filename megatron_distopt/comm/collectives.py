@@ -111,16 +111,11 @@ def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.Re
     """The operation of the collective; divides the bucket where the collective does not average by itself."""
     if how.divide_by == 1:
         return dist.ReduceOp.SUM
-    if how.reduce_dtype is None and _averages(bucket, group, how.divide_by):
-        return dist.ReduceOp.AVG
+    is_exact = how.divide_by == group.size and group.size.bit_count() == 1
+    if how.reduce_dtype is None and is_exact and carrier_of(bucket.device, group) in _AVERAGING:
+        return dist.ReduceOp.AVG  # see [Note: average in the collective]; the same on all ranks
     bucket.div_(how.divide_by)
     return dist.ReduceOp.SUM
-
-
-def _averages(bucket: Tensor, group: Group, divide_by: int) -> bool:
-    """See [Note: average in the collective]; the same on all ranks."""
-    is_exact = divide_by == group.size and group.size.bit_count() == 1
-    return is_exact and carrier_of(bucket.device, group) in _AVERAGING
 
 
 def _sum_between_pairs(reduce_dtype: torch.dtype | None) -> BetweenPairs:

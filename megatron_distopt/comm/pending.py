@@ -91,7 +91,11 @@ class Done:
 def begin_in_thread(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> Pending:
     """Begins a collective in the thread of the group."""
     with _lock:
-        thread = _threads.get(group.own_handle) or _new_thread()
+        thread = _threads.get(group.own_handle)
+        if thread is None:  # see [Note: a thread for each group]
+            num_threads = torch.get_num_threads()  # torch counts them for every thread that asks
+            name = "megatron_distopt collectives"
+            thread = ThreadPoolExecutor(1, name, lambda: torch.set_num_threads(num_threads))
         _threads[group.own_handle] = thread
     return _InThread(thread.submit(_timed, act, bucket, shard, group))
 
@@ -148,12 +152,6 @@ def _timed(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> fl
     return perf_counter() - start
 
 
-def _new_thread() -> ThreadPoolExecutor:
-    """See [Note: a thread for each group]."""
-    num_threads = torch.get_num_threads()  # torch counts them for every thread that asks
-    return ThreadPoolExecutor(1, "megatron_distopt collectives", lambda: torch.set_num_threads(num_threads))
-
-
 # A process that was forked has the executors and not their threads.
 os.register_at_fork(after_in_child=_threads.clear)
 # Before Python joins the threads; `atexit` would be after that. Processes of `multiprocessing` call it, too.
@@ -162,7 +160,6 @@ threading._register_atexit(_end)  # type: ignore[attr-defined]
 
 # --- how long a step communicates, how much of that it waits for, and the names of its phases in a profiler
 
-_log = logging.getLogger("megatron_distopt")
 #: Begins the name of every range, so that a timeline can be searched for them.
 _PREFIX = "megatron_distopt::"
 

@@ -7,7 +7,7 @@ their new values are kept differs between the hosts' own optimizers, so the adap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,20 +75,13 @@ def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
 
 def check_that_left(params: Sequence[PlacedParam], left: Sequence[PlacedParam]) -> None:
     """The checks of `params_that_left`, for code that has found those that left."""
-    for placed in left:
-        _check_alike(placed)
-    _check_apart(params, left)
-
-
-def _check_alike(each: PlacedParam) -> None:
-    before, after = (f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (each.view, each.param))
-    if before != after:
-        got, rule = f"{after} where it was {before}", "keep its dtype, shape and device"
-        remedy = "Convert the model before distribute(...) or get_megatron_optimizer(...) builds its optimizer"
-        raise LayoutError(refusal(f"param {each.name!r}", got, rule, remedy))
-
-
-def _check_apart(params: Iterable[PlacedParam], left: Iterable[PlacedParam]) -> None:
+    for each in left:
+        before, after = (f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (each.view, each.param))
+        if before != after:
+            raise LayoutError(
+                f"Param {each.name!r} is {after} where it was {before}. Convert the model before distribute(...) or "
+                "get_megatron_optimizer(...) builds its optimizer."
+            )
     extents = [(*addresses_of(each.view), each.name) for each in params if each.view.numel()]
     extents += [(*addresses_of(each.param), each.name) for each in left]
     if tied := sharing_memory(extents):

@@ -14,7 +14,7 @@ from weakref import ReferenceType, WeakSet, finalize, ref
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.between_steps import torch_data
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -134,19 +134,14 @@ class RemainderWatch:
         for flat in self._sharded.flat_params if written else ():
             names = [shard.name for shard in flat.plan.shards if shard.name in written]
             if names and flat.changes_with_model:
-                raise _written(names[0])
+                raise LayoutError(
+                    f"Param {names[0]!r} with main_params_dtype='remainder' was written to between two steps. Call "
+                    "optimizer.reload_model_params() after you have changed weights, or write "
+                    "--distopt-main-params-dtype float32, with which a step overwrites them."
+                )
         self.forget()
 
     def forget(self) -> None:
         """Takes all weights as they are now for known."""
         for each in self._writes.values():
             each.forget()
-
-
-def _written(name: str) -> LayoutError:
-    got, rule = "written to between two steps", "be left to the optimizer"
-    remedy = (
-        "Call optimizer.reload_model_params() after you have changed weights, or write "
-        "--distopt-main-params-dtype float32, with which a step overwrites them"
-    )
-    return LayoutError(refusal(f"param {name!r} with main_params_dtype='remainder'", got, rule, remedy))

@@ -137,25 +137,16 @@ def build_flat_params(
         precision: of the main params of 16-bit params.
         on_host: by buffer, the buckets whose main params are kept on the host; empty for none.
     """
-    buckets = on_host or [()] * len(buffers)
-    pairs = zip(buffers, buckets, strict=True)
-    return tuple(flat for buffer, chosen in pairs for flat in _of_buffer(buffer, key_of, precision, chosen))
-
-
-def _of_buffer(
-    buffer: ShardedBuffer,
-    key_of: Callable[[str], FlatParamKey | None],
-    precision: Precision,
-    on_host: Collection[int],
-) -> list[FlatParam]:
-    plans = plan_flat_params(
-        owned_shards(buffer.layout, buffer.rank), lambda name: key_of(name) if buffer.holds(name) else None
-    )
-    models = [buffer.param_of(plan.in_buffer) for plan in plans]
-    hosts = _on_host(plans, models, on_host)
-    mains = models if buffer.param.dtype == torch.float32 else _mains_by_place(models, hosts, precision)
-    grads = [view_of(buffer.grad, plan.in_buffer) for plan in plans]
-    return [FlatParam(*parts) for parts in zip(plans, mains, models, grads, hosts, strict=True)]
+    flat_params: list[FlatParam] = []
+    for buffer, buckets in zip(buffers, on_host or [()] * len(buffers), strict=True):
+        keys = {slot.name: key_of(slot.name) for slot in buffer.layout.slots if buffer.holds(slot.name)}
+        plans = plan_flat_params(owned_shards(buffer.layout, buffer.rank), keys.get)
+        models = [buffer.param_of(plan.in_buffer) for plan in plans]
+        hosts = _on_host(plans, models, buckets)
+        mains = models if buffer.param.dtype == torch.float32 else _mains_by_place(models, hosts, precision)
+        grads = [view_of(buffer.grad, plan.in_buffer) for plan in plans]
+        flat_params += [FlatParam(*parts) for parts in zip(plans, mains, models, grads, hosts, strict=True)]
+    return tuple(flat_params)
 
 
 def _on_host(

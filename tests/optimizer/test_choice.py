@@ -305,22 +305,16 @@ def test_step_when_the_gradient_is_zero_then_decoupled_decay_only_shrinks(adam: 
     assert param.tolist() == [6.0, -1.5]
 
 
-def test_choose_inner_when_sgd_then_torch_sgd_with_momentum_and_its_fused_kernel() -> None:
-    choice = choose_inner(config(optimizer="sgd", momentum=0.75), "cpu")
+#: An older torch does not know the option, so it is not passed where the device has no fused kernels.
+@pytest.mark.parametrize(("device_type", "fused"), [("cpu", True), ("npu", SGD([torch.zeros(1)]).defaults["fused"])])
+def test_choose_inner_when_sgd_then_torchs_with_momentum_and_a_fused_kernel_where_there_is_one(
+    device_type: str, fused: bool | None
+) -> None:
+    choice = choose_inner(config(optimizer="sgd", momentum=0.75), device_type)
     inner = choice.build([{"params": [param_with([1.0])]}])
     (group,) = inner.param_groups
-    assert choice.name == "torch_sgd"
-    assert type(inner) is SGD
-    assert (group["lr"], group["momentum"], group["weight_decay"], group["fused"]) == (0.25, 0.75, 0.125, True)
-
-
-def test_choose_inner_when_sgd_on_a_device_without_fused_kernels_then_torch_decides() -> None:
-    param = param_with([1.0])
-    inner = choose_inner(config(optimizer="sgd", momentum=0.75), "npu").build([{"params": [param]}])
-    (group,) = inner.param_groups
-    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.25, 0.75, 0.125)
-    # Not passed at all, so it is torch's own default: an older torch does not know the option.
-    assert group["fused"] == SGD([param_with([1.0])]).defaults["fused"]
+    assert (choice.name, type(inner)) == ("torch_sgd", SGD)
+    assert (group["lr"], group["momentum"], group["weight_decay"], group["fused"]) == (0.25, 0.75, 0.125, fused)
 
 
 def test_choose_inner_when_a_class_is_named_then_it_gets_the_options_that_it_takes() -> None:
