@@ -52,24 +52,15 @@ LR_AT_SAVE, SKIPPED_AT_SAVE = 2e-3, 5
 
 @dataclasses.dataclass(frozen=True)
 class Run(Case):
-    """A training of which the same can be had at other layouts. Clips nothing by default.
-
-    Args:
-        depth: layers, whatever the layout.
-        of_options: variables of ours without their prefix.
-        gated: whether MLPs hold a gate beside the up projection.
-        vocabulary: rows of the embedding.
-        begun: whether it makes steps before it is saved.
-        experts: sizes of the expert-parallel group and of the tensor-parallel group of each expert, for four experts,
-            each with biases; they do not train on a CPU, where the host has no dispatcher for their tokens.
-    """
+    """A training of which the same can be had at other layouts. Clips nothing by default."""
 
     clip_grad: float = 0.0
-    depth: int = 2
-    of_options: tuple[tuple[str, str], ...] = ()
-    gated: bool = False
-    vocabulary: int = 128
-    begun: bool = True
+    depth: int = 2  # layers, whatever the layout
+    of_options: tuple[tuple[str, str], ...] = ()  # variables of ours without their prefix
+    vocabulary: int = 128  # rows of the embedding
+    begun: bool = True  # whether it makes steps before it is saved
+    #: Sizes of the expert-parallel group and of the tensor-parallel group of each expert, for four experts with biases;
+    #: they do not train on a CPU, where the host has no dispatcher for their tokens.
     experts: tuple[int, int] | None = None
 
     @property
@@ -119,19 +110,13 @@ SAVED: dict[str, Run] = {
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A training that was saved and how it goes on.
+    """A training that was saved and how it goes on."""
 
-    Args:
-        saved: name in `SAVED`.
-        run: that resumes.
-        ways: "own" for our `load`, "host" for the host's `dist_checkpointing`.
-        tolerance: of the losses, absolute; 0.0 where all arithmetic is the same. None: it is another model, or cannot
-            train on a CPU, and makes no steps.
-    """
-
-    saved: str
-    run: Run
-    ways: tuple[str, ...]
+    saved: str  # name in `SAVED`
+    run: Run  # resumes
+    ways: tuple[str, ...]  # "own" for our `load`, "host" for the host's `dist_checkpointing`
+    #: Of the losses, absolute; 0.0 where all arithmetic is the same. None: it is another model, or cannot train on a
+    #: CPU, and makes no steps.
     tolerance: float | None
 
 
@@ -189,42 +174,25 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What one rank had at the save, and the losses of the steps after it.
-
-    Args:
-        losses: of the steps after the save.
-        scales: loss scales of these steps.
-        head: at the save.
-        differs: keys of boxes that `save` wrote otherwise than this rank has them.
-        again: by way, the losses of the same steps after the run was rolled back to the save.
-    """
+    """What one rank had at the save, and in the steps after it."""
 
     losses: list[float]
-    scales: list[float]
-    head: Head
-    differs: list[str]
-    again: dict[str, list[float]]
+    scales: list[float]  # loss scales
+    head: Head  # at the save
+    differs: list[str]  # keys of boxes that `save` wrote otherwise than this rank has them
+    again: dict[str, list[float]]  # by way, the losses of the same steps after the run was rolled back to the save
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """What one rank found after the load.
+    """What one rank found after the load."""
 
-    Args:
-        kinds: of the tensors that it holds.
-        differs: keys of boxes of the state that are not what was saved.
-        model_differs: params that the host's checkpoint of the model gave otherwise.
-        params_differ: params that are not what the saved state rounds to.
-        head: after the load.
-        losses, scales: of the steps after it.
-    """
-
-    kinds: set[str]
-    differs: list[str]
-    model_differs: list[str]
-    params_differ: list[str]
+    kinds: set[str]  # of the tensors that it holds
+    differs: list[str]  # keys of boxes of the state that are not what was saved
+    model_differs: list[str]  # params that the host's checkpoint of the model gave otherwise
+    params_differ: list[str]  # params that are not what the saved state rounds to
     head: Head
-    losses: list[float]
+    losses: list[float]  # of the steps after the load
     scales: list[float]
 
 
@@ -247,8 +215,6 @@ class _Bench:
                 patch.setenv(f"MEGATRON_DISTOPT_{name}", value)
             patch.setattr("megatron_distopt.install", lambda: SimpleNamespace(undo=lambda: None))
             patch.setattr(self.gpt, "VOCABULARY", run.vocabulary)
-            if run.gated:
-                patch.setattr(self.gpt, "transformer_config", _gated(self.gpt.transformer_config))
             if run.experts is not None:
                 _patch_experts(self.gpt, patch, *run.experts)
             with contextlib.closing(self.gpt.Training(run)) as training:
@@ -388,15 +354,6 @@ def _let_the_host_write() -> None:
 
     multiprocessing.current_process().daemon = False
     filesystem_async._results_queue = queue.Queue()
-
-
-def _gated(transformer_config: Callable[[Case], Any]) -> Callable[[Case], Any]:
-    def config(case: Case) -> Any:
-        made = transformer_config(case)
-        made.gated_linear_unit, made.activation_func = True, torch.nn.functional.silu
-        return made
-
-    return config
 
 
 def _patch_experts(gpt: Any, patch: pytest.MonkeyPatch, ep: int, etp: int) -> None:
@@ -573,24 +530,15 @@ CHANGES: dict[str, Callable[[dict[str, Any], int], None]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Legacy:
-    """What one rank found in the host's first kind of checkpoint.
+    """What one rank found in the host's first kind of checkpoint."""
 
-    Args:
-        files: in addition to those of the host.
-        differs, params_differ, head: by who loads, as of `Resumed`.
-        head_at_save: when it was saved.
-        head_of_dict: after `load_state_dict` alone.
-        scales: loss scales of the steps after the save, and after the load.
-        losses: as well.
-    """
-
-    files: list[str]
-    differs: dict[str, list[str]]
+    files: list[str]  # in addition to those of the host
+    differs: dict[str, list[str]]  # by who loads, as of `Resumed`
     params_differ: dict[str, list[str]]
     head: dict[str, Head]
     head_at_save: Head
-    head_of_dict: Head
-    scales: tuple[list[float], list[float]]
+    head_of_dict: Head  # after `load_state_dict` alone
+    scales: tuple[list[float], list[float]]  # of the steps after the save, and after the load
     losses: tuple[list[float], list[float]]
 
 
