@@ -207,6 +207,7 @@ REFUSED: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
     "sparse gradients": (torch.optim.SparseAdam, "dense gradients"),
     "objects in the state": (po.ScalableShampoo, "fits into no checkpoint"),
     "state that is of no param": (po.MADGRAD, "'k' in its state"),
+    "the same of a class of params": (po.SPAM, "'total_step' in its state"),
     "an argument without a default": (po.BSAM, "num_data"),
 }
 

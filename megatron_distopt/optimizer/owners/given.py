@@ -33,8 +33,9 @@ def check_new(instance: Optimizer) -> None:
         ConfigError
     """
     # A class that fills its state in the constructor has counts there that are zero, if only one for a group.
-    steps = [state["step"] for state in instance.state.values() if "step" in state]
-    if instance.state and (not steps or any(float(step) != 0 for step in steps)):
+    states = [state for state in instance.state.values() if isinstance(state, Mapping)]
+    steps = [state["step"] for state in states if "step" in state]
+    if states and (not steps or any(float(step) != 0 for step in steps)):
         raise ConfigError(
             "The optimizer has state already, which would be lost: it was stepped or loaded before. Build the "
             "distributed optimizer before the first step or load_state_dict."

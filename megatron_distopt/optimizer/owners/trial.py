@@ -172,6 +172,7 @@ class _Trial:
     def check_elements(self, *, is_told: bool) -> None:
         start = self._start
         whole = self._run(start)
+        _check_owners(whole.optimizer)
         _check_state(whole.optimizer)
         if not is_told and all(map(torch.equal, start, whole.params)):
             raise _NothingChanged
@@ -192,6 +193,7 @@ class _Trial:
     def check_params(self) -> None:
         start = self._start
         together = self._run(start, without=_WITHOUT_GRAD)
+        _check_owners(together.optimizer)
         for key, value in together.first_options.items():
             if repr(value) != repr(together.optimizer.param_groups[0][key]):
                 raise _Differs(f"it changes its option {key!r} for all params of a group")
@@ -279,12 +281,16 @@ class _Ran:
         }
 
 
+def _check_owners(optimizer: Optimizer) -> None:
+    """Checks that all state is that of a param; a checkpoint holds nothing else."""
+    for owner in optimizer.state:
+        if not any(owner is param for param in optimizer.param_groups[0]["params"]):
+            raise _Differs(f"it keeps {owner!r} in its state beside that of its params")
+
+
 def _check_state(optimizer: Optimizer) -> None:
     """Checks that a checkpoint can cut what is kept for a param like the param, or hold it once."""
-    params = optimizer.param_groups[0]["params"]
     for owner, state in optimizer.state.items():
-        if not any(owner is param for param in params):
-            raise _Differs(f"it keeps {owner!r} in its state beside that of its params")
         for key, value in state.items():
             is_kept = value is None or isinstance(value, (bool, int, float, str))
             if not is_kept and not (isinstance(value, Tensor) and (value.numel() == 1 or value.shape == owner.shape)):
