@@ -220,11 +220,12 @@ PUBLISHED = {
         NAdam PAdam PID PNM QHAdam QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD
         SignSGD SimplifiedAdEMAMix Tiger VSGD Yogi""",
     "params": """
-        A2Grad AdaFactor AdaNorm AdaTAM AdamP Aida Amos ApolloDQN CAME EmoFact EmoLynx EmoNavi FAdam FlashAdamW Fromage
+        A2Grad AdaFactor AdaNorm AdaTAM AdamP Aida Amos ApolloDQN CAME FAdam FlashAdamW Fromage
         Lamb MARS Nero RACS ROSE SCION SGDP SGDSaI SM3 SOAP SPlus SWATS Shampoo StableAdamW TAM""",
     "refused": """
         ASGD AdaGC AdaHessian AdaShift Adai Adalite AdamS AggMo AliG Alice AvaGrad Conda DASH DAdaptAdaGrad DAdaptAdam
-        DAdaptAdan DAdaptLion DAdaptSGD DeMo Gravity Kron LARS LBFGS LoRARite MADGRAD Magma NovoGrad Prodigy Ranger
+        DAdaptAdan DAdaptLion DAdaptSGD DeMo EmoFact EmoLynx EmoNavi Gravity Kron LARS LBFGS LoRARite MADGRAD Magma
+        NovoGrad Prodigy Ranger
         SCIONLight SPAM SaRA ScalableShampoo SophiaH SpectralSphere StableSPAM""",
     "needs arguments": """
         AdaGO AdaLOMO AdaMuon AdamMini BSAM DistributedMuon FriendlySAM GSAM LOMO LookSAM Lookahead Muon MuonClip

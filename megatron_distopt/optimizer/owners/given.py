@@ -33,7 +33,7 @@ def check_new(instance: Optimizer) -> None:
         ConfigError
     """
     # A class that fills its state in the constructor has counts there that are zero, if only one for a group.
-    states = [state for state in instance.state.values() if isinstance(state, Mapping)]
+    states = [state for state in instance.state.values() if state and isinstance(state, Mapping)]
     steps = [state["step"] for state in states if "step" in state]
     if states and (not steps or any(float(step) != 0 for step in steps)):
         raise ConfigError(
