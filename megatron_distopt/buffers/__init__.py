@@ -1,7 +1,7 @@
 """The contiguous tensors that a layout describes, for grads and params. Nothing here communicates."""
 
 from megatron_distopt.buffers.compact import CompactBuffer, pack_params
-from megatron_distopt.buffers.grads import GradSlot, LocalGrad, allocate_grads, check_grad_dtype, getters
+from megatron_distopt.buffers.grad_buffer import GradSlot, LocalGrad, allocate_grads, check_grad_dtype, getters
 from megatron_distopt.buffers.sharded_buffer import (
     SUPPORTED_DTYPES,
     ShardedBuffer,

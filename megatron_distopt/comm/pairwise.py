@@ -85,7 +85,7 @@ def _rows(half: Tensor, like: Tensor, num_rows: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
+class _SentPiece:
     """A part of this rank's shard, under way from all other ranks."""
 
     own: Tensor  # 1-D, the part in place
@@ -103,13 +103,13 @@ def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
     chunks = list(_chunks_of(shard.numel(), shard.element_size() * len(ranks), SCRATCH_NBYTES // _NUM_HALVES))
     halves = min(_NUM_HALVES, len(chunks))
     scratch = shard.new_empty(halves, len(ranks), chunks[0].stop)
-    under_way: deque[_Chunk] = deque()
+    under_way: deque[_SentPiece] = deque()
     sent: list[Message] = []
     for number, chunk in enumerate(chunks):
         parts = scratch[number % halves][:, : chunk.stop - chunk.start]
         received = [receive(parts[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(ranks)]
         sent += [send(shares[rank][chunk], rank, _SUM_TAG + number, group) for rank in ranks]
-        under_way.append(_Chunk(shard[chunk], parts, received))
+        under_way.append(_SentPiece(shard[chunk], parts, received))
         if len(under_way) == halves:
             under_way.popleft().add_up()
     for left in under_way:

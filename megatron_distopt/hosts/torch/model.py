@@ -128,7 +128,7 @@ class ShardedModel:
         return buffers, slots
 
     def _shown(self, name: str, view: Tensor) -> Tensor:
-        """What `param.grad` will be, on one rank the gradient itself; see [Note: param.grad] in buffers/grads.py."""
+        """What `param.grad` will be, on one rank the gradient itself: [Note: param.grad] in buffers/grad_buffer.py."""
         return view.detach() if self.ranks.data.size == 1 else LocalGrad.of(view, name, self.grads.zeroing)
 
     def _take_over(self, sets: Sequence[ParamSet], buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
