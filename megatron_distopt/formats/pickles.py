@@ -11,7 +11,7 @@ import argparse
 import io
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,8 +179,7 @@ def _load(source: Path | io.BytesIO, what: str) -> Any:
         stand_ins = list(_stand_ins(names, what))
         if isinstance(source, io.BytesIO):
             source.seek(0)
-        known = torch.serialization.get_safe_globals()  # by the user, which stays so
-        with torch.serialization.safe_globals([each for each in stand_ins if each not in known]):
+        with _named(stand_ins):
             return torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
     except CheckpointError:
         raise
@@ -190,6 +189,25 @@ def _load(source: Path | io.BytesIO, what: str) -> Any:
     except Exception as error:  # whatever a damaged or malicious file makes torch raise
         first_line = (str(error) or repr(error)).splitlines()[0].rstrip(". ")
         raise CheckpointError(f"{what} is damaged: {first_line} while reading it. {_REMEDY}") from error
+
+
+@contextmanager
+def _named(stand_ins: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """Makes torch find the stand-ins under their names, and nothing else there.
+
+    megatron-core makes its own enums known to torch when it is imported, and of two things with one name torch finds
+    either. What was known before is known again afterwards.
+    """
+    known, ours = torch.serialization.get_safe_globals(), {name for _, name in stand_ins}
+    names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in known]
+    others = [each for each, name in zip(known, names, strict=True) if name not in ours]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*others, *stand_ins])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(known)
 
 
 def _stand_ins(names: Iterable[str], what: str) -> Iterator[tuple[Any, str]]:

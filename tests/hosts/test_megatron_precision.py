@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -258,7 +259,7 @@ def _resume_2023(fork: Any, resume: Resume, words: tuple[str, ...]) -> Loaded:
     folder, compared = fork.folder / resume.folder, list[Loaded]()
     source = reshard_2023._Reader(reshard_2023._folder_in(reshard_2023._saved_at(folder))).source
     look = fork.first(lambda optimizer: compared.append(_compare(whole_model_of(optimizer), source)))
-    load = reshard_2023._replaced(fork.fork.training, load_checkpoint=reshard_2023._load_across)
+    load = mock.patch.object(fork.fork.training, "load_checkpoint", reshard_2023._load_across)
     with look, load, asked_for(PRECISIONS[resume.loaded]):
         run = fork.train(*words, "--load", str(folder))
     return dataclasses.replace(compared[0], losses=run.losses)

@@ -166,7 +166,7 @@ PROGRAMS: dict[str, Program] = {
     "compiled_overlapped": Program(compile_it, NoEffect(), setting=OVERLAPPED),
     "compiled_at_first_overlapped": Program(compile_it, NoEffect(), at=0, setting=OVERLAPPED),
     "closure": Program(
-        promises.step_with_closure, NoEffect(), setting=BF16, notes={"step": "HostError: Invalid step: a closure"}
+        promises.step_with_closure, NoEffect(), setting=BF16, notes={"step": "HostError: step was given a closure"}
     ),
     "param_saved": Program(promises.save_a_param, NoEffect(), setting=BF16),
     "amsgrad": Program(base=Amsgrad, setting=BF16),
