@@ -27,6 +27,7 @@ from megatron_distopt.formats.megatron_core import nameless, torch_dist
 from megatron_distopt.formats.pickles import Inert, attribute, load_bytes, load_file, save_whole
 from megatron_distopt.formats.torch_files import open_dcp
 from megatron_distopt.layout import Box
+from tests.support.fork_files import Trap
 from tests.support.refusals import assert_says
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -256,23 +257,13 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Source], tuple
 FILES = [(name, file) for name, (_, _, files) in FORMATS.items() for file in files]
 
 
-class Evil:
-    """Whoever unpickles it makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch '{self.marker}'",)
-
-
 def read_all(name: str, folder: Path) -> None:
     source = FORMATS[name][1](folder)
     for key in source.tensors:
         source.read(key)
 
 
-def contents(evil: Evil, old: bytes) -> dict[str, bytes]:
+def contents(evil: Trap, old: bytes) -> dict[str, bytes]:
     """What a file may be replaced with: a pickle, what torch saves, and the same nested in what is expected."""
     import io
 
@@ -290,7 +281,7 @@ def contents(evil: Evil, old: bytes) -> dict[str, bytes]:
 @pytest.mark.parametrize(("name", "file"), FILES)
 def test_open_when_a_file_would_execute_code_then_it_does_not(tmp_path: Path, name: str, file: str) -> None:
     marker = tmp_path / "executed"
-    evil = Evil(marker)
+    evil = Trap(f"touch '{marker}'", os.system)
     pickle.loads(pickle.dumps(evil))
     assert marker.exists(), "the trap does not work"
     marker.unlink()
@@ -329,7 +320,7 @@ def test_open_when_a_file_holds_something_else_then_it_is_refused_or_not_needed(
 def test_metadata_when_it_names_a_function_then_it_is_refused(tmp_path: Path) -> None:
     folder = save_by_param(tmp_path / "checkpoint")
     path = folder / ".metadata"
-    path.write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
+    path.write_bytes(pickle.dumps(Trap("true", os.system)))
     with pytest.raises(CheckpointError) as error:
         open_dcp(folder)
     assert_says(

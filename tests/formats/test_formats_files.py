@@ -31,7 +31,7 @@ from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import TARGETS, convert, open_any
 from megatron_distopt.formats.megatron_2023.model_file import ModelCut, placement_of, registered
-from tests.support.fork_files import EMBEDDING, MOMENTS, Fork
+from tests.support.fork_files import EMBEDDING, MOMENTS, Fork, Trap, changed, same
 from tests.support.refusals import assert_mentions
 
 FP32, FP16 = torch.float32, torch.float16
@@ -69,17 +69,6 @@ def _tensors(source: Source) -> dict[str, Tensor]:
     return {key: source.read(key) for key in source.tensors}
 
 
-def _same(left: Any, right: Any) -> bool:
-    """Bit for bit and type for type, through containers."""
-    if torch.is_tensor(left):
-        return torch.is_tensor(right) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
-    if isinstance(left, (list, tuple)):
-        return type(left) is type(right) and len(left) == len(right) and all(map(_same, left, right))
-    return bool(left == right)
-
-
 # Reading.
 
 
@@ -87,7 +76,7 @@ def _same(left: Any, right: Any) -> bool:
 def test_open_any_when_a_fork_wrote_then_every_tensor_is_whole(name: str, layout: str, tmp_path: Path) -> None:
     fork = RUNS[name]
     source = open_any(_write(fork, layout, tmp_path / "iter"))
-    assert _same(_tensors(source), fork.tensors)
+    assert same(_tensors(source), fork.tensors)
     infos = {key: (info.shape, info.dtype) for key, info in source.tensors.items()}
     assert infos == {key: (tuple(tensor.shape), "float32") for key, tensor in fork.tensors.items()}
     scale = {"scale": 1024.0, "good_steps": 3.0, "tolerated": 1.0}
@@ -104,7 +93,7 @@ def test_open_any_when_a_fork_wrote_then_every_tensor_is_whole(name: str, layout
 def test_open_any_when_nothing_was_updated_yet_then_there_are_main_params_alone(layout: str, tmp_path: Path) -> None:
     fork = Fork(step=0, tp=2)
     source = open_any(_write(fork, layout, tmp_path / "iter"))
-    assert _same(_tensors(source), fork.tensors)
+    assert same(_tensors(source), fork.tensors)
     assert {key.partition("/")[0] for key in source.tensors} == {"main"}
     assert {group.step for group in source.head.groups} == {0}
 
@@ -112,23 +101,23 @@ def test_open_any_when_nothing_was_updated_yet_then_there_are_main_params_alone(
 def test_open_any_when_some_params_were_never_updated_then_their_moments_are_zero(tmp_path: Path) -> None:
     fork = Fork()
     path = _write(fork, "plain", tmp_path / "iter") / "mp_rank_00/model_optim_rng.pt"
-    with _changed(path) as state:
+    with changed(path) as state:
         del state["optimizer"]["optimizer"]["state"][0]
     tensors = _tensors(open_any(tmp_path / "iter"))
     zero = {f"{kind}/{EMBEDDING}": torch.zeros(8, 4) for kind in MOMENTS}
-    assert _same(tensors, {**fork.tensors, **zero})
+    assert same(tensors, {**fork.tensors, **zero})
 
 
 def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_count(tmp_path: Path) -> None:
     fork = Fork(step=None)
     for layout, name in (("plain", "mp_rank_00/model_optim_rng.pt"), ("per-rank", "mp_rank_00_001/optim.pt")):
         folder = _write(fork, layout, tmp_path / layout)
-        with _changed(folder / name) as state:
+        with changed(folder / name) as state:
             for kept in state["optimizer"]["optimizer"]["state"].values():
                 kept["step"] = torch.tensor(7.0)
         source = open_any(folder)
         assert {group.step for group in source.head.groups} == {7}
-        assert _same(_tensors(source), fork.tensors)
+        assert same(_tensors(source), fork.tensors)
 
 
 def test_open_any_when_the_count_is_given_then_it_is_in_the_groups(tmp_path: Path) -> None:
@@ -138,7 +127,7 @@ def test_open_any_when_the_count_is_given_then_it_is_in_the_groups(tmp_path: Pat
 
 def test_open_any_when_the_fork_is_of_before_2023_then_groups_are_told_apart_by_their_decay(tmp_path: Path) -> None:
     folder = _write(Fork(), "plain", tmp_path / "iter")
-    with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
+    with changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
         for group in state["optimizer"]["optimizer"]["param_groups"]:
             for key in ("name", "wd_mult", "lr_mult"):
                 del group[key]
@@ -148,17 +137,17 @@ def test_open_any_when_the_fork_is_of_before_2023_then_groups_are_told_apart_by_
 def test_open_any_when_ranks_drifted_apart_in_the_last_bits_then_the_first_speaks(tmp_path: Path) -> None:
     fork = Fork(tp=2, layout="plain")
     folder = fork.write(tmp_path / "iter")
-    with _changed(folder / "mp_rank_01/model_optim_rng.pt") as state:
+    with changed(folder / "mp_rank_01/model_optim_rng.pt") as state:
         state["optimizer"]["fp32_from_fp16_params"][0][1].mul_(1 + 2**-20)
-    assert _same(_tensors(open_any(folder)), fork.tensors)
+    assert same(_tensors(open_any(folder)), fork.tensors)
 
 
 def test_open_any_when_the_copy_of_the_tied_embedding_drifted_then_the_first_stage_speaks(tmp_path: Path) -> None:
     fork = Fork(pp=2)
     folder = fork.write(tmp_path / "iter")
-    with _changed(folder / "mp_rank_00_001/distrib_optim.pt") as state:
+    with changed(folder / "mp_rank_00_001/distrib_optim.pt") as state:
         state[0][FP32]["exp_avg"][:32] = 5.0  # it was registered last, and so lies first
-    assert _same(_tensors(open_any(folder)), fork.tensors)
+    assert same(_tensors(open_any(folder)), fork.tensors)
 
 
 #: A state dict in the order in which a fork saves it; the numbers say in which it registers the params.
@@ -233,7 +222,7 @@ def test_open_any_when_a_path_is_of_ours_then_it_is_read_whatever_names_it(tmp_p
     folder = convert(fork.write(tmp_path / "iter"), tmp_path / "ours", "distopt").path
     inside = folder / "distrib_optim.distopt"
     for path in (folder, inside, inside / "manifest.json"):
-        assert _same(_tensors(open_any(path)), fork.tensors)
+        assert same(_tensors(open_any(path)), fork.tensors)
 
 
 # Converting.
@@ -276,7 +265,7 @@ def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_has_the_momen
         "exp_avg": False,
         "exp_avg_sq": False,
     }
-    with _changed(start / "mp_rank_00/model_optim_rng.pt") as state:
+    with changed(start / "mp_rank_00/model_optim_rng.pt") as state:
         for group in state["optimizer"]["optimizer"]["param_groups"]:  # of SGD
             del group["betas"], group["step"]
     assert [*_gathered(convert(start, tmp_path / "of sgd", "gathered").path)] == ["param"]
@@ -298,7 +287,7 @@ def _check_same_files(start: Path, back: Path, fork: Fork) -> None:
             _check_padding(one, other)
         for state in _states_in(other):
             assert state.pop("step") == 10  # where torch's and DeepSpeed's classes look for it
-        assert _same(one, other), name
+        assert same(one, other), name
 
 
 def _states_in(file: Mapping[Any, Any]) -> list[dict[str, Any]]:
@@ -321,7 +310,7 @@ def _check_padding(one: dict[Any, Any], other: dict[Any, Any]) -> None:
 def test_convert_when_another_number_of_ranks_will_read_then_files_are_cut_for_it(tmp_path: Path) -> None:
     start = Fork(dp=2).write(tmp_path / "start")
     own = convert(start, tmp_path / "own", "per-rank", dp=5).path
-    assert _same(_tensors(open_any(own)), Fork().tensors)
+    assert same(_tensors(open_any(own)), Fork().tensors)
     _check_same_files(_write(Fork(dp=5), "per-rank", tmp_path / "wanted"), own, Fork())
     gathered = convert(own, tmp_path / "gathered", "gathered", dp=7).path
     _check_same_files(_write(Fork(dp=7), "gathered", tmp_path / "wanted gathered"), gathered, Fork())
@@ -332,13 +321,13 @@ def test_convert_when_to_torch_then_plain_containers_hold_it_and_come_back(tmp_p
     converted = convert(fork.write(tmp_path / "iter"), tmp_path / "state.pt", "torch")
     assert (converted.found, converted.is_iteration) == ("per-rank", False)
     state = torch.load(converted.path, weights_only=True)
-    assert _same(state["tensors"], fork.tensors)
+    assert same(state["tensors"], fork.tensors)
     assert [group["step"] for group in state["groups"]] == [10, 10]
     ours = convert(converted.path, tmp_path / "ours", "distopt")
     assert is_checkpoint(ours.path)
     again = convert(ours.path, tmp_path / "again.pt", "torch").path
     about = {"about": None}  # ours says which version wrote it
-    assert _same({**torch.load(again, weights_only=True), **about}, {**state, **about})
+    assert same({**torch.load(again, weights_only=True), **about}, {**state, **about})
 
 
 def test_convert_when_the_target_ends_in_distopt_then_it_is_the_state_alone(tmp_path: Path) -> None:
@@ -406,7 +395,7 @@ def test_convert_when_the_fork_is_not_installed_then_its_enums_stay_what_they_ar
 
 def test_convert_when_a_file_asks_for_an_attribute_of_something_else_then_it_gets_none(tmp_path: Path) -> None:
     source = Fork().write(tmp_path / "iter")
-    with _changed(source / "mp_rank_00/model_optim_rng.pt") as state:
+    with changed(source / "mp_rank_00/model_optim_rng.pt") as state:
         state["args"].asked = _Attribute()
     with pytest.raises(CheckpointError, match="it asks for an attribute of something that is no enum"):
         convert(source, tmp_path / "plain", "plain")
@@ -423,7 +412,7 @@ def test_convert_when_numpys_random_state_is_saved_then_it_is_kept(tmp_path: Pat
     numpy = pytest.importorskip("numpy")
     source = Fork().write(tmp_path / "iter")
     rng = {"np_rng_state": numpy.random.get_state(), "random_rng_state": random.getstate()}
-    with _changed(source / "mp_rank_00/model_optim_rng.pt") as state:
+    with changed(source / "mp_rank_00/model_optim_rng.pt") as state:
         state["rng_state"] = [rng]
     plain = convert(source, tmp_path / "plain", "plain").path / "mp_rank_00/model_optim_rng.pt"
     (kept,) = torch.load(plain, weights_only=False)["rng_state"]
@@ -501,30 +490,6 @@ def _raises(call: Callable[[], object]) -> bool:
 # What is refused.
 
 
-class _changed:
-    """A file to change, as a block: it is loaded before and saved after."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Any:
-        self._state = torch.load(self._path, weights_only=False)
-        return self._state
-
-    def __exit__(self, *error: object) -> None:
-        torch.save(self._state, self._path)
-
-
-class _Dangerous:
-    """Whoever unpickles it makes a folder."""
-
-    def __init__(self, made: str, how: Callable[..., Any] = os.mkdir) -> None:
-        self.made, self.how = made, how
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.how, (self.made,)
-
-
 FILES = {
     "mp_rank_00/model_optim_rng.pt": "gathered",
     "mp_rank_00/distrib_optim.pt": "gathered",
@@ -540,14 +505,14 @@ def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(
     name: str, how: str, tmp_path: Path
 ) -> None:
     made, folder = tmp_path / "made by a pickle", _write(Fork(), FILES[name], tmp_path / "iter")
-    with _changed(folder / name) as state:
+    with changed(folder / name) as state:
         if how == "in the arguments":
-            state["args"] = Namespace(tensor_model_parallel_size=1, more=_Dangerous(str(made)))
+            state["args"] = Namespace(tensor_model_parallel_size=1, more=Trap(str(made)))
         elif how == "alone":
             state.clear()
-            state["optimizer"] = _Dangerous(str(made))
+            state["optimizer"] = Trap(str(made))
         else:
-            state["optimizer"] = [_Dangerous(f"__import__('os').mkdir({str(made)!r})", eval)]
+            state["optimizer"] = [Trap(f"__import__('os').mkdir({str(made)!r})", eval)]
     for call in (lambda: open_any(folder), lambda: convert(folder, tmp_path / "new", "plain")):
         with pytest.raises(CheckpointError, match="may hold tensors, plain values, and what Megatron"):
             call()
@@ -557,7 +522,7 @@ def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(
 
 def test_open_any_when_a_single_file_would_call_something_then_nothing_is_called(tmp_path: Path) -> None:
     made = tmp_path / "made by a pickle"
-    torch.save({"format": _Dangerous(str(made))}, tmp_path / "state.pt")
+    torch.save({"format": Trap(str(made))}, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match="may hold tensors, plain values, and what Megatron"):
         open_any(tmp_path / "state.pt")
     assert not made.exists()
@@ -570,7 +535,7 @@ def _missing(folder: Path, name: str) -> Path:
 
 
 def _with_model_file(folder: Path, change: Callable[[Any], object]) -> Path:
-    with _changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
+    with changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
         change(state)
     return folder
 
@@ -602,7 +567,7 @@ def _count_again(state: Any) -> None:
 def _with_another_group(layout: str, folder: Path) -> Path:
     _write(Fork(dp=1), layout, folder)
     name = "mp_rank_00_000/optim.pt" if layout == "per-rank" else "mp_rank_00/model_optim_rng.pt"
-    with _changed(folder / name) as state:
+    with changed(folder / name) as state:
         groups = state["optimizer"]["optimizer"]["param_groups"]
         groups.append({**groups[0], "name": "wd_scale_lr", "lr_mult": 0.1})
     return folder
@@ -612,8 +577,8 @@ def _with_model_of_another_seed(layout: str, folder: Path) -> Path:
     _write(Fork(), layout, folder)
     name = f"mp_rank_00/{MODEL_FILES[layout]}"
     with (
-        _changed(_write(Fork(seed=1), layout, folder.with_name("other")) / name) as theirs,
-        _changed(folder / name) as state,
+        changed(_write(Fork(seed=1), layout, folder.with_name("other")) / name) as theirs,
+        changed(folder / name) as state,
     ):
         state["model"] = theirs["model"]
     return folder
@@ -628,7 +593,7 @@ def _with_params_in_another_order(state: Any) -> None:
 def _with_unknown_names(folder: Path) -> Path:
     Fork(tp=2, layout="plain").write(folder)
     for rank in range(2):
-        with _changed(folder / f"mp_rank_{rank:02d}/model_optim_rng.pt") as state:
+        with changed(folder / f"mp_rank_{rank:02d}/model_optim_rng.pt") as state:
             language = state["model"]["language_model"]
             language["encoder"] = {
                 key.replace("mlp.dense_h_to_4h.weight", "mlp.up.weight"): value
@@ -767,13 +732,13 @@ def test_open_any_when_a_higher_rank_left_a_file_then_it_is_not_read(tmp_path: P
     folder = Fork(layout="per-rank", dp=2).write(tmp_path / "iter")
     (folder / "mp_rank_00_002").mkdir()
     (folder / "mp_rank_00_002/optim.pt").write_text("of an earlier save")
-    assert _same(_tensors(open_any(folder)), Fork().tensors)
+    assert same(_tensors(open_any(folder)), Fork().tensors)
 
 
 def test_open_any_when_the_count_is_lost_then_the_rest_can_be_looked_at(tmp_path: Path) -> None:
     source = open_any(Fork(step=None).write(tmp_path / "iter"))
     assert {group.step for group in source.head.groups} == {None}, "it invents an update count"
-    assert _same(_tensors(source), Fork().tensors)
+    assert same(_tensors(source), Fork().tensors)
 
 
 @pytest.mark.parametrize("kind", ["gathered", "ours", "torch"])
@@ -790,9 +755,9 @@ def test_open_any_when_another_count_is_given_then_it_is_refused(kind: str, tmp_
 def test_open_any_when_ours_gathered_a_group_of_two_dtypes_then_it_is_in_the_order_that_it_says(tmp_path: Path) -> None:
     fork = Fork(fp32_norms=True)
     folder = fork.write(tmp_path / "iter")
-    with _changed(folder / "mp_rank_00/distrib_optim.pt") as state:
+    with changed(folder / "mp_rank_00/distrib_optim.pt") as state:
         state["megatron_distopt"] = {"format": 1, "step": 10}
-    assert _same(_tensors(open_any(folder)), fork.tensors)
+    assert same(_tensors(open_any(folder)), fork.tensors)
 
 
 #: By name: how to make a checkpoint, and what is said beside its path when its values are read.
@@ -913,7 +878,7 @@ STRANGE: dict[str, tuple[str, Callable[[dict[Any, Any]], object]]] = {
 def test_open_any_when_content_is_strange_then_it_is_refused(name: str, tmp_path: Path) -> None:
     file, change = STRANGE[name]
     folder = _write(Fork(), FILES[file], tmp_path / "iter")
-    with _changed(folder / file) as state:
+    with changed(folder / file) as state:
         change(state)
     with pytest.raises(CheckpointError, match=str(folder)):
         open_any(folder)

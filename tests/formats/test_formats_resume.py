@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_distopt.formats import convert
+from tests.support.fork_files import same
 from tests.support.mini_fork import Iteration, MiniFork, core_folder
 from tests.support.spawn import run_ranks
 
@@ -211,24 +212,15 @@ def test_files_of_one_fork_when_converted_then_they_are_those_of_the_other(
     for rank in range(RANKS):
         made, theirs = (_loaded(each / f"mp_rank_00_{rank:03d}/optim.pt") for each in (tmp_path / "own", own))
         assert made["opt_param_scheduler"] == theirs["opt_param_scheduler"]
-        assert _same(
+        assert same(
             made["optimizer"]["shard_fp32_from_float16_groups"], theirs["optimizer"]["shard_fp32_from_float16_groups"]
         )
         inner, wanted = made["optimizer"]["optimizer"], theirs["optimizer"]["optimizer"]
         assert inner["param_groups"] == wanted["param_groups"]
         # torch's and DeepSpeed's classes look for the count there; the fork's own does not.
         assert {each.pop("step") for each in inner["state"].values()} == {2}
-        assert _same(inner["state"], wanted["state"])
+        assert same(inner["state"], wanted["state"])
 
 
 def _loaded(path: Path) -> Any:
     return torch.load(path, weights_only=True)
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Bit for bit, through dicts and lists."""
-    if torch.is_tensor(left):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
-    return len(left) == len(right) and all(map(_same, left, right))

@@ -7,8 +7,9 @@ It is written here a second time, from what the forks do and not from what the p
 from __future__ import annotations
 
 import math
+import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -281,3 +282,38 @@ class _OneFile:
                 number += 1
         inner = {"state": state, "param_groups": groups}
         return {"optimizer": inner, "shard_fp32_from_float16_groups": mains, **self._scaler()}
+
+
+class changed:
+    """A file of `torch.save` to change, as a block: it is loaded before and saved after."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Any:
+        self._state = torch.load(self._path, weights_only=False)
+        return self._state
+
+    def __exit__(self, *error: object) -> None:
+        torch.save(self._state, self._path)
+
+
+class Trap:
+    """Whoever unpickles it calls a function; by default it makes the folder `argument`."""
+
+    def __init__(self, argument: str, call: Callable[..., Any] = os.mkdir) -> None:
+        self.argument, self.call = argument, call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call, (self.argument,)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Bit for bit and type for type, through containers."""
+    if torch.is_tensor(left):
+        return torch.is_tensor(right) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)

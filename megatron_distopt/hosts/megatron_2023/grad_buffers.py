@@ -205,7 +205,7 @@ def main_grads(params: Named) -> dict[str, Tensor]:
 
 
 class UsedGrads:
-    """See [Note: used grads]; `like` says the dtype and device of what `look` finds."""
+    """Finds gradients that were added to used ones ([Note: used grads]); `like` has dtype and device of `found`."""
 
     def __init__(self, grads: Sequence[Tensor], like: Tensor) -> None:
         self._grads = [grad for grad in grads if grad.numel() > 1]

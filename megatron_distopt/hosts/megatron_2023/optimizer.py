@@ -38,12 +38,7 @@ class DistributedOptimizer(BuiltOptimizer):
         self._checkpoints = ForkCheckpoints(self)
 
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
-        """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is averaged in `step`.
-
-        Args:
-            args: of the fork.
-            timers: of the fork.
-        """
+        """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is averaged in `step`."""
         reduce_grads(self, args, timers)
 
     def step(self, args: Any = None, timers: Any = None) -> StepOfHost:
@@ -68,12 +63,7 @@ class DistributedOptimizer(BuiltOptimizer):
         return take_step(self, self._checkpoints.hooks, args, timers)
 
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
-        """Collective: every rank gets the new params.
-
-        Args:
-            args: of the fork.
-            timers: of the fork.
-        """
+        """Collective: every rank gets the new params."""
         gather_params(self, args, timers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -151,7 +141,7 @@ class DistributedOptimizer(BuiltOptimizer):
         return {key: HostRange(span.start, span.stop) for key, span in spans.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ForkCheckpoints.state_dict`."""
+        """What a gathered file lacks; with per-rank files all of this rank's state."""
         return self._checkpoints.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *unused: Any) -> None:
