@@ -2,5 +2,5 @@
 
 `forks` is data and imports nothing of the host; `factory` builds. `decisions` decides over `grad_buffers` and
 `base_optimizer` before any tensor is moved, and `built` carries it out. `optimizer` has what the host calls: `step` is
-one step, `checkpoint` answers the fork's checkpointing, with the fork's own files in `fork_files` and `fork_head`.
+one step, `checkpoint` answers the fork's checkpointing, with the fork's own files in `fork_files`.
 """

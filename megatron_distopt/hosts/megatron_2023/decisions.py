@@ -218,31 +218,21 @@ def _plan_overlap(
 ) -> OverlapPlan:
     """Decides by the options and by what this fork allows; each of the buffers is one bucket, as the fork has them."""
     check_bucket_size(config, data.size, "--distopt-bucket-size 40000000")
-    check_compatible(config, _param_readers(args) | _bucket_options(config, data))
+    params = config.overlap_param_gather and data.size > 1
+    features: dict[Feature, str] = {}
+    if getattr(args, "log_params_norm", False):
+        features[Feature.PARAM_READERS] = "--log-params-norm"
+    elif getattr(args, "vision_pretraining_type", None) == "dino":
+        features[Feature.PARAM_READERS] = "--vision-pretraining-type dino"
+    if config.bucket_size is not None:
+        features[Feature.FORK_BUCKETS] = f"bucket_size={config.bucket_size}"
+    elif config.overlap_grad_reduce or params:
+        features[Feature.FORK_BUCKETS] = "overlap_grad_reduce" if config.overlap_grad_reduce else "overlap_param_gather"
+    check_compatible(config, features)
     why_not = _why_not(config, data, buffers, device, args)
     grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
-    params = config.overlap_param_gather and data.size > 1
     has_buckets = grads or params or config.bucket_size is not None
     return OverlapPlan(grads, params, _bucket_size(config, data) if has_buckets else None, why_not)
-
-
-def _param_readers(args: object) -> dict[Feature, str]:
-    """Flags of the fork under which its training loop reads params outside of a forward pass."""
-    if getattr(args, "log_params_norm", False):
-        return {Feature.PARAM_READERS: "--log-params-norm"}
-    if getattr(args, "vision_pretraining_type", None) == "dino":
-        return {Feature.PARAM_READERS: "--vision-pretraining-type dino"}
-    return {}
-
-
-def _bucket_options(config: DistOptConfig, data: Group) -> dict[Feature, str]:
-    """Options that cut grads or params into buckets, which the fork's own file has no place for."""
-    if config.bucket_size is not None:
-        return {Feature.FORK_BUCKETS: f"bucket_size={config.bucket_size}"}
-    if config.overlap_grad_reduce or (config.overlap_param_gather and data.size > 1):
-        name = "overlap_grad_reduce" if config.overlap_grad_reduce else "overlap_param_gather"
-        return {Feature.FORK_BUCKETS: name}
-    return {}
 
 
 def _why_not(
