@@ -121,7 +121,7 @@ def is_ending() -> bool:
 
 
 def _end() -> None:
-    """See [Note: the end of the process]."""
+    """Ends the threads, and the process where one waits for a rank that is gone: [Note: the end of the process]."""
     with _lock:
         threads = list(_threads.values())
         _threads.clear()

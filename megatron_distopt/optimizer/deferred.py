@@ -78,7 +78,7 @@ class DeferredCheck:
 
     @property
     def stats(self) -> GradStats:
-        """As `reduce_stats` returns them; waits for the device."""
+        """The statistics of the whole gradient, in floats; waits for the device."""
         sum_of_squares, zeros, nonfinite, *_ = self._copy.values
         return GradStats(sum_of_squares, int(zeros) if self.counts_zeros else None, int(nonfinite))
 
