@@ -130,7 +130,7 @@ def _local_digests(
     model: WholeModel, tensors_of: Callable[[OwnedPiece], Mapping[str, Tensor]]
 ) -> dict[DigestKey, Tensor]:
     sums, device = dict[DigestKey, Tensor](), model.shares[0].optimizer.device
-    for piece in _counted_pieces(model):
+    for piece in _pieces_to_digest(model):
         for kind, tensor in tensors_of(piece).items():
             key = kind, piece.placement.name
             part = digest_of(as_plain(piece.view(tensor)), piece.piece.in_global.offsets).to(device)
@@ -138,7 +138,7 @@ def _local_digests(
     return sums
 
 
-def _counted_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
+def _pieces_to_digest(model: WholeModel) -> Iterator[OwnedPiece]:
     """The pieces that this rank counts: each element of the whole model is counted on one rank."""
     at_once = _AT_ONCE_ON_CPU if model.shares[0].optimizer.device.type == CPU else _AT_ONCE
     for share in model.shares:

@@ -179,10 +179,10 @@ def _remove_except(kept: set[str], folder: Path) -> None:
                 disk.remove(path)
 
 
-def folder_beside(filename: str) -> Path:
+def optimizer_folder_of(filename: str) -> Path:
     """The folder of the checkpoint that belongs to a file of the host, the same for all ranks of the model.
 
-    >>> folder_beside("run/iter_0000010/mp_rank_00_001/distrib_optim.pt").as_posix()
+    >>> optimizer_folder_of("run/iter_0000010/mp_rank_00_001/distrib_optim.pt").as_posix()
     'run/iter_0000010/distrib_optim.distopt'
     """
     path = Path(filename)
@@ -190,7 +190,7 @@ def folder_beside(filename: str) -> Path:
     return parent / f"{path.stem}{_SUFFIX}"
 
 
-def finished_beside(folder: Path) -> list[Path]:
+def finished_iterations(folder: Path) -> list[Path]:
     """Finished checkpoints of the other iterations in a Megatron's folder of a run, the latest first."""
     if not _ITERATION.fullmatch(folder.parent.name):
         return []
@@ -206,7 +206,7 @@ def _iteration_of(folder: Path) -> int:
 def not_found(folder: Path, filename: str) -> CheckpointError:
     """The error where there is neither a checkpoint of ours nor the host's file."""
     remedy = "Start from the weights with --no-load-optim"
-    others = finished_beside(folder)
+    others = finished_iterations(folder)
     if others:
         latest = _iteration_of(others[0])
         remedy = (

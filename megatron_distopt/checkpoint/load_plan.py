@@ -353,9 +353,9 @@ def _check_kinds(
 
 def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], what: str) -> None:
     """Checks that the inner optimizer can count the updates of each param by itself, where those of a group differ."""
-    counted = {step: name for name, step in steps.items() if step is not None}
-    if len(counted) > 1 and not is_torchs(optimizer.inner):
-        (one, first), (other, second) = sorted(counted.items())[:2]
+    name_by_step = {step: name for name, step in steps.items() if step is not None}
+    if len(name_by_step) > 1 and not is_torchs(optimizer.inner):
+        (one, first), (other, second) = sorted(name_by_step.items())[:2]
         raise CheckpointError(
             f"Invalid {what}: {one} of {first!r} and {other} of {second!r}. Must be as many for all params of a group, "
             f"for which {optimizer.plan.choice.name} has one count. Write adam='torch_fused' or adam='torch_foreach'."

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_distopt.checkpoint.folder import MANIFEST, finished_beside, is_checkpoint
+from megatron_distopt.checkpoint.folder import MANIFEST, finished_iterations, is_checkpoint
 from megatron_distopt.checkpoint.manifest import MAIN, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
@@ -76,7 +76,7 @@ def _check_finished(folder: Path) -> None:
     """
     files = len(list(folder.glob(f"*{_DATA}"))) if folder.is_dir() else 0
     if files and not (folder / ".metadata").exists():
-        earlier = next((str(manifest.parent) for manifest in finished_beside(folder)), "an earlier one")
+        earlier = next((str(manifest.parent) for manifest in finished_iterations(folder)), "an earlier one")
         raise CheckpointError(
             f"A save into {folder} was not finished: it has {files} {_DATA} file{'s' * (files > 1)} and no {MANIFEST}. "
             f"Wait if a run is saving there now; if that run has died, take {earlier}."

@@ -24,7 +24,7 @@ from megatron_distopt.checkpoint.digests import GRADS, LoggedRun, LoggedStep, di
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.cli.checkpoints import find, nbytes_of, settings_of
-from megatron_distopt.cli.show import Answer, counted, listed, more, number_text, progress_of, rows, titled
+from megatron_distopt.cli.show import Answer, listed, more, number_text, plural, progress_of, rows, titled
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
 from megatron_distopt.hosts.naming import canonical
@@ -132,7 +132,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     heads = [(side, ", ".join(filter(None, (str(at.path), at.chosen)))) for side, at in zip("AB", places, strict=True)]
     parts: list[RenderableType] = [titled("checkpoints", rows(heads))]
     if is_equal:
-        words = f"{counted(len({name_of(pair.key) for pair in pairs}), 'param')}, {counted(len(pairs), 'tensor')}"
+        words = f"{plural(len({name_of(pair.key) for pair in pairs}), 'param')}, {plural(len(pairs), 'tensor')}"
         parts.append(Text(f"equal to the bit: {words} and all settings"))
     else:
         parts += _parts(pairs, settings, alone)
@@ -226,7 +226,7 @@ def _parts(
         cells: list[Sequence[str]] = [("what", "A", "B", "where")]
         for setting in settings:
             values = ("not said" if value is None else number_text(value) for value in (setting.first, setting.second))
-            where = counted(len(setting.names), "param") if setting.names else "the whole checkpoint"
+            where = plural(len(setting.names), "param") if setting.names else "the whole checkpoint"
             cells.append((setting.what, *values, where))
         yield titled("settings that differ", rows(cells))
     if any(alone.values()):
@@ -238,7 +238,7 @@ def _parts(
         of_kind = [pair for pair in pairs if kind_of(pair.key) == kind]
         differ = [pair for pair in of_kind if not pair.has_equal_values]
         if differ:
-            title = f"{kind}: {len(differ):,} of {counted(len(of_kind), 'tensor')} differ"
+            title = f"{kind}: {len(differ):,} of {plural(len(of_kind), 'tensor')} differ"
             rest = (f"  {line}" for line in more(len(differ), _LISTED))
             yield titled(title, rows(_difference_rows(differ[:_LISTED])), *rest)
         else:
@@ -251,7 +251,7 @@ def _parts(
         ("tensors in one alone of ", len({name_of(key) for keys in alone.values() for key in keys}), "param"),
         ("", len(settings), "setting"),
     )
-    yield Text(f"different: {', '.join(words + counted(count, noun) for words, count, noun in counts if count)}")
+    yield Text(f"different: {', '.join(words + plural(count, noun) for words, count, noun in counts if count)}")
 
 
 def _params_text(keys: Sequence[str]) -> str:
@@ -326,7 +326,7 @@ def _answer_about_runs(first: Path, second: Path) -> Answer:
     }
     parts = _run_parts(runs, document)
     if parted is None:
-        parts.append(Text(f"equal to the bit: {counted(len(common), 'param')} at {counted(len(steps), 'step')}"))
+        parts.append(Text(f"equal to the bit: {plural(len(common), 'param')} at {plural(len(steps), 'step')}"))
     return Answer(document, parts, status=int(parted is not None))
 
 
@@ -384,7 +384,7 @@ def _run_parts(runs: Sequence[LoggedRun], document: Mapping[str, Any]) -> list[R
         return [titled("runs", rows(notes))]
     found = [(_kind_text(kind), listed(names, _NAMED)) for kind, names in parted["params"].items()]
     found += [(name, f"{number_text(a)} in A, {number_text(b)} in B") for name, (a, b) in parted["facts"].items()]
-    kinds = [f"{_kind_text(kind)} of {counted(len(names), 'param')}" for kind, names in parted["params"].items()]
+    kinds = [f"{_kind_text(kind)} of {plural(len(names), 'param')}" for kind, names in parted["params"].items()]
     return [
         titled("runs", rows(notes)),
         titled(f"first at step {parted['step']:,}", rows(found)),

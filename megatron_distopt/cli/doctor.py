@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_distopt.cli.doctor_trial import try_start
-from megatron_distopt.cli.show import Answer, Finding, Status, counted, noted, ok, problem, rows, titled
+from megatron_distopt.cli.show import Answer, Finding, Status, noted, ok, plural, problem, rows, titled
 from megatron_distopt.config import (
     FIXES_VARIABLE,
     DistOptConfig,
@@ -73,7 +73,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     num_problems = sum(finding.status is Status.PROBLEM for finding in findings)
     documents = [{**asdict(finding), "status": finding.status.value} for finding in findings]
     if num_problems:
-        verdict = f"{counted(num_problems, 'problem')}: this optimizer could not start"
+        verdict = f"{plural(num_problems, 'problem')}: this optimizer could not start"
     elif any(finding.section == _TRIAL and finding.status is Status.OK for finding in findings):
         verdict = "no problem found: the training module can be imported"
     else:

@@ -14,7 +14,7 @@ from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.cli.checkpoints import CheckpointPath, find, in_order, kinds_by_name, nbytes_of, settings_of
-from megatron_distopt.cli.show import Answer, counted, listed, options_text, ranges, rows, size_text, titled
+from megatron_distopt.cli.show import Answer, listed, options_text, plural, ranges, rows, size_text, titled
 from megatron_distopt.formats import open_any
 
 
@@ -126,7 +126,7 @@ def _head(place: CheckpointPath, manifest: Manifest, params: Sequence[Param]) ->
     yield "optimizer", manifest.inner
     yield "steps", listed([*steps]) + skipped
     yield "loss scale", options_text(manifest.loss_scale) or "none, or one that never changes"
-    yield "size", f"{counted(len(params), 'param')}, {counted(numel, 'element')}, {size_text(nbytes)} of state"
+    yield "size", f"{plural(len(params), 'param')}, {plural(numel, 'element')}, {size_text(nbytes)} of state"
     yield "of each", states.pop() if len(states) == 1 else ""
 
 
@@ -144,7 +144,7 @@ def _group_rows(manifest: Manifest, params: Sequence[Param]) -> Iterator[tuple[s
     for number, group in enumerate(manifest.groups):
         numel = sum(param.numel for param in params if param.group == number)
         own = options_text({key: value for key, value in settings[number].items() if key not in same})
-        text = f"{counted(len(group.names), 'param')}, {counted(numel, 'element')}"
+        text = f"{plural(len(group.names), 'param')}, {plural(numel, 'element')}"
         yield str(number), ", ".join(filter(None, (text, own)))
     yield "all", options_text(same)
 
@@ -157,7 +157,7 @@ def _file_rows(manifest: Manifest, sizes: Mapping[str, int]) -> Iterator[tuple[s
         elif sizes[file.name] != file.nbytes:
             faults.append(f"{file.name} has {sizes[file.name]:,} bytes, not {file.nbytes:,}")
     smallest, largest = (size_text(pick(file.nbytes for file in files)) for pick in (min, max))
-    yield counted(len(files), "file"), f"{files[0].name} to {files[-1].name}, {smallest} to {largest} each"
+    yield plural(len(files), "file"), f"{files[0].name} to {files[-1].name}, {smallest} to {largest} each"
     yield "not whole", listed(faults, most=8)
 
 
@@ -174,6 +174,6 @@ def param_rows(params: Sequence[Param]) -> Iterator[tuple[str, ...]]:
         first, columns = members[0], zip(*(member.name.split(".") for member in members), strict=True)
         name = ".".join(ranges({*map(int, column)}) if column[0].isdecimal() else column[0] for column in columns)
         times = f"{len(members)} x " if len(members) > 1 else ""
-        sizes = counted(first.numel, "element"), size_text(sum(param.nbytes for param in members))
+        sizes = plural(first.numel, "element"), size_text(sum(param.nbytes for param in members))
         group = "no group" if first.group is None else f"group {first.group}"
         yield name, f"{times}{list(first.shape)}", *sizes, group, *(() if is_same else (first.state,))

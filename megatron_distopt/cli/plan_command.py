@@ -16,7 +16,7 @@ from rich.table import Table
 
 from megatron_distopt.cli.plan_arguments import choices_of, sizes_of
 from megatron_distopt.cli.plan_model import AUTO, DTYPES, Choice, GptSizes, StageParam, check_cut, stage_params
-from megatron_distopt.cli.show import Answer, counted, ranges, rows, size_text, titled
+from megatron_distopt.cli.show import Answer, plural, ranges, rows, size_text, titled
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import (
     BufferLayout,
@@ -307,7 +307,7 @@ def _fits(plans: Sequence[ChoicePlan], fitting: Sequence[ChoicePlan], nbytes: in
         yield "left", "for activations and everything else that is not planned"
         yield "first row", f"{fitting[0].choice.options or 'no option'} in a run"
     if others := [plan.peak_nbytes - nbytes for plan in plans if plan.peak_nbytes > nbytes]:
-        yield "left out", f"{counted(len(others), 'choice')}, of which the nearest lacks {size_text(min(others))}"
+        yield "left out", f"{plural(len(others), 'choice')}, of which the nearest lacks {size_text(min(others))}"
     if not fitting:
         yield "to fit", "write a larger --dp, --tp or --pp, --grad-dtype param, or an --offload-fraction such as 0.5"
 
@@ -319,7 +319,7 @@ def _step(stage: StagePlan) -> Iterator[tuple[str, str]]:
     yield "for a moment", f"{size_text(stage.backward_nbytes)} in backward: the largest gradient, before it is added up"
     if held.step_nbytes:
         yield "for a step", f"{size_text(held.step_nbytes)}: fp32 copies of the gradients that the rank owns"
-    yield "updated", f"{counted(held.num_flat_params, 'flat param')} by the inner optimizer"
+    yield "updated", f"{plural(held.num_flat_params, 'flat param')} by the inner optimizer"
     if held.host_nbytes:
         pinned = f"{size_text(held.staging_nbytes)} of pinned memory"
         yield "on the host", f"{size_text(held.host_nbytes)} of the state and {pinned}, for every rank"

@@ -149,10 +149,10 @@ def options_text(options: Mapping[str, object]) -> str:
     return ", ".join(f"{key} {number_text(value)}" for key, value in options.items())
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Writes a number with its noun.
 
-    >>> counted(1, "file"), counted(1200, "file")
+    >>> plural(1, "file"), plural(1200, "file")
     ('1 file', '1,200 files')
     """
     return f"{count:,} {noun}{'s' * (count != 1)}"

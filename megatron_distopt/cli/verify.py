@@ -25,7 +25,7 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.cli.checkpoints import CheckpointPath, find, in_order, kinds_by_name, nbytes_of
-from megatron_distopt.cli.show import Answer, Status, counted, more, options_text, progress_of, rows, size_text, titled
+from megatron_distopt.cli.show import Answer, Status, more, options_text, plural, progress_of, rows, size_text, titled
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
 from megatron_distopt.formats.torch_files import METADATA
@@ -109,7 +109,7 @@ def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
     infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
     checked, of_content = _check_content(infos, manifest.groups, values)
     problems += [each for each in of_content if not (each.area == "values" and each.subject in damaged)]
-    files = f"{counted(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
+    files = f"{plural(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
     return {"files": files, _METADATA_AREA: "size and checksum are right: torch alone can read it", **checked}, problems
 
 
@@ -211,7 +211,7 @@ def _file_problem(record: FileRecord, text: str, stored: Sequence[StoredChunk], 
     for name in in_order(boxes):
         line = f"{name} {box_text(*boxes[name])}" if len(boxes[name]) == 1 else name
         lines.append(f"{line} of {', '.join(kinds[name])}" if name in partly else line)
-    text += f"; {counted(len(boxes), 'param')} damaged:" if lost else "; no tensor in it is damaged"
+    text += f"; {plural(len(boxes), 'param')} damaged:" if lost else "; no tensor in it is damaged"
     return Problem("files", record.name, text, tuple(dict.fromkeys(each.key for each in lost)), tuple(lines))
 
 
@@ -267,7 +267,7 @@ def check_chunks(manifest: Manifest) -> Iterator[Problem]:
     for key, record in manifest.tensors.items():
         numel, wanted = sum(chunk.box.numel for chunk in record.chunks), math.prod(record.shape)
         if numel != wanted:
-            text = f"is not complete: {numel:,} of {counted(wanted, 'element')} were saved"
+            text = f"is not complete: {numel:,} of {plural(wanted, 'element')} were saved"
             yield Problem("tensors", key, text, (key,))
 
 
@@ -278,9 +278,9 @@ def _check_content(
     numel = sum(math.prod(info.shape) for info in tensors.values())
     read = "" if numel == values.numel else f" of {numel:,} could be read"
     checked = {
-        "tensors": f"{counted(len(tensors), 'tensor')} of {counted(len(params), 'param')}: each element has one place",
-        "values": f"{counted(values.numel, 'value')}{read}: all finite",
-        "groups": f"{counted(len(groups), 'group')}: each param is in one, with the same state as the others in it",
+        "tensors": f"{plural(len(tensors), 'tensor')} of {plural(len(params), 'param')}: each element has one place",
+        "values": f"{plural(values.numel, 'value')}{read}: all finite",
+        "groups": f"{plural(len(groups), 'group')}: each param is in one, with the same state as the others in it",
     }
     return checked, [*_check_kinds(tensors, groups), *values.problems(), *_check_groups(params, groups)]
 
@@ -358,5 +358,5 @@ def _conclusion(problems: Sequence[Problem], place: CheckpointPath) -> str:
     if not problems:
         return "no problem found: it is whole"
     if all(problem.area == _METADATA_AREA for problem in problems):
-        return f"{counted(len(problems), 'problem')}: megatron-distopt convert {place.path} NEW --to distopt mends it"
-    return f"{counted(len(problems), 'problem')}: load an earlier checkpoint"
+        return f"{plural(len(problems), 'problem')}: megatron-distopt convert {place.path} NEW --to distopt mends it"
+    return f"{plural(len(problems), 'problem')}: load an earlier checkpoint"

@@ -80,7 +80,10 @@ class FlatParam:
 
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
         """What is kept for every element begins as this; in phase with `main`, and of its dtype where none is given."""
-        return zeros_beside(self.main, dtype)
+        phase = _phase(self.main)  # see [Note: in phase]
+        if phase == 0:
+            return torch.zeros_like(self.main, dtype=dtype)
+        return zeros_in_phase(self.main.numel(), phase, dtype or self.main.dtype, self.main.device)
 
     def write_model(self) -> None:
         """Rounds `main` into the param buffer."""
@@ -226,11 +229,3 @@ def _phase(tensor: Tensor) -> int:
     if isinstance(tensor, LowPrecisionTensor):
         return phase_of(tensor.stored) % IN_PHASE
     return tensor.data_ptr() // tensor.element_size() % IN_PHASE
-
-
-def zeros_beside(main: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros of the shape of a flat param, in phase with it; see [Note: in phase]."""
-    phase = _phase(main)
-    if phase == 0:
-        return torch.zeros_like(main, dtype=dtype)
-    return zeros_in_phase(main.numel(), phase, dtype or main.dtype, main.device)

@@ -102,7 +102,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
             use_contiguous_buffers_in_local_ddp,
             models,
         )
-        self.start = start.in_buckets(self._late_params(start))
+        self.start = start.in_buckets(self._params_changed_after_backward(start))
         layouts = [buffer.layout for buffer in self.start.buffers]
         dtypes = [dtype_name(buffer.dtype) for buffer in self.start.buffers]
         host_options = (f"gathers_state={self.gathers_state}",)
@@ -126,7 +126,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
         if self.everyone.rank == 0:
             self._announce()
 
-    def _late_params(self, start: Start) -> frozenset[str]:
+    def _params_changed_after_backward(self, start: Start) -> frozenset[str]:
         """Collective: to whose gradients the fork adds after backward, tried on zeros where any rank has buckets."""
         if not any(exchange(start.overlap.bucket_size is not None, self.everyone)):
             return frozenset()

@@ -16,7 +16,7 @@ from megatron.core import mpu
 
 from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_checkpoint
 from megatron_distopt.checkpoint.digests import DigestLog
-from megatron_distopt.checkpoint.folder import folder_beside, not_found, remove_checkpoint
+from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of, remove_checkpoint
 from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_2023.plain import is_plain
@@ -182,7 +182,7 @@ class ForkCheckpoints:
 
     def _folder(self, filename: str) -> Path:
         """The first rank's: every rank has a name of its own for the fork's file."""
-        return folder_beside(exchange(filename, self._everyone)[0])
+        return optimizer_folder_of(exchange(filename, self._everyone)[0])
 
 
 def _undo_of(optimizer: BuiltOptimizer) -> Callable[[], None]:

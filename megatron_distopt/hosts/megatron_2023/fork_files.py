@@ -78,17 +78,17 @@ def group_dicts(optimizer: BuiltOptimizer) -> list[dict[str, Any]]:
     torch's Adam keeps the count in the state of each param, which a gathered file lacks; apex has it in the group.
     """
     step = updates_so_far(optimizer)
-    counted = {} if step is None else {"step": step}
+    updates = {} if step is None else {"step": step}
     return [
-        {key: value if key in _IMPLEMENTATION else ours.get(key, value) for key, value in template.items()} | counted
+        {key: value if key in _IMPLEMENTATION else ours.get(key, value) for key, value in template.items()} | updates
         for template, ours in zip(optimizer.host_groups, optimizer.param_groups, strict=True)
     ]
 
 
 def updates_so_far(optimizer: BuiltOptimizer) -> int | None:
     """The update count for a file; None for a class that does not count, whose moments mean something without one."""
-    counted = count_updates(optimizer.sharded.inner)
-    return 0 if counted is None and optimizer.sharded.plan.choice.is_adam else counted
+    num_updates = count_updates(optimizer.sharded.inner)
+    return 0 if num_updates is None and optimizer.sharded.plan.choice.is_adam else num_updates
 
 
 def is_of_other_kind(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> bool:
@@ -195,8 +195,8 @@ def install_state(
         restore_group(inner, group, step)
     for flat in optimizer.sharded.flat_params:
         # A count without moments is not what torch's classes keep before their first step.
-        group, counted = inner.param_groups[flat.plan.key.group], step if moments[flat] else None
-        restore(inner, group, flat.main, moments[flat], counted)
+        group, num_updates = inner.param_groups[flat.plan.key.group], step if moments[flat] else None
+        restore(inner, group, flat.main, moments[flat], num_updates)
         flat.write_model()
 
 
@@ -508,8 +508,8 @@ def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | Non
 
     def read() -> tuple[list[tuple[GatheredFile, list[GradBuffer]]], int | None]:
         files = [(_opened(optimizer, path, buffers), buffers) for path, _, buffers in _files(optimizer, filename)]
-        counted = [file.step for file, _ in files if file.step is not None]
-        return files, check_update_count(optimizer, head_step if head_step is not None else max(counted, default=None))
+        steps = [file.step for file, _ in files if file.step is not None]
+        return files, check_update_count(optimizer, head_step if head_step is not None else max(steps, default=None))
 
     files, step = raise_together(read, optimizer.everyone)
     moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}

@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import is_checkpoint
 from megatron_distopt.checkpoint.digests import DigestLog
-from megatron_distopt.checkpoint.folder import folder_beside, not_found
+from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of
 from megatron_distopt.checkpoint.load import load_state
 from megatron_distopt.checkpoint.load_plan import Loadable, Read
 from megatron_distopt.checkpoint.manifest import (
@@ -169,7 +169,7 @@ class CheckpointCalls(MegatronOptimizer):
 
     def save_parameter_state(self, filename: str) -> None:
         """Collective: `save`, into a folder beside the file that the host chose."""
-        self.save(folder_beside(exchange(filename, Group.of())[0]))
+        self.save(optimizer_folder_of(exchange(filename, Group.of())[0]))
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Collective: `load`, from the folder beside the file that the host names, or from that file.
@@ -179,7 +179,7 @@ class CheckpointCalls(MegatronOptimizer):
             update_legacy_format: kept for the host.
         """
         first = exchange(filename, Group.of())[0]
-        folder = folder_beside(first)
+        folder = optimizer_folder_of(first)
         found = exchange((is_checkpoint(folder), Path(first).exists()), Group.of())[0]
         if not any(found):
             raise not_found(folder, filename)
@@ -222,9 +222,9 @@ class CheckpointCalls(MegatronOptimizer):
 def head_of(optimizer: OneOptimizer) -> dict[str, Any]:
     """What the host's own `state_dict` has: param groups without params, and the grad scaler."""
     step = count_updates(optimizer.sharded.inner)
-    counted = {} if step is None else {"step": step}
+    updates = {} if step is None else {"step": step}
     groups = [
-        {key: value for key, value in group.items() if key != "params"} | counted for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key != "params"} | updates for group in optimizer.param_groups
     ]
     state: dict[str, Any] = {"optimizer": {"param_groups": groups, **head_entry(optimizer.sharded.plan.choice)}}
     if optimizer.grad_scaler is not None:
