@@ -40,7 +40,6 @@ from megatron_distopt.hosts.fork_source import (
     GROUP,
     ClassInSource,
     ParserOption,
-    PatchPointState,
     SourceTree,
     Survey,
     classes_of,
@@ -49,7 +48,7 @@ from megatron_distopt.hosts.fork_source import (
     survey,
 )
 from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS, FLAG
-from megatron_distopt.hosts.megatron_core.facts import REFUSED, judged
+from megatron_distopt.hosts.megatron_core.facts import REFUSED, is_judged
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 from megatron_distopt.version import MEGATRON_CORE as SERVED
 
@@ -121,15 +120,15 @@ def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True
 
 def describe_fork(found: Survey, tree: SourceTree) -> Iterator[Finding]:
     """Yields a finding for everything that the adapter will ask of the fork."""
-    yield ok(_FORK, "source", ", ".join(found.roots))
+    yield ok(_FORK, "source", ", ".join(map(str, tree.roots)))
     generation = found.generation
     yield _refused("generation", generation.refusal(), f"{generation.name}, as {generation.examples}")
     if not generation.is_supported:
         return
     for point in found.patch_points:
-        with_block = ", with the look-up for entry points after it" * (point.state is PatchPointState.PATCHED)
+        with_block = ", with the look-up for entry points after it" * (point.is_patched)
         text = f"free in {point.place}{with_block}: ({', '.join(point.parameters)})"
-        yield _refused(point.patch_point.attribute, point.refusal(), text)
+        yield _refused(point.patch_point.attribute, point.refusal, text)
     if found.optimizer_class is not None:
         yield from _class(found.optimizer_class)
     flags = [option for option in found.options if option.flag == flag_of_host(found.options)]
@@ -157,7 +156,7 @@ def _class(found: ClassInSource) -> Iterator[Finding]:
         text = f"bound while {found.bound_in} runs, so it is looked at when training starts"
         yield noted(_FORK, found.name, text)
         return
-    yield _refused(found.name, found.refusal(), f"constructor as expected in {found.place}")
+    yield _refused(found.name, found.refusal, f"constructor as expected in {found.place}")
     if found.files:
         yield ok(_FORK, "checkpoints", _FILES[found.files])
 
@@ -179,7 +178,7 @@ def _describe_core(tree: SourceTree) -> Iterator[Finding]:
     refused = [each.option for each in REFUSED if each.option in fields[each.where]]
     if refused:
         yield noted(_FORK, "refused options", f"{', '.join(dict.fromkeys(refused))}: refused where they are on")
-    unknown = sorted(name for where, names in fields.items() for name in names - judged(where))
+    unknown = sorted(name for where, names in fields.items() for name in names if not is_judged(where, name))
     if unknown:
         said = f"{', '.join(unknown)}: refused where they are not at their defaults"
         yield noted(_FORK, "unknown options", said)
@@ -237,7 +236,7 @@ def _variables() -> Iterator[Finding]:
 def _entry_points(found: Survey | None) -> Iterator[Finding]:
     """Checks that a patched fork finds the entry point; without it, it would train with its own optimizer unnoticed."""
     points = found.patch_points if found is not None else ()
-    is_patched = any(point.state is PatchPointState.PATCHED for point in points)
+    is_patched = any(point.is_patched for point in points)
     entries = entry_points(group=GROUP)
     if any(entry.value == _OUR_ENTRY_POINT for entry in entries):
         use = "the fork asks for it" if is_patched else "unused until megatron-distopt patch --apply FORK"

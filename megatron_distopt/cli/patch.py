@@ -90,7 +90,7 @@ def plan_apply(tree: SourceTree) -> Edit:
     """
     file = _factory_file(tree)
     found = find_patch_point(tree, recognise(tree.has).factory)
-    reason = found.refusal()
+    reason = found.refusal
     if reason is None and not found.is_at_top:
         reason = (
             f"{found.patch_point} in {found.place} stands under another statement, and not at the top level of its "

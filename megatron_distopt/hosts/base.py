@@ -167,15 +167,6 @@ def plan_groups(named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[s
     return tuple(groups)
 
 
-def check_groups_are_used(groups: Sequence[ParamGroup], group: Group) -> None:
-    """Collective: refuses, on all ranks, a param group that has no param on any rank."""
-    counts = exchange([len(param_group.names) for param_group in groups], group)
-    # A rank that has no group at all counts as one with empty groups.
-    for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
-        if not any(column):
-            raise LayoutError(f"param group {index} has no params on any of {group.size} ranks. Leave the group out.")
-
-
 def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
     """The host's grad scaler, or a constant 1.0 where it has none."""
     return ConstantLossScale(1.0, device) if grad_scaler is None else HostLossScale(grad_scaler)
@@ -204,15 +195,12 @@ class HostLossScale:
         return minimum is not None and bool(self.scale > minimum)
 
     def update(self, found_nonfinite: bool) -> None:
-        """Updates the scale; called once a step."""
         self._grad_scaler.update(found_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
-        """The host's."""
         return dict(self._grad_scaler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The host's."""
         self._grad_scaler.load_state_dict(state)
 
 
@@ -226,46 +214,44 @@ class StartUp:
     grad_dtypes: Sequence[str]  # of the buffers
     host_options: tuple[str, ...] = ()  # other options of the host that decide what is sent when
 
-    def of_everyone(self) -> list[Field]:
-        """What all ranks of the model must have alike."""
-        return [
-            Field("package version", (VERSION,)),
-            Field("options", self.plan.config.described()),
-            Field("host options", self.host_options),
-        ]
-
-    def of_data_parallel(self) -> list[Field]:
-        """What ranks that hold the same params must have alike."""
-        specs = [spec_of(name, param) for name, param in self.named.items()]
-        groups, members, layout = [], [], []
-        for index, group in enumerate(self.plan.groups):
-            options = ", ".join(f"{key}={value!r}" for key, value in sorted(group.options.items()))
-            groups.append(f"group {index}: {options}")
-            members += [f"{name} in {index}" for name in group.names]
-        for buffer, dtype in zip(self.layouts, self.grad_dtypes, strict=True):
-            layout.append(f"{buffer.num_shards} shards of {dtype} grads")
-            layout += [*map(str, buffer.buckets), *map(str, buffer.slots)]
-        return [
-            Field("param names", tuple(spec.name for spec in specs)),
-            Field("param shapes", tuple(f"{spec.name}{list(spec.shape)}" for spec in specs)),
-            Field("param dtypes", tuple(f"{spec.name} {spec.dtype}" for spec in specs)),
-            Field("param groups", tuple(groups)),
-            Field("param group members", tuple(members)),
-            Field("params excluded from the norm", tuple(filter(self.plan.excluded_from_norm, self.named))),
-            Field("inner optimizer", (self.plan.choice.name, *self.plan.choice.defaults)),
-            Field("buffer layout", tuple(layout)),
-        ]
-
 
 def compare_ranks(start_up: StartUp, data: Group, everyone: Group, *, may_be_empty: bool = False) -> None:
     """Collective: compares all that ranks must have alike; a difference in one data-parallel group stops all ranks.
 
     `may_be_empty`: a param group may have no trained param on any rank.
     """
-    if not may_be_empty:
-        check_groups_are_used(start_up.plan.groups, everyone)
-    compare(start_up.of_everyone(), everyone)
-    raise_together(lambda: compare(start_up.of_data_parallel(), data), everyone)
+    plan = start_up.plan
+    counts = [] if may_be_empty else exchange([len(group.names) for group in plan.groups], everyone)
+    # A rank that has no group at all counts as one with empty groups.
+    for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
+        if not any(column):
+            raise LayoutError(f"param group {index} has no params on any of {everyone.size} ranks. Leave it out.")
+    alike_everywhere = [
+        Field("package version", (VERSION,)),
+        Field("options", plan.config.described()),
+        Field("host options", start_up.host_options),
+    ]
+    compare(alike_everywhere, everyone)
+    specs = [spec_of(name, param) for name, param in start_up.named.items()]
+    groups, members, layout = [], [], []
+    for index, group in enumerate(plan.groups):
+        options = ", ".join(f"{key}={value!r}" for key, value in sorted(group.options.items()))
+        groups.append(f"group {index}: {options}")
+        members += [f"{name} in {index}" for name in group.names]
+    for buffer, dtype in zip(start_up.layouts, start_up.grad_dtypes, strict=True):
+        layout.append(f"{buffer.num_shards} shards of {dtype} grads")
+        layout += [*map(str, buffer.buckets), *map(str, buffer.slots)]
+    alike_where_params_are = [
+        Field("param names", tuple(spec.name for spec in specs)),
+        Field("param shapes", tuple(f"{spec.name}{list(spec.shape)}" for spec in specs)),
+        Field("param dtypes", tuple(f"{spec.name} {spec.dtype}" for spec in specs)),
+        Field("param groups", tuple(groups)),
+        Field("param group members", tuple(members)),
+        Field("params excluded from the norm", tuple(filter(plan.excluded_from_norm, start_up.named))),
+        Field("inner optimizer", (plan.choice.name, *plan.choice.defaults)),
+        Field("buffer layout", tuple(layout)),
+    ]
+    raise_together(lambda: compare(alike_where_params_are, data), everyone)
 
 
 @contextmanager

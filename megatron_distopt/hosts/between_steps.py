@@ -3,12 +3,19 @@
 [Note: params that have left] `param.data = tensor`, or `.bfloat16().float()` on a module, moves a param to memory that
 the optimizer does not write to: without an error, it would never be updated again. This file finds such params. Whether
 their new values are kept differs between the hosts' own optimizers, so the adapters decide that.
+
+[Note: aliases of a param] torch counts in-place operations on a param (`_version`), but not those on `param.data`,
+which is an alias with a count of its own. So while an optimizer has to know who wrote to its params, `Parameter.data`
+notes every alias that it returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+from weakref import ReferenceType, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor
@@ -18,11 +25,11 @@ from torch.optim import Optimizer
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import AccessError, LayoutError, refusal
-from megatron_distopt.hosts.watch import addresses_of, in_one_memory, sharing_memory
 from megatron_distopt.optimizer.deferred import Notice
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
-#: torch's own `param.data`: written.py replaces it with a property that notes every tensor it returns.
-torch_data: Any = torch._C.TensorBase.data
+#: torch's own `param.data`, which `DataWatch` replaces.
+_torch_data: Any = torch._C.TensorBase.data
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
@@ -31,9 +38,25 @@ def check_own_memory(named: Mapping[str, Parameter]) -> None:
     Raises:
         LayoutError: two of them share memory.
     """
-    if tied := in_one_memory(named):
+    if tied := _sharing_memory(named.items()):
         first, second = tied
         raise _tied(second, f"in the same memory as {first!r}")
+
+
+def addresses_of(tensor: Tensor) -> tuple[int, int]:
+    """The address of the first byte, and the one after the last byte."""
+    extent = 1 + sum((numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + extent * tensor.element_size()
+
+
+def _sharing_memory(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """The names of the first two that overlap, in the order of their addresses; None where all are apart."""
+    extents = sorted((*addresses_of(one), name) for name, one in tensors if one.numel() and not one.is_meta)
+    for (_, stop, first), (start, _, second) in pairwise(extents):
+        if start < stop:
+            return first, second
+    return None
 
 
 class PlacedParam:
@@ -49,7 +72,7 @@ class PlacedParam:
     def __init__(self, name: str, param: Parameter) -> None:
         self.name, self.param = name, param
         #: What `param.data` is, unless other code assigned to it.
-        self.view: Tensor = torch_data.__get__(param)
+        self.view: Tensor = _torch_data.__get__(param)
         #: `param.data_ptr()` as long as `param.data` is the view.
         self.address = self.view.data_ptr()
 
@@ -57,8 +80,8 @@ class PlacedParam:
     def bring_back(self, *, with_values: bool) -> None:
         """Makes `param.data` the view again."""
         if with_values:
-            self.view.copy_(torch_data.__get__(self.param))
-        torch_data.__set__(self.param, self.view)
+            self.view.copy_(_torch_data.__get__(self.param))
+        _torch_data.__set__(self.param, self.view)
 
 
 def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
@@ -75,16 +98,17 @@ def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
 
 def check_that_left(params: Sequence[PlacedParam], left: Sequence[PlacedParam]) -> None:
     """The checks of `params_that_left`, for code that has found those that left."""
-    for each in left:
-        before, after = (f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (each.view, each.param))
+    for moved in left:
+        before, after = (
+            f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (moved.view, moved.param)
+        )
         if before != after:
             raise LayoutError(
-                f"Param {each.name!r} is {after} where it was {before}. Convert the model before distribute(...) or "
+                f"Param {moved.name!r} is {after} where it was {before}. Convert the model before distribute(...) or "
                 "get_megatron_optimizer(...) builds its optimizer."
             )
-    extents = [(*addresses_of(each.view), each.name) for each in params if each.view.numel()]
-    extents += [(*addresses_of(each.param), each.name) for each in left]
-    if tied := sharing_memory(extents):
+    places = [(placed.name, placed.view) for placed in params] + [(moved.name, moved.param) for moved in left]
+    if tied := _sharing_memory(places):
         first, second = tied
         raise _tied(second, f"given the memory of {first!r}")
 
@@ -150,3 +174,131 @@ def not_copied(how: str) -> AccessError:
         "Keep optimizer.state_dict(), or build the model again and call distribute(...) or get_megatron_optimizer(...)"
     )
     return AccessError(refusal("optimizer", how, rule, remedy))
+
+
+class WatchedParam(Protocol):
+    """Wants to know of the aliases of a param."""
+
+    @property
+    def param(self) -> Parameter:
+        """Whose."""
+
+    def keep(self, alias: Tensor) -> None:
+        """Notes an alias, through which the values may be changed."""
+
+
+class _DataWatch:
+    """Knows who asked for `param.data` of a param."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, ReferenceType[WatchedParam]] = {}
+        self._users: WeakSet[Any] = WeakSet()
+
+    def add(self, user: object, params: Iterable[WatchedParam]) -> None:
+        """Tells these params, held weakly, of their aliases; until the last user is gone or removed."""
+        self._watched |= {id(each.param): ref(each) for each in params}
+        if user not in self._users:
+            self._users.add(user)
+            finalize(user, self._end)
+        if "data" not in vars(Parameter):
+            Parameter.data = property(self._get, self._set)  # type: ignore[assignment]
+
+    def remove(self, user: object, params: Iterable[WatchedParam]) -> None:
+        """Takes back what `add` did."""
+        for each in params:
+            self._watched.pop(id(each.param), None)
+        self._users.discard(user)
+        self._end()
+
+    def _end(self) -> None:
+        """Puts torch's own `Parameter.data` back where no user is left."""
+        self._watched = {key: each for key, each in self._watched.items() if each() is not None}
+        if not list(self._users) and "data" in vars(Parameter):
+            del Parameter.data
+
+    def _get(self, param: Parameter) -> Tensor:
+        alias: Tensor = _torch_data.__get__(param)
+        known = self._watched.get(id(param))
+        watched = None if known is None else known()
+        if watched is not None and watched.param is param:
+            watched.keep(alias)
+        return alias
+
+    def _set(self, param: Parameter, value: Tensor) -> None:
+        _torch_data.__set__(param, value)
+
+
+data_watch = _DataWatch()
+
+
+class _Writes:
+    """Counts writes to one param and to its aliases."""
+
+    __slots__ = ("__weakref__", "_aliases", "_version", "_was_written", "name", "param")
+
+    #: So many aliases are held before those that nobody else holds are let go.
+    _MANY = 8
+
+    def __init__(self, name: str, param: Parameter) -> None:
+        self.name, self.param = name, param
+        #: Each with its count of writes when it was noted.
+        self._aliases: list[tuple[Tensor, int]] = []
+        self.forget()
+
+    def keep(self, alias: Tensor) -> None:
+        """See `WatchedParam`. It is held, because its count is lost with it."""
+        if len(self._aliases) >= self._MANY:
+            self._was_written = self.is_written
+            self._let_go()
+        self._aliases.append((alias, alias._version))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any of it was written to since `forget`."""
+        if self._was_written or self.param._version != self._version:
+            return True
+        return bool(self._aliases) and any(alias._version != count for alias, count in self._aliases)
+
+    def forget(self) -> None:
+        """Takes its values as they are now for known."""
+        self._version, self._was_written = self.param._version, False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Lets go of the aliases that nobody else holds: beside the list, the loop and the argument."""
+        if self._aliases:
+            self._aliases = [(alias, alias._version) for alias, _ in self._aliases if sys.getrefcount(alias) > 3]
+
+
+class RemainderWatch:
+    """Refuses weights that were written to where main params are remainders of them.
+
+    A main param of its own wins over weights that were changed in a Megatron, whose step overwrites them. A remainder
+    becomes that of other weights, which nobody wants.
+    """
+
+    def __init__(self, sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
+        self._sharded = sharded
+        flat_params = [flat for flat in sharded.flat_params if flat.changes_with_model]
+        names = {shard.name for flat in flat_params for shard in flat.plan.shards}
+        self._writes = {name: _Writes(name, named[name]) for name in sorted(names)}
+        if self._writes:
+            data_watch.add(self, self._writes.values())
+
+    def check(self) -> None:
+        """Refuses weights that were written to, if their main params would change with them."""
+        written = {name for name, each in self._writes.items() if each.is_written}
+        for flat in self._sharded.flat_params if written else ():
+            names = [shard.name for shard in flat.plan.shards if shard.name in written]
+            if names and flat.changes_with_model:
+                raise LayoutError(
+                    f"Param {names[0]!r} with main_params_dtype='remainder' was written to between two steps. Call "
+                    "optimizer.reload_model_params() after you have changed weights, or write "
+                    "--distopt-main-params-dtype float32, with which a step overwrites them."
+                )
+        self.forget()
+
+    def forget(self) -> None:
+        """Takes all weights as they are now for known."""
+        for each in self._writes.values():
+            each.forget()

@@ -171,18 +171,12 @@ class _FixingFinder(MetaPathFinder):
 
     def __init__(self, fixes: Sequence[Fix]) -> None:
         self.undos: list[Undo] = []
-        self._fixes, self._is_looking = fixes, False
+        self._fixes = fixes
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         """Returns the module's own spec with another way to execute it; None for modules without a fix."""
         fixes = [fix for fix in self._fixes if fix.module == fullname]
-        if not fixes or self._is_looking:
-            return None
-        self._is_looking = True
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._is_looking = False
+        spec = PathFinder.find_spec(fullname, path) if fixes else None
         if spec is not None and isinstance(spec.loader, SourceFileLoader):  # each has a loader of its own
             execute = functools.partial(self._execute, fixes, spec.loader.exec_module)
             spec.loader.exec_module = execute  # type: ignore[method-assign]

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +20,9 @@ from megatron_distopt.errors import HostError, UnknownHostError
 from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
 from megatron_distopt.hosts.megatron_2023 import forks as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
-from megatron_distopt.hosts.patch_points import PatchPoint
+from megatron_distopt.hosts.patch_points import OTHER, REMEDY, PatchPoint
 
 _PACKAGE = "megatron"
-_REMEDY = "Use a Megatron that docs/hosts.md lists."
 
 
 class UnreadableSourceError(HostError):
@@ -77,16 +75,7 @@ def fork_at(folder: Path) -> SourceTree:
     if folder.is_dir():
         found = f"{folder} holds no folder {_PACKAGE}"
     rule = f"The fork must be a folder that holds the folder {_PACKAGE}"
-    near = _fork_near(folder.resolve()) or "the path of your Megatron's checkout"
-    raise UnknownHostError(f"{found}. {rule}. Write {near}.")
-
-
-def _fork_near(folder: Path) -> Path | None:
-    """Finds the fork where a folder above or below it, or a file in it, was given."""
-    above = next((parent for parent in folder.parents if folder.exists() and (parent / _PACKAGE).is_dir()), None)
-    below = [*folder.glob(f"*/{_PACKAGE}/__init__.py"), *folder.glob(f"*/{_PACKAGE}/core/__init__.py")]
-    inside = {file.parents[file.parts[::-1].index(_PACKAGE)] for file in below}
-    return above or (inside.pop() if len(inside) == 1 else None)
+    raise UnknownHostError(f"{found}. {rule}. Write the path of your Megatron's checkout.")
 
 
 def importable_host(working_directory: Path, path: Sequence[str]) -> SourceTree:
@@ -150,11 +139,6 @@ def classes_of(module: ast.Module) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
 
 
-def methods_of(definition: ast.ClassDef) -> dict[str, ast.FunctionDef]:
-    """Returns the methods that a class defines itself, by name."""
-    return {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
-
-
 def resolved(node: ast.ImportFrom, package: str) -> str:
     """The absolute name of the module from which a statement in a module of `package` imports.
 
@@ -167,38 +151,17 @@ def resolved(node: ast.ImportFrom, package: str) -> str:
     return ".".join([*parents, *filter(None, [node.module])])
 
 
-class PatchPointState(Enum):
-    """The states of a patch point in the source."""
-
-    FREE = "free"  # the host's own function, as the host defines it
-    PATCHED = "patched"  # the host's own function, with our entry-point block after it
-    REPLACED = "replaced"  # something else is bound to the name after the function
-    DIFFERENT = "different"  # the host's own function, with other parameters than the adapter gives
-    MISSING = "missing"  # no function of that name
-
-
 @dataclass(frozen=True)
 class PatchPointInSource:
     """A patch point, as the source has it."""
 
     patch_point: PatchPoint
-    state: PatchPointState
+    refusal: str | None = None  # why it cannot be replaced
     place: str = ""  # file and line of the function, or of what replaced it
     parameters: tuple[str, ...] = ()
+    is_patched: bool = False  # whether our entry-point block comes after the function
     is_at_top: bool = False  # whether the function stands by itself, and not under an `if` or a `try`
     end: int = 0  # last line of the function
-
-    def refusal(self) -> str | None:
-        """Says why it cannot be replaced; None where it can."""
-        if self.state is PatchPointState.MISSING:
-            return f"{self.patch_point} is missing. {_REMEDY}"
-        if self.state is PatchPointState.DIFFERENT:
-            rule = f"its signature must start with ({', '.join(self.patch_point.parameters)})"
-            return f"{self.patch_point} in {self.place} takes ({', '.join(self.parameters)}); {rule}. {_REMEDY}"
-        if self.state is PatchPointState.REPLACED:
-            remedy = "Take the other patcher out, or install megatron_distopt before it"
-            return f"{self.patch_point} is bound to something else in {self.place}. {remedy}."
-        return None
 
 
 @dataclass(frozen=True)
@@ -206,24 +169,10 @@ class ClassInSource:
     """The class that the factory builds, as the source has it."""
 
     name: str  # as the factory calls it
-    place: str  # file and line; empty where the factory imports no such class
-    parameters: tuple[str, ...]  # of its constructor, without self
-    required: tuple[str, ...]  # those of them without a default
-    wanted: tuple[str, ...]  # the parameters that the adapter gives
-    is_exact: bool = True  # whether it may have no others, not even with a default
+    place: str = ""  # file and line; empty where the factory imports no such class
+    refusal: str | None = None  # why the factory cannot build our class in its place
     files: str = ""  # "per-rank files" or "gathered file" in a Megatron of 2023
     bound_in: str = ""  # file that binds the name to something else than a class, which shows only when it runs
-
-    def refusal(self) -> str | None:
-        """Says why the factory cannot build our class in its place; None where it can."""
-        if not self.place:
-            return f"The module of the factory has no {self.name}. {_REMEDY}"
-        takes_all = set(self.required) <= set(self.wanted) <= set(self.parameters)
-        if self.parameters == self.wanted if self.is_exact else takes_all:
-            return None
-        rule = f"must {'be' if self.is_exact else 'take'} ({', '.join(self.wanted)})"
-        found = f"The constructor of {self.name} in {self.place} has ({', '.join(self.parameters)})"
-        return f"{found}; its parameters {rule}. {_REMEDY}"
 
 
 @dataclass(frozen=True)
@@ -240,7 +189,6 @@ class ParserOption:
 class Survey:
     """Everything that was found in the source."""
 
-    roots: tuple[str, ...]
     generation: Generation
     patch_points: tuple[PatchPointInSource, ...]  # the factory first
     optimizer_class: ClassInSource | None  # None where the generation is not supported
@@ -251,7 +199,6 @@ def survey(tree: SourceTree) -> Survey:
     """Reads the files that the adapter depends on; a fork of no known generation is refused."""
     generation = recognise(tree.has)
     return Survey(
-        roots=tuple(map(str, tree.roots)),
         generation=generation,
         patch_points=tuple(find_patch_point(tree, patch_point) for patch_point in generation.patch_points),
         optimizer_class=_find_class(tree, generation),
@@ -262,30 +209,33 @@ def survey(tree: SourceTree) -> Survey:
 def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInSource:
     """Looks for a patch point in the file that defines it."""
     file = tree.file_of(patch_point.module)
-    if file is None:
-        return PatchPointInSource(patch_point, PatchPointState.MISSING)
-    module, content = tree.parse(file), file.read_bytes()
+    content = b"" if file is None else file.read_bytes()
     ours = range(0)
     if intact_block(content) is not None:
         lines = content.splitlines()
         ours = range(lines.index(BEGIN.encode()) + 1, lines.index(END.encode()) + 2)
+    module = tree.parse(file) if file is not None else ast.Module(body=[], type_ignores=[])
     bindings = [node for node in bindings_of(module, patch_point.attribute) if node.lineno not in ours]
-    if not bindings:
-        return PatchPointInSource(patch_point, PatchPointState.MISSING)
+    if file is None or not bindings:
+        return PatchPointInSource(patch_point, patch_point.missing)
     last = bindings[-1]
     place = tree.shown(file, last.lineno)
     if not isinstance(last, ast.FunctionDef):
-        return PatchPointInSource(patch_point, PatchPointState.REPLACED, place)
+        return PatchPointInSource(patch_point, f"{patch_point} is bound to something else in {place}. {OTHER}.", place)
     parameters = parameters_of(last)
-    state = PatchPointState.PATCHED if ours else PatchPointState.FREE
-    if parameters[: len(patch_point.parameters)] != patch_point.parameters:
-        state = PatchPointState.DIFFERENT
-    end = last.end_lineno or last.lineno
-    return PatchPointInSource(patch_point, state, place, parameters, is_at_top=last in module.body, end=end)
+    return PatchPointInSource(
+        patch_point,
+        patch_point.differs(parameters, f" in {place}"),
+        place,
+        parameters,
+        is_patched=bool(ours),
+        is_at_top=last in module.body,
+        end=last.end_lineno or last.lineno,
+    )
 
 
 def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | None:
-    """Finds the class that the factory's module imports or defines, and what its constructor takes."""
+    """Finds the class that the factory's module imports or defines, and compares what its constructor takes."""
     if generation not in (MEGATRON_2023, MEGATRON_CORE):
         return None
     is_core = generation is MEGATRON_CORE
@@ -295,21 +245,24 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | Non
     definition = classes_of(module).get(facts.CLASS)
     if file is None or definition is None:
         bound_in = tree.shown(file) if file is not None and bindings_of(module, facts.CLASS) else ""
-        return ClassInSource(facts.CLASS, "", (), (), facts.CLASS_PARAMETERS, bound_in=bound_in)
-    methods = methods_of(definition)
+        missing = f"The module of the factory has no {facts.CLASS}. {REMEDY}."
+        return ClassInSource(facts.CLASS, refusal=missing, bound_in=bound_in)
+    methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
     constructor = methods.get("__init__")
-    parameters = parameters_of(constructor)[1:] if constructor else ()
-    may_take = megatron_core.CLASS_MAY_TAKE if is_core else ()
-    gathers = megatron_2023.GATHERS_STATE in methods
-    return ClassInSource(
-        facts.CLASS,
-        tree.shown(file, definition.lineno),
-        parameters,
-        required_of(constructor)[1:] if constructor else (),
-        facts.CLASS_PARAMETERS + tuple(name for name in may_take if name in parameters),
-        is_exact=is_core,
-        files="" if is_core else "gathered file" if gathers else "per-rank files",
-    )
+    found = parameters_of(constructor)[1:] if constructor else ()
+    required = required_of(constructor)[1:] if constructor else ()
+    wanted = facts.CLASS_PARAMETERS
+    if is_core:
+        wanted += tuple(name for name in megatron_core.CLASS_MAY_TAKE if name in found)
+    # A Megatron of 2023 may have others, with a default.
+    fits = found == wanted if is_core else set(required) <= set(wanted) <= set(found)
+    place = tree.shown(file, definition.lineno)
+    refusal = None
+    if not fits:
+        rule = f"its parameters must {'be' if is_core else 'take'} ({', '.join(wanted)})"
+        refusal = f"The constructor of {facts.CLASS} in {place} has ({', '.join(found)}); {rule}. {REMEDY}."
+    files = "gathered file" if megatron_2023.GATHERS_STATE in methods else "per-rank files"
+    return ClassInSource(facts.CLASS, place, refusal, "" if is_core else files)
 
 
 def _file_of_class(tree: SourceTree, factory: str, name: str) -> Path | None:

@@ -15,6 +15,9 @@ from typing import Any
 
 from megatron_distopt.errors import HostMismatchError, UnknownHostError
 
+REMEDY = "Use a Megatron that docs/hosts.md lists"
+OTHER = "Take the other patcher out, or install megatron_distopt before it"
+
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
@@ -49,7 +52,7 @@ class PatchPoint:
             remedy = "Start in the folder of your Megatron, and mend what its import misses"
             raise UnknownHostError(f"{self.module} cannot be imported ({error}). {remedy}.") from error
         if not hasattr(module, self.attribute):
-            raise HostMismatchError(f"{self} is missing. Use a Megatron that docs/hosts.md lists.")
+            raise HostMismatchError(self.missing)
         found = getattr(module, self.attribute)
         return found.original if isinstance(found, Replacement) else self.checked(found)
 
@@ -67,14 +70,22 @@ class PatchPoint:
         """Returns `found`, where it is the function that this patch point expects."""
         if not inspect.isfunction(found) or found.__module__ != self.module:
             owner = getattr(found, "__module__", None) or type(found).__name__
-            remedy = "Take the other patcher out, or install megatron_distopt before it"
-            raise HostMismatchError(f"{self} is not the host's own function but {owner}'s. {remedy}.")
-        names = tuple(inspect.signature(found).parameters)
-        if names[: len(self.parameters)] != self.parameters:
-            rule = f"its signature must start with ({', '.join(self.parameters)})"
-            remedy = "Use a Megatron that docs/hosts.md lists"
-            raise HostMismatchError(f"{self} takes ({', '.join(names)}); {rule}. {remedy}.")
+            raise HostMismatchError(f"{self} is not the host's own function but {owner}'s. {OTHER}.")
+        if refusal := self.differs(tuple(inspect.signature(found).parameters)):
+            raise HostMismatchError(refusal)
         return found
+
+    @property
+    def missing(self) -> str:
+        """The refusal of a host without it."""
+        return f"{self} is missing. {REMEDY}."
+
+    def differs(self, parameters: tuple[str, ...], where: str = "") -> str | None:
+        """The refusal of a function with these parameters; None where they are as expected."""
+        if parameters[: len(self.parameters)] == self.parameters:
+            return None
+        rule = f"its signature must start with ({', '.join(self.parameters)})"
+        return f"{self}{where} takes ({', '.join(parameters)}); {rule}. {REMEDY}."
 
     def __str__(self) -> str:
         return f"{self.module}.{self.attribute}"

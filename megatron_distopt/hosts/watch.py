@@ -1,15 +1,14 @@
-"""What happens to the memory of params and gradients, whichever code does it: a host's, the user's or torch's.
+"""What happens to the memory of gradients, whichever code does it: a host's, the user's or torch's.
 
-`Watch` sees the operators that touch some tensors, `tell_of_grads` the gradients that a host adds up outside of
+`Watch` sees the operators that write to some tensors, `tell_of_grads` the gradients that a host adds up outside of
 `param.grad`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_distopt.hosts.between_steps import addresses_of
+
 #: The namespace of operators that write to all tensors that they are given, whatever their schema says.
 _COLLECTIVES = "c10d"
 #: The hook of each param that tells of its gradient; not an attribute of the param, because a model may be pickled.
@@ -26,29 +27,28 @@ _hooks: MutableMapping[Parameter, RemovableHandle] = WeakIdKeyDictionary()
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """While entered, gives the name of each watched tensor to a function before an operator of torch touches it.
+    """While entered, gives the name of each watched tensor to a function before an operator of torch writes to it.
 
     Kernels that other packages call without torch's dispatcher are not seen.
 
     Args:
         tensors: watched, by name; views of one another's memory only where they overlap.
-        seen: called with a name, perhaps several times; what it raises ends the operation.
-        writes_only: whether reading does not count.
+        written: called with a name, perhaps several times; what it raises ends the operation.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], seen: Callable[[str], None], *, writes_only: bool) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], written: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._places = sorted((*addresses_of(tensor), name) for name, tensor in tensors.items())
         self._starts = [start for start, _, _ in self._places]
-        self._seen, self._writes_only = seen, writes_only
+        self._written = written
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Looks at the inputs of an operator, and runs it."""
-        for tensor in _tensors_of(func, args, kwargs or {}, self._writes_only):
+        """Looks at the tensors that an operator writes to, and runs it."""
+        for tensor in _outputs_of(func, args, kwargs or {}):
             for name in self._names_in(tensor):
-                self._seen(name)
+                self._written(name)
         return func(*args, **(kwargs or {}))
 
     def _names_in(self, tensor: Tensor) -> list[str]:
@@ -64,8 +64,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         return names
 
 
-def _tensors_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes_only: bool) -> Iterator[Tensor]:
-    if not writes_only or func.namespace == _COLLECTIVES:
+def _outputs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    if func.namespace == _COLLECTIVES:
         yield from _flat((args, tuple(kwargs.values())))
         return
     for number, argument in enumerate(func._schema.arguments):
@@ -79,31 +79,6 @@ def _flat(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _flat(value)
-
-
-def addresses_of(tensor: Tensor) -> tuple[int, int]:
-    """The address of the first byte, and the one after the last byte."""
-    extent = 1 + sum((numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + extent * tensor.element_size()
-
-
-def sharing_memory(extents: Iterable[tuple[int, int, str]]) -> tuple[str, str] | None:
-    """The names of the first two that overlap, in the order of their addresses; None where all are apart.
-
-    Args:
-        extents: the address of the first byte, the one after the last byte, the name.
-    """
-    for (_, stop, first), (start, _, second) in pairwise(sorted(extents)):
-        if start < stop:
-            return first, second
-    return None
-
-
-def in_one_memory(named: Mapping[str, Parameter]) -> tuple[str, str] | None:
-    """The names of two Parameters over the same memory; None where each has its own."""
-    filled = {name: param for name, param in named.items() if param.numel() and not param.is_meta}
-    return sharing_memory((*addresses_of(param), name) for name, param in filled.items())
 
 
 def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]) -> list[object]:

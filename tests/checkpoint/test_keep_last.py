@@ -11,7 +11,7 @@ from megatron_distopt.checkpoint import disk, is_checkpoint, load_checkpoint
 from megatron_distopt.checkpoint.folder import lock_file
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.saving import Saver
 from tests.support.simulated import World
 from tests.support.stored import TINY
 

@@ -35,14 +35,13 @@ from megatron_distopt.comm import (
 )
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.base import StartUp, compare_ranks, timed
-from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam
+from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam, RemainderWatch
 from megatron_distopt.hosts.megatron_2023.decisions import Request, Start, num_microbatches_of, plan_start
 from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT, StepTimers
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer, UsedGrads, main_grads, take_over
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.watch import Watch, tell_of_grads
-from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.inner import is_torchs
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -132,7 +131,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
             return frozenset()
         found: set[str] = set()
         grads = {name: grad for plan in start.buffers for name, grad in main_grads(plan.params).items()}
-        with Watch(grads, found.add, writes_only=True):
+        with Watch(grads, found.add):
             self.add_up_over_model_ranks(get_args(), None)
         return frozenset().union(*exchange(found, start.data))
 
@@ -215,7 +214,7 @@ class Communication:
         self._watch: Watch | None = None
         if self._communicator.overlaps_grads:
             self._nodes = tell_of_grads(trained, self._communicator.grad_arrived)
-            self._watch = Watch(main_grads(trained), self._communicator.defer, writes_only=True)
+            self._watch = Watch(main_grads(trained), self._communicator.defer)
         every = start.plan.config.log_communication
         self._log = CommLog(every) if every is not None and everyone.rank == 0 else None
 

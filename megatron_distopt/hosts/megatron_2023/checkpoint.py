@@ -20,7 +20,6 @@ from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of, r
 from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_2023.plain import is_plain
-from megatron_distopt.hosts.heads import head_entry
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.fork_files import (
     RankState,
@@ -40,7 +39,7 @@ from megatron_distopt.hosts.megatron_2023.fork_files import (
 from megatron_distopt.hosts.megatron_2023.forks import has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import expert_place, is_expert
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
-from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.saving import Saver, head_entry
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 

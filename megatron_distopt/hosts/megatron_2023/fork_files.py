@@ -42,9 +42,9 @@ from megatron_distopt.formats.megatron_2023.per_rank import (
 )
 from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin, ParamEntry, plain_state
 from megatron_distopt.formats.pickles import save_whole
-from megatron_distopt.hosts.heads import check_own_entry, is_of_other_class, own_entry, take_own_entry
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
+from megatron_distopt.hosts.saving import check_own_entry, is_of_other_class, own_entry, take_own_entry
 from megatron_distopt.layout import ParamShard, Span, owned_shards
 from megatron_distopt.optimizer.inner import count_updates, moments_of, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam

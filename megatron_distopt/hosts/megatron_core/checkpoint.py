@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -23,12 +22,10 @@ from typing import Any, NoReturn
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import is_checkpoint
-from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of
 from megatron_distopt.checkpoint.load import load_state
 from megatron_distopt.checkpoint.load_plan import Loadable, Read
@@ -53,11 +50,11 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.formats.recognise import load_any
-from megatron_distopt.hosts.heads import head_entry, is_of_other_class
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
-from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.megatron_core.step import StepCalls
+from megatron_distopt.hosts.saving import Saver, head_entry, is_of_other_class
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import InnerChoice, count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
@@ -72,22 +69,10 @@ _DISTRIBUTED_FORMATS = ("torch_dist", "zarr")
 _WHERE = "of the host"
 
 
-class CheckpointCalls(MegatronOptimizer):
-    """What a class of ours answers to the host's checkpointing; mixed in before the host's class, as `StepCalls`."""
+class CheckpointCalls(StepCalls):
+    """What a class of ours answers to the host's checkpointing, beside its training loop."""
 
     _saver: Saver | None = None
-
-    def ours(self) -> Sequence[OneOptimizer]:
-        """The optimizers whose state it is."""
-        raise NotImplementedError
-
-    @cached_property
-    def hooks(self) -> Sequence[DigestLog]:
-        """Called around each step and after a load; none without options that ask for them."""
-        config = self.ours()[0].sharded.config
-        if config.log_digests is None:
-            return ()
-        return (DigestLog(config, lambda: whole_model_of(self.ours()), Group.of()),)
 
     def check_is_there(self, what: str) -> None:
         """Collective: refuses `what` on all ranks where other code has emptied the state of one."""

@@ -128,21 +128,10 @@ SERVED_BY_CONFIG = (
     "use_torch_optimizer_for_cpu_offload",
     "weight_decay",
 )
-#: Those that change nothing unless a refused field or another optimizer is set, a kernel of the host's own Muon, and a
-#: folder for its log.
-IDLE_IN_CONFIG = (
-    "adaptive_muon_beta2",
-    "adaptive_muon_eps",
-    "adaptive_muon_moment2_method",
-    "config_logger_dir",
-    "fp8_recipe",
-    "lion_beta1",
-    "lion_beta2",
-    "muon_use_syrk",
-    "soap_precondition_frequency",
-    "soap_shampoo_beta",
-    "soap_use_kl_shampoo",
-)
+#: Those that change nothing unless a refused field or another optimizer is set (all of such a name), a kernel of the
+#: host's own Muon, and a folder for its log.
+IDLE_IN_CONFIG = ("config_logger_dir", "fp8_recipe", "muon_use_syrk")
+OTHER_OPTIMIZERS = ("adaptive_muon_", "lion_", "soap_")
 #: Fields of DistributedDataParallelConfig that its own buffers and collectives obey, which stay as they are.
 SERVED_BY_DDP = (
     "align_param_gather",
@@ -164,30 +153,22 @@ SERVED_BY_DDP = (
     "reduce_scatter_with_fp32_accumulation",
     "use_distributed_optimizer",
 )
-#: Those that change nothing unless FSDP or fp8 params are set, which are refused.
+#: Those that change nothing unless FSDP (all of such a name) or fp8 params are set, which are refused.
 IDLE_IN_DDP = (
     "data_parallel_sharding_strategy",
-    "fsdp_all_gather_in_start_param_sync",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-    "fsdp_double_buffer",
-    "fsdp_manual_registration",
     "keep_fp8_transpose_cache",
     "keep_fp8_transpose_cache_when_using_custom_fsdp",
-    "megatron_fsdp_cuda_graph_mode",
-    "megatron_fsdp_enable_fine_grained_param_gather",
-    "megatron_fsdp_grad_comm_dtype",
-    "megatron_fsdp_main_grads_dtype",
-    "megatron_fsdp_main_params_dtype",
-    "megatron_fsdp_max_pool_double_buffer",
-    "megatron_fsdp_use_decoupled_grad",
-    "megatron_fsdp_version",
     "outer_dp_sharding_strategy",
     "preserve_fp32_weights",
     "suggested_communication_unit_size",
 )
+OF_FSDP = ("fsdp_", "megatron_fsdp_")
 
 
-def judged(where: str) -> frozenset[str]:
-    """Fields of a config (as in `Refused.where`) that are served, idle or refused; any other must have its default."""
-    lists = {"config": (SERVED_BY_CONFIG, IDLE_IN_CONFIG), "ddp_config": (SERVED_BY_DDP, IDLE_IN_DDP)}[where]
-    return frozenset(row.option for row in REFUSED if row.where == where).union(*lists)
+def is_judged(where: str, field: str) -> bool:
+    """Whether a field of a config is served, idle or refused; others must have their default."""
+    if any((row.where, row.option) == (where, field) for row in REFUSED):
+        return True
+    if where == "config":
+        return field in SERVED_BY_CONFIG + IDLE_IN_CONFIG or field.startswith(OTHER_OPTIMIZERS)
+    return field in SERVED_BY_DDP + IDLE_IN_DDP or field.startswith(OF_FSDP)

@@ -22,7 +22,7 @@ from megatron_distopt.hosts.megatron_core.core_muon import (
     is_hosts_muon,
     request_from,
 )
-from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, judged
+from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, is_judged
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner
@@ -132,7 +132,7 @@ def _check_options(where: str, options: Any) -> None:
         if field.default_factory is not MISSING:
             default = field.default_factory()
         value = getattr(options, field.name)
-        if field.name not in judged(where) and value != default:
+        if not is_judged(where, field.name) and value != default:
             text = f"{field.name} is {value!r} in {type(options).__name__}, its default is {default!r}"
             remedy = f"Leave {field.name} out, or use a megatron_distopt that lists it"
             raise ConfigError(f"{text}, and megatron_distopt does not know this field. {remedy}.")

@@ -12,9 +12,9 @@ from torch.nn import Parameter
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
+from megatron_distopt.hosts.between_steps import RemainderWatch
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
-from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import StepDecision
 

@@ -30,7 +30,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.base import StartUp, compare_ranks, loss_scale_of, names_by_param, plan_groups
-from megatron_distopt.hosts.between_steps import GroupMembers, not_copied
+from megatron_distopt.hosts.between_steps import GroupMembers, RemainderWatch, not_copied
 from megatron_distopt.hosts.inner_optimizers import (
     config_for_adam,
     groups_of,
@@ -51,13 +51,11 @@ from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState, main_params_of
 from megatron_distopt.hosts.megatron_core.step import (
-    StepCalls,
     grads_of_group,
     groups_on_all_ranks,
     norm_group_of,
     prepared_of,
 )
-from megatron_distopt.hosts.written import RemainderWatch
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
@@ -65,7 +63,7 @@ from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
 
 
-class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer):
+class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     """The host's class, with the sharded step inside."""
 
     def __init__(
@@ -279,7 +277,7 @@ class DistributedOptimizer(StepCalls, CheckpointCalls, HostDistributedOptimizer)
         self.offloaded.restore()
 
 
-class ChainedOptimizer(StepCalls, CheckpointCalls, HostChainedOptimizer):
+class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
     """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
 
     chained_optimizers: list[DistributedOptimizer]

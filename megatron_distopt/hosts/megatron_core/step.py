@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +28,7 @@ from megatron_distopt.errors import HostError, LayoutError
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
 from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
-from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep, whole_model_of
 from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import Notice
@@ -65,12 +66,18 @@ class StepCalls(MegatronOptimizer):
 
     #: Of the last gradient that was measured, by norm group.
     _group_stats: Mapping[str, NormGroupStats] = MappingProxyType({})
-    #: Called around each step and after a load.
-    hooks: Sequence[DigestLog]
 
     def ours(self) -> Sequence[OneOptimizer]:
-        """The optimizers whose step it is."""
+        """The optimizers that it stands for."""
         raise NotImplementedError
+
+    @cached_property
+    def hooks(self) -> Sequence[DigestLog]:
+        """Called around each step and after a load; none without options that ask for them."""
+        config = self.ours()[0].sharded.config
+        if config.log_digests is None:
+            return ()
+        return (DigestLog(config, lambda: whole_model_of(self.ours()), Group.of()),)
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:

@@ -19,7 +19,7 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
-from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.inner import IMPLEMENTATION
 from megatron_distopt.optimizer.step import act_on_deferred_notice

@@ -21,7 +21,7 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.between_steps import not_copied
-from megatron_distopt.hosts.saver import Saver
+from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.step import announce_drop, step_model

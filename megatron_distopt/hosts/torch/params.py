@@ -3,7 +3,7 @@
 [Note: weights changed by the user] An fp32 param is its own main param. Of a 16-bit one the main param has to follow,
 so its changes have to be seen: torch counts in-place operations (`_version`), but not those on `param.data`, which is
 an alias with a count of its own. So while there are 16-bit params under an optimizer, `Parameter.data` notes who was
-asked for it (hosts/written.py). Only where either says that something may have changed the values are compared,
+asked for it (hosts/between_steps.py). Only where either says that something may have changed the values are compared,
 element by element.
 """
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.hosts.between_steps import PlacedParam, check_that_left
-from megatron_distopt.hosts.written import data_watch
+from megatron_distopt.hosts.between_steps import PlacedParam, check_that_left, data_watch
 
 
 class TrainedParam(PlacedParam):

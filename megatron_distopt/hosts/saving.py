@@ -1,7 +1,4 @@
-"""Optimizers that update whole params in a Megatron of any generation: what goes into its own files, and what cannot.
-
-Where tensor-parallel ranks share a weight, each updates its part for a param of its own: so does the class in the
-host's optimizer without sharding, which knows of no other ranks.
+"""What hosts share of their checkpoints: when they are saved and how many stay, and what goes into a host's own files.
 
 [Note: heads of other classes] A host keeps param groups in a file of its own, the head, and reads them before the
 tensors. Numbers of the same name are not the same in two classes: `eps` of Adafactor is a pair. So the head names a
@@ -11,18 +8,57 @@ class that updates whole params, and a run with another optimizer leaves these g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from megatron_distopt.checkpoint import WholeModel, save_checkpoint
+from megatron_distopt.checkpoint.background import BackgroundSaver
+from megatron_distopt.checkpoint.folder import drop_older
 from megatron_distopt.checkpoint.load_plan import class_of
+from megatron_distopt.comm import Group
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.hosts.naming import FROM_WEIGHTS
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.step import finish_deferred_check
 
 _CLASS = "updates_whole_params"
 #: In a rank's own state.
 _ENTRY, _OWNED = "whole_params", "owned"
+
+
+class Saver:
+    """Saves the checkpoints of one optimizer of a host."""
+
+    def __init__(self, config: DistOptConfig, everyone: Group) -> None:
+        self._config, self._everyone = config, everyone
+        nbytes = None if config.async_buffer_mb is None else config.async_buffer_mb * 10**6
+        self._background = BackgroundSaver(everyone, nbytes) if config.async_save else None
+
+    def save(self, folder: Path, model: WholeModel) -> None:
+        """Collective: saves, or begins to.
+
+        Raises:
+            NonFiniteGradError: on all ranks, where the deferred check of the last step finds inf or nan and the policy
+                is "raise".
+        """
+        finish_deferred_check([share.optimizer for share in model.shares], self._everyone)
+        if self._background is not None:
+            self._background.save(folder, model, lambda: self._drop_older(folder))
+        else:
+            save_checkpoint(folder, model, self._everyone)
+            self._drop_older(folder)
+
+    def finish(self) -> None:
+        """Collective: waits for a save in the background; raises what went wrong in it."""
+        if self._background is not None:
+            self._background.finish()
+
+    def _drop_older(self, folder: Path) -> None:
+        if self._config.keep_last is not None and self._everyone.rank == 0:
+            drop_older(folder, self._config.keep_last)
 
 
 def head_entry(choice: InnerChoice) -> dict[str, str]:

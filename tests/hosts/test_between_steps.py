@@ -1,0 +1,119 @@
+"""Who wrote to params and gradients: every alias of a param that torch can give, every operator that touches memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_distopt.hosts.between_steps import _DataWatch, _Writes, data_watch
+from megatron_distopt.hosts.watch import Watch
+
+
+class _User:
+    """Who watches, until it is freed."""
+
+
+@pytest.fixture
+def watched() -> Iterator[_Writes]:
+    user, writes = _User(), _Writes("weight", Parameter(torch.ones(4)))
+    data_watch.add(user, [writes])
+    yield writes
+    data_watch.remove(user, [writes])
+
+
+def _read_often(param: Parameter) -> None:
+    for _ in range(50):
+        param.data.sum()
+
+
+def _write_and_read_often(param: Parameter) -> None:
+    param.data.add_(1)
+    _read_often(param)
+
+
+@pytest.mark.parametrize(
+    ("act", "is_written"),
+    [
+        (lambda param: None, False),
+        (lambda param: param.detach() * 2, False),
+        (_read_often, False),
+        (lambda param: torch.no_grad()(param.mul_)(2), True),
+        (lambda param: param.detach().mul_(2), True),
+        (lambda param: param.data.mul_(2), True),
+        (lambda param: param.data.view(2, 2)[0].zero_(), True),
+        (_write_and_read_often, True),
+    ],
+)
+def test_param_when_it_is_written_to_then_that_is_known_until_it_is_forgotten(
+    watched: _Writes, act: Callable[[Parameter], object], is_written: bool
+) -> None:
+    act(watched.param)
+    assert watched.is_written == is_written
+    watched.forget()
+    assert not watched.is_written
+
+
+def test_alias_when_it_is_held_over_several_steps_then_later_writes_are_seen(watched: _Writes) -> None:
+    alias: Tensor = watched.param.data
+    for _ in range(3):
+        watched.forget()
+        assert not watched.is_written
+        alias[1:].zero_()
+        assert watched.is_written
+
+
+def test_data_when_nobody_watches_any_more_then_it_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "data" in vars(Parameter):  # another test has left somebody who watches
+        monkeypatch.delattr(Parameter, "data")
+    watch, user = _DataWatch(), _User()
+    watch.add(user, [_Writes("weight", Parameter(torch.ones(4)))])
+    assert "data" in vars(Parameter)
+    del user
+    gc.collect()
+    assert "data" not in vars(Parameter)
+
+
+#: "a" and "b" lie in one buffer with a gap between them, "c" apart.
+BUFFER, APART = torch.zeros(40), torch.zeros(6, dtype=torch.bfloat16)
+TENSORS = {"a": BUFFER[:10].view(2, 5), "b": BUFFER[20:40], "c": APART}
+
+
+@pytest.mark.parametrize(
+    ("act", "written"),
+    [
+        (lambda: TENSORS["a"] + 1, ""),
+        (lambda: TENSORS["a"].add_(1), "a"),
+        (lambda: TENSORS["a"].data.add_(1), "a"),
+        (TENSORS["a"].detach().view(-1)[3:4].zero_, "a"),
+        (BUFFER.zero_, "ab"),
+        (BUFFER[10:20].zero_, ""),
+        (BUFFER[9:21].zero_, "ab"),
+        (BUFFER[::15].zero_, "ab"),  # as far as it reaches
+        (lambda: APART.view(torch.int16).bitwise_not_(), "c"),
+        (lambda: torch.cat([TENSORS["a"].flatten(), TENSORS["b"]]), ""),
+        (lambda: torch._foreach_mul_([TENSORS["a"], APART], 2.0), "ac"),
+        (lambda: torch.add(TENSORS["a"], 1, out=BUFFER[20:30].view(2, 5)), "b"),
+        (lambda: torch.zeros(3, device="meta").add_(1), ""),
+    ],
+)
+def test_watch_when_an_operation_writes_then_it_names_whose_memory(act: Callable[[], Tensor], written: str) -> None:
+    seen: set[str] = set()
+    with Watch(TENSORS, seen.add):
+        act()
+    BUFFER.zero_()  # not seen any more
+    assert seen == set(written)
+
+
+def test_watch_when_the_answer_is_an_error_then_the_operation_does_not_run() -> None:
+    def refuse(name: str) -> None:
+        raise RuntimeError(name)
+
+    APART.zero_()
+    with pytest.raises(RuntimeError, match="c"), Watch(TENSORS, refuse):
+        APART.fill_(7)
+    assert not APART.any()
