@@ -7,7 +7,6 @@ to the words in which the user asked, such as `{Feature.OFFLOAD: "offload_fracti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
@@ -48,68 +47,46 @@ class Feature(Enum):
     PARAM_READERS = "a flag with which a Megatron of 2023 reads params outside of a forward pass"
 
 
-@dataclass(frozen=True)
-class Exclusion:
-    """Two features that exclude each other."""
-
-    first: Feature
-    second: Feature
-    instead: str  # a sentence
-
-
 _FP32_STATE = "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at float32, or use AdamW."
 _OWN_FILES = "Call save(folder) and load(folder) of the optimizer."
 
-EXCLUSIONS = (
-    Exclusion(Feature.WHOLE_PARAMS, Feature.OFFLOAD, "Leave offload_fraction out, or use AdamW."),
-    Exclusion(Feature.WHOLE_PARAMS, Feature.DIGESTS, "Leave log_digests out, or use AdamW."),
-    Exclusion(Feature.WHOLE_PARAMS, Feature.DETERMINISTIC, "Leave deterministic out, or use AdamW."),
-    Exclusion(Feature.WHOLE_PARAMS, Feature.LOW_PRECISION, _FP32_STATE),
-    Exclusion(
-        Feature.WHOLE_PARAMS,
-        Feature.GATHERED_FORMAT,
-        "Leave checkpoint_format out: a gathered file has room for Adam's moments alone.",
-    ),
-    Exclusion(Feature.WHOLE_PARAMS, Feature.TORCH_FORMAT, _OWN_FILES),
-    Exclusion(
-        Feature.WHOLE_PARAMS,
-        Feature.HOST_BOXES,
-        f"{_OWN_FILES} With Megatron-LM's training script, write --ckpt-format torch.",
-    ),
-    Exclusion(Feature.WHOLE_PARAMS, Feature.MOVED_STATE, "Keep the state where it is, or use Adam."),
-    Exclusion(Feature.WHOLE_PARAMS, Feature.ADDED_GROUP, "Give the optimizer all params before distribute(...)."),
-    Exclusion(Feature.NOT_ADAM, Feature.LOW_PRECISION, _FP32_STATE),
-    Exclusion(Feature.NO_HOST_KERNEL, Feature.OFFLOAD, "Write adam=torch_fused, or leave offload_fraction out."),
-    Exclusion(
-        Feature.ONLY_FP32_PARAMS,
-        Feature.OFFLOAD,
-        "Train in bf16, or leave offload_fraction out: fp32 params are their own main params, which stay.",
-    ),
-    Exclusion(Feature.FP16_PARAMS, Feature.BF16_MAIN_PARAMS, "Write main_params_dtype=float16 or float32."),
-    Exclusion(
-        Feature.FP16_PARAMS,
-        Feature.NO_LOSS_SCALE,
-        "Write loss_scale='dynamic'; in a Megatron start with --fp16 or --loss-scale 1024.",
-    ),
-    Exclusion(
-        Feature.SHORT_GRADS,
-        Feature.REDUCE_DTYPE,
-        "Leave reduce_dtype out, or keep gradients in fp32: grads_in_fp32=True, or "
+#: What a feature excludes, and a sentence about what to do instead.
+EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
+    Feature.WHOLE_PARAMS: {
+        Feature.OFFLOAD: "Leave offload_fraction out, or use AdamW.",
+        Feature.DIGESTS: "Leave log_digests out, or use AdamW.",
+        Feature.DETERMINISTIC: "Leave deterministic out, or use AdamW.",
+        Feature.LOW_PRECISION: _FP32_STATE,
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has room for Adam's moments alone.",
+        Feature.TORCH_FORMAT: _OWN_FILES,
+        Feature.HOST_BOXES: f"{_OWN_FILES} With Megatron-LM's training script, write --ckpt-format torch.",
+        Feature.MOVED_STATE: "Keep the state where it is, or use Adam.",
+        Feature.ADDED_GROUP: "Give the optimizer all params before distribute(...).",
+    },
+    Feature.NOT_ADAM: {Feature.LOW_PRECISION: _FP32_STATE},
+    Feature.NO_HOST_KERNEL: {Feature.OFFLOAD: "Write adam=torch_fused, or leave offload_fraction out."},
+    Feature.ONLY_FP32_PARAMS: {
+        Feature.OFFLOAD: "Train in bf16, or leave offload_fraction out: fp32 params are their own main params, which "
+        "stay.",
+    },
+    Feature.FP16_PARAMS: {
+        Feature.BF16_MAIN_PARAMS: "Write main_params_dtype=float16 or float32.",
+        Feature.NO_LOSS_SCALE: "Write loss_scale='dynamic'; in a Megatron start with --fp16 or --loss-scale 1024.",
+    },
+    Feature.SHORT_GRADS: {
+        Feature.REDUCE_DTYPE: "Leave reduce_dtype out, or keep gradients in fp32: grads_in_fp32=True, or "
         "--accumulate-allreduce-grads-in-fp32 in a Megatron.",
-    ),
-    Exclusion(
-        Feature.MUON_OPTIONS,
-        Feature.NOT_MUON,
-        "Write optimizer=muon in a Megatron, or give the option to torch.optim.Muon in plain torch.",
-    ),
-    Exclusion(Feature.MUON_OPTIONS, Feature.HOSTS_MUON, "Use the host's --muon-* flags instead."),
-    Exclusion(Feature.PARAM_READERS, Feature.OVERLAPPED_GATHER, "Leave one of the two out."),
-    Exclusion(
-        Feature.FORK_BUCKETS,
-        Feature.GATHERED_FORMAT,
-        "Leave one of the two out: megatron-distopt convert --to gathered makes the fork's file of our format.",
-    ),
-)
+    },
+    Feature.MUON_OPTIONS: {
+        Feature.NOT_MUON: "Write optimizer=muon in a Megatron, or give the option to torch.optim.Muon in plain torch.",
+        Feature.HOSTS_MUON: "Use the host's --muon-* flags instead.",
+    },
+    Feature.PARAM_READERS: {Feature.OVERLAPPED_GATHER: "Leave one of the two out."},
+    Feature.FORK_BUCKETS: {
+        Feature.GATHERED_FORMAT: "Leave one of the two out: megatron-distopt convert --to gathered makes the fork's "
+        "file of our format.",
+    },
+}
 
 
 def check_compatible(config: DistOptConfig, others: Mapping[Feature, str] = MappingProxyType({})) -> None:
@@ -123,9 +100,10 @@ def check_compatible(config: DistOptConfig, others: Mapping[Feature, str] = Mapp
         ConfigError: names both, and what to do instead.
     """
     found = {**_features_of(config), **others}
-    for row in EXCLUSIONS:
-        if row.first in found and row.second in found:
-            raise ConfigError(f"{found[row.first]} cannot be combined with {found[row.second]}. {row.instead}")
+    for feature, excluded in EXCLUSIONS.items():
+        for other, instead in excluded.items():
+            if feature in found and other in found:
+                raise ConfigError(f"{found[feature]} cannot be combined with {found[other]}. {instead}")
 
 
 def _features_of(config: DistOptConfig) -> dict[Feature, str]:

@@ -22,7 +22,6 @@ from megatron_distopt.options import (
     VARIABLE_PREFIX,
     YES_OR_NO,
     Rule,
-    SetBy,
     at_least,
     flag_of,
     nearest,
@@ -118,122 +117,116 @@ class DistOptConfig:
     adam: str = option(
         "auto",
         "the implementation of Adam; auto is the best one for the device, and a named one that is absent is an error",
-        rule=one_of("auto", *ADAM_SOURCES),
+        one_of("auto", *ADAM_SOURCES),
     )
     optimizer: str = option(
         "adam",
         "the inner optimizer; muon is Muon for the matrices of a Megatron's layers and Adam for all else, module:Class "
         "is a torch.optim.Optimizer of your own that updates each element or each param by itself",
-        rule=one_of("adam", "sgd", "muon", "module:Class", pattern=_MODULE_AND_CLASS),
+        one_of("adam", "sgd", "muon", "module:Class", pattern=_MODULE_AND_CLASS),
     )
     updates: str = option(
         "auto",
         "what an optimizer class of your own updates by itself; auto tries it out at start-up. elements: each rank "
         "updates its shard; params: one rank updates a param, whole. The trial has to agree with what you say",
-        rule=one_of("auto", "elements", "params"),
+        one_of("auto", "elements", "params"),
     )
     accelerator: str = option(
         "auto",
         "who names the device; auto is DeepSpeed where it is installed, else torch",
-        rule=one_of("auto", "deepspeed", "torch"),
+        one_of("auto", "deepspeed", "torch"),
     )
-    lr: float = option(1e-3, "learning rate", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
-    weight_decay: float = option(0.01, "weight decay", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
-    betas: tuple[float, float] = option(
-        (0.9, 0.999), "decay rates of Adam's two moments", set_by=SetBy.HOST, rule=_BETAS
-    )
-    eps: float = option(1e-8, "what Adam adds to the root of the second moment", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
-    momentum: float = option(0.9, "momentum of SGD", set_by=SetBy.HOST, rule=NOT_NEGATIVE)
-    muon_momentum: float = option(0.95, "momentum of Muon in a Megatron", rule=NOT_NEGATIVE)
+    lr: float = option(1e-3, "learning rate", NOT_NEGATIVE, by_host=True)
+    weight_decay: float = option(0.01, "weight decay", NOT_NEGATIVE, by_host=True)
+    betas: tuple[float, float] = option((0.9, 0.999), "decay rates of Adam's two moments", _BETAS, by_host=True)
+    eps: float = option(1e-8, "what Adam adds to the root of the second moment", NOT_NEGATIVE, by_host=True)
+    momentum: float = option(0.9, "momentum of SGD", NOT_NEGATIVE, by_host=True)
+    muon_momentum: float = option(0.95, "momentum of Muon in a Megatron", NOT_NEGATIVE)
     muon_nesterov: bool = option(True, "Nesterov's momentum for Muon in a Megatron")
-    muon_ns_steps: int = option(5, "steps of Muon's Newton-Schulz iteration in a Megatron", rule=at_least(1))
+    muon_ns_steps: int = option(5, "steps of Muon's Newton-Schulz iteration in a Megatron", at_least(1))
     muon_adjust_lr: str = option(
         "match_rms_adamw",
         "what Muon multiplies a Megatron's learning rate by; match_rms_adamw is 0.2 * sqrt(max(rows, columns)), with "
         "which the rate of AdamW fits, original is sqrt(max(1, rows / columns))",
-        rule=one_of("match_rms_adamw", "original"),
+        one_of("match_rms_adamw", "original"),
     )
     muon_split: str = option(
         "qkv",
         "which fused weights of a Megatron Muon takes for several matrices; qkv splits queries, keys and values, all "
         "splits gate and up projection as well",
-        rule=one_of("none", "qkv", "all"),
+        one_of("none", "qkv", "all"),
     )
     muon_tp_mode: str = option(
         "duplicated",
         "how tensor-parallel ranks orthogonalize a matrix that they share; duplicated gathers it, with the result of "
         "one rank, distributed adds up products, blockwise takes each part for a matrix of its own",
-        rule=one_of("duplicated", "distributed", "blockwise"),
+        one_of("duplicated", "distributed", "blockwise"),
     )
     decay: str = option(
         "decoupled",
         "the weight decay of Adam; l2 adds it to the gradient, as torch's Adam does in some forks off CUDA",
-        rule=one_of("decoupled", "l2"),
+        one_of("decoupled", "l2"),
     )
     resume_step: int | None = option(
         None,
         "the updates that the optimizer state of a checkpoint has seen, for a checkpoint that does not say it",
-        rule=at_least(0),
+        at_least(0),
     )
-    clip_grad: float = option(
-        0.0, "largest global norm of the gradient; 0 for no clipping", set_by=SetBy.HOST, rule=NOT_NEGATIVE
-    )
-    count_zeros: bool = option(False, "count the zero elements of the gradient at every step", set_by=SetBy.HOST)
+    clip_grad: float = option(0.0, "largest global norm of the gradient; 0 for no clipping", NOT_NEGATIVE, by_host=True)
+    count_zeros: bool = option(False, "count the zero elements of the gradient at every step", by_host=True)
     loss_scale: float | str | None = option(
-        None, "what the loss is multiplied by; fp16 params need one", set_by=SetBy.HOST, rule=_LOSS_SCALE
+        None, "what the loss is multiplied by; fp16 params need one", _LOSS_SCALE, by_host=True
     )
-    initial_loss_scale: float = option(2.0**16, "the dynamic loss scale of the first step", set_by=SetBy.HOST)
-    min_loss_scale: float = option(1.0, "the least dynamic loss scale", set_by=SetBy.HOST)
+    initial_loss_scale: float = option(2.0**16, "the dynamic loss scale of the first step", by_host=True)
+    min_loss_scale: float = option(1.0, "the least dynamic loss scale", by_host=True)
     growth_interval: int = option(
-        1000, "steps without overflow after which the dynamic loss scale doubles", set_by=SetBy.HOST, rule=at_least(1)
+        1000, "steps without overflow after which the dynamic loss scale doubles", at_least(1), by_host=True
     )
     hysteresis: int = option(
         2,
         "overflows after which the dynamic loss scale is halved, counted from the last growth",
-        set_by=SetBy.HOST,
-        rule=at_least(1),
+        at_least(1),
+        by_host=True,
     )
     nonfinite: str = option(
         "raise",
         "what happens when a gradient is inf or nan and no dynamic loss scale deals with it: raise stops all ranks, "
         "skip leaves the step out, log updates all the same",
-        rule=one_of(*(policy.value for policy in NonFinitePolicy)),
+        one_of(*(policy.value for policy in NonFinitePolicy)),
     )
     grads_in_fp32: bool = option(
-        True, "keep fp32 grad buffers for 16-bit params, 4 bytes an element instead of 2", set_by=SetBy.HOST
+        True, "keep fp32 grad buffers for 16-bit params, 4 bytes an element instead of 2", by_host=True
     )
     main_params_dtype: str = option(
         "float32",
         "how the main params of 16-bit params are kept; remainder is exact fp32 in 2 bytes beside a bf16 param, "
         "bfloat16 rounds the param itself at random, float16 has a scale for each block of 128 elements",
-        rule=one_of("float32", "remainder", "bfloat16", "float16"),
+        one_of("float32", "remainder", "bfloat16", "float16"),
     )
     exp_avg_dtype: str = option(
         "float32",
         "how Adam's first moment is kept; all but float32 and bfloat16 have a scale for each block of 128 elements",
-        rule=one_of(*_MOMENT_DTYPES),
+        one_of(*_MOMENT_DTYPES),
     )
     exp_avg_sq_dtype: str = option(
-        "float32",
-        "how Adam's second moment is kept; where it has scales its root is kept",
-        rule=one_of(*_MOMENT_DTYPES),
+        "float32", "how Adam's second moment is kept; where it has scales its root is kept", one_of(*_MOMENT_DTYPES)
     )
     offload_fraction: float = option(
         0.0,
         "the part of the optimizer state of 16-bit params, by buckets, that is kept in the host's memory and updated "
         "there; 0 for none",
-        rule=FRACTION,
+        FRACTION,
     )
     bucket_size: int | None = option(
         None,
         "elements of a bucket; none for one bucket a buffer, or for a size that suits the model where communication "
         "is overlapped",
-        rule=at_least(1),
+        at_least(1),
     )
     reduce_dtype: str | None = option(
         None,
         "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for fp32",
-        rule=one_of("bfloat16", "float16"),
+        one_of("bfloat16", "float16"),
     )
     overlap_grad_reduce: bool | None = option(
         None,
@@ -251,35 +244,34 @@ class DistOptConfig:
     log_communication: int | None = option(
         None,
         "steps between two log lines that say how much of a step's communication was hidden; none for no such lines",
-        rule=at_least(1),
+        at_least(1),
     )
     log_digests: int | None = option(
         None,
         "steps between two records of checksums of gradients, main params and optimizer state, by param, for "
         "megatron-distopt diff; none for no such records",
-        rule=at_least(1),
+        at_least(1),
     )
     digest_file: str = option("digests.jsonl", "the file of those records, which rank 0 writes; one for each run")
     deterministic: bool = option(
-        False,
-        "refuse to start where it is not known that a run is repeated to the bit at the same parallel sizes",
+        False, "refuse to start where it is not known that a run is repeated to the bit at the same parallel sizes"
     )
     checkpoint_format: str = option(
         "distopt",
         "the optimizer's files behind a host's own calls; distopt loads at any parallel size, gathered is the file of "
         "a Megatron of 2023",
-        rule=one_of("distopt", "gathered"),
+        one_of("distopt", "gathered"),
     )
     async_save: bool = option(False, "train on while a copy of the optimizer state is written")
     async_buffer_mb: int | None = option(
         None,
         "the most memory for that copy on each rank, in MB of 10**6 bytes; none for as much as the state needs",
-        rule=at_least(1),
+        at_least(1),
     )
     keep_last: int | None = option(
         None,
         "how many checkpoints of the optimizer are kept; none for all. The model's files are the host's",
-        rule=at_least(1),
+        at_least(1),
     )
     #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes it.
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
@@ -311,7 +303,7 @@ class DistOptConfig:
 #: All options, by name.
 OPTIONS = options_of(DistOptConfig)
 #: Names of those that a flag or an environment variable `MEGATRON_DISTOPT_*` sets.
-FREE_OPTIONS = tuple(name for name, each in OPTIONS.items() if each.set_by is SetBy.FLAG)
+FREE_OPTIONS = tuple(name for name, each in OPTIONS.items() if not each.by_host)
 DistOptConfig.__doc__ = "\n\n".join(
     [
         str(DistOptConfig.__doc__).rstrip(),

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from enum import Enum
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -30,15 +29,6 @@ YES_OR_NO = {
 }
 
 _T = TypeVar("_T")
-
-
-class SetBy(Enum):
-    """The ways to set an option, in addition to code."""
-
-    #: A flag `--distopt-...` and a variable `MEGATRON_DISTOPT_...`.
-    FLAG = "flag"
-    #: The host's own flags in a Megatron; in plain torch the optimizer that is given, or code alone.
-    HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -58,8 +48,8 @@ class Option:
     annotation: str  # its type as it is written, such as "int | None"
     default: object
     meaning: str  # a sentence for people, without a full stop
-    set_by: SetBy
     rule: Rule | None  # None for all values of its type
+    by_host: bool  # set by the host's own flags in a Megatron, and not by one of ours or a variable
 
     @property
     def is_switch(self) -> bool:
@@ -100,12 +90,12 @@ class Option:
         Raises:
             ConfigError: the option does not take the value.
 
-        >>> Option("lr", "float", 1e-3, "learning rate", SetBy.HOST, NOT_NEGATIVE).checked(1)
+        >>> Option("lr", "float", 1e-3, "learning rate", NOT_NEGATIVE, by_host=True).checked(1)
         1.0
         """
         for name in self._type_names:
             try:
-                plain = _TYPES[name][1](value)
+                plain = _plain(name, value)
             except (TypeError, OverflowError):
                 continue
             if plain is None or self.rule is None or self.rule.allows(plain):
@@ -138,9 +128,9 @@ class Option:
         return ConfigError(f"{spelled} is {shown}. It must be {'True or False' if in_code else self.values}.{meant}")
 
 
-def option(default: _T, meaning: str, *, set_by: SetBy = SetBy.FLAG, rule: Rule | None = None) -> _T:
+def option(default: _T, meaning: str, rule: Rule | None = None, *, by_host: bool = False) -> _T:
     """Declares an option as a field of a dataclass; the arguments are those of `Option`."""
-    return field(default=default, metadata={"meaning": meaning, "set_by": set_by, "rule": rule})
+    return field(default=default, metadata={"meaning": meaning, "rule": rule, "by_host": by_host})
 
 
 def options_of(config: type) -> dict[str, Option]:
@@ -198,47 +188,20 @@ NOT_NEGATIVE = Rule("a finite number of at least 0", lambda value: math.isfinite
 # --- types
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
+def _plain(annotation: str, value: Any) -> Any:
+    """Returns a value as one of Python's own; raises TypeError or OverflowError where it is of another type."""
+    _, kinds, convert = _TYPES[annotation]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and annotation != "bool"):
         raise TypeError(value)
-    return str.__str__(value)  # str() of a member of an enum of texts would be its name
+    return convert(value)
 
 
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(value)
-    return value
-
-
-def _whole_number(value: Any) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(value)
-    return int(value)
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(value)
-    return float(value)  # raises OverflowError for a whole number that float64 cannot hold
-
-
-def _numbers(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, (tuple, list)):
-        raise TypeError(value)
-    return tuple(map(_number, value))
-
-
-def _none(value: Any) -> None:
-    if value is not None:
-        raise TypeError(value)
-
-
-#: By annotation, in words and as a function that returns a plain value, or raises TypeError or OverflowError.
-_TYPES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "str": ("a text", _text),
-    "bool": ("True or False", _switch),
-    "int": ("a whole number", _whole_number),
-    "float": ("a number", _number),
-    "tuple[float, float]": ("2 numbers", _numbers),
-    "None": ("none", _none),
+#: By annotation: in words, the classes whose instances are taken, and what makes a plain value of one.
+_TYPES: dict[str, tuple[str, type | tuple[type, ...], Callable[[Any], Any]]] = {
+    "str": ("a text", str, str.__str__),  # str() of a member of an enum of texts would be its name
+    "bool": ("True or False", bool, bool),
+    "int": ("a whole number", Integral, int),
+    "float": ("a number", Real, float),  # OverflowError for a whole number that float64 cannot hold
+    "tuple[float, float]": ("2 numbers", (tuple, list), lambda value: tuple(_plain("float", each) for each in value)),
+    "None": ("none", type(None), lambda value: value),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_distopt.compatibility import EXCLUSIONS
 from megatron_distopt.config import OPTIONS
-from megatron_distopt.options import SetBy, flag_of, variable_of
+from megatron_distopt.options import flag_of, variable_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 BEGIN, END = "<!-- {}: begin -->\n", "<!-- {}: end -->"
@@ -19,8 +19,8 @@ def reference_table() -> str:
     """The options as a Markdown table."""
     lines = ["| option | flag and environment variable | values | default | meaning |", "|---|---|---|---|---|"]
     for name, each in OPTIONS.items():
-        is_free = each.set_by is SetBy.FLAG
-        spelled = f"`{flag_of(name)}`, `{variable_of(name)}`" if is_free else "in a Megatron, the host's own flag"
+        ours = f"`{flag_of(name)}`, `{variable_of(name)}`"
+        spelled = "in a Megatron, the host's own flag" if each.by_host else ours
         default = repr(each.default).replace("'", '"')
         lines.append(f"| `{name}` | {spelled} | {each.values} | `{default}` | {each.meaning} |")
     return "\n".join(lines)
@@ -28,7 +28,11 @@ def reference_table() -> str:
 
 def exclusion_table() -> str:
     """The features that exclude each other as a Markdown table."""
-    rows = (f"| {row.first.value} | {row.second.value} | {row.instead} |" for row in EXCLUSIONS)
+    rows = (
+        f"| {feature.value} | {other.value} | {instead} |"
+        for feature, excluded in EXCLUSIONS.items()
+        for other, instead in excluded.items()
+    )
     return "\n".join(["| this | excludes | instead |", "|---|---|---|", *rows])
 
 

@@ -29,7 +29,7 @@ from megatron_distopt.config import (
     with_options,
 )
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.options import SetBy, flag_of, variable_of
+from megatron_distopt.options import flag_of, variable_of
 
 #: The float64 numbers next to the bounds of a loss scale.
 ABOVE_LARGEST = math.nextafter(2.0**127, math.inf)
@@ -284,7 +284,7 @@ def test_declarations_when_read_then_every_option_is_in_help_and_every_free_one_
     for name, declared in OPTIONS.items():
         assert f"{name}: {declared.meaning}." in str(DistOptConfig.__doc__)
         assert declared.default == getattr(DistOptConfig(), name)
-        assert (name in FREE_OPTIONS) == (declared.set_by is SetBy.FLAG)
+        assert (name in FREE_OPTIONS) == (not declared.by_host)
     assert (flag_of("keep_last"), variable_of("keep_last")) == ("--distopt-keep-last", "MEGATRON_DISTOPT_KEEP_LAST")
 
 

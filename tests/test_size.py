@@ -16,10 +16,10 @@ import megatron_distopt
 PACKAGE = Path(megatron_distopt.__file__).parent
 #: Folder -> (lines, files) that it may have at most. "" has the files beside the folders.
 LIMITS: dict[str, tuple[int, int]] = {
-    "": (1041, 8),
+    "": (980, 8),
     "layout": (1218, 7),
     "buffers": (509, 4),
-    "comm": (2111, 9),
+    "comm": (2000, 8),
     "optimizer": (6061, 31),
     "checkpoint": (3749, 16),
     "formats": (2917, 16),

@@ -8,13 +8,15 @@ from megatron_distopt.comm.collectives import (
     Reduction,
     broadcast,
     described,
+    gather_params,
     gather_to_first,
+    reduce_grads,
     share_initial,
     shares_memory,
     sum_over,
     try_collectives,
 )
-from megatron_distopt.comm.communicator import Communicator, gather_params, reduce_grads
+from megatron_distopt.comm.communicator import Communicator
 from megatron_distopt.comm.groups import (
     Group,
     available_backends,

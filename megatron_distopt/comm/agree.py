@@ -11,7 +11,6 @@ nothing, although the waiting rank did so when the store was made, runs without 
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,11 +37,6 @@ class Field:
 
     what: str  # its name in the error, e.g. "param names".
     items: tuple[str, ...]  # in an order that matters
-
-    @property
-    def digest(self) -> str:
-        """A short text that differs where the items do."""
-        return hashlib.sha256("\x1f".join(self.items).encode()).hexdigest()
 
 
 def exchange(value: T, group: Group) -> list[T]:
@@ -74,9 +68,9 @@ def raise_together(check: Callable[[], T], group: Group, what: str = "start-up")
         Exception: this rank's own, as it was, or
         RanksDisagreeError: another rank's, with its number and text.
     """
-    value, error = _tried(check)
-    _raise_first(exchange(_text_of(error), group), error, group, what)
-    return value  # type: ignore[return-value]  # there is one where nothing was raised
+    values: list[T] = []  # of this rank: it may be anything, and the others do not need it
+    exchange_together(lambda: values.append(check()), group, what)
+    return values[0]
 
 
 def exchange_together(check: Callable[[], T], group: Group, what: str = "start-up") -> list[T]:
@@ -84,33 +78,21 @@ def exchange_together(check: Callable[[], T], group: Group, what: str = "start-u
 
     Raises: as of `raise_together`.
     """
-    value, error = _tried(check)
-    records = exchange((_text_of(error), value), group)
-    _raise_first([text for text, _ in records], error, group, what)
-    return [each for _, each in records]  # type: ignore[misc]  # as above
-
-
-def _tried(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    own: Exception | None = None
+    record: tuple[str, Any] = "", None
     try:
-        return check(), None
+        record = "", check()
     except Exception as error:  # noqa: BLE001 - raised once the others know
-        return None, error
-
-
-def _text_of(error: Exception | None) -> str:
-    return "" if error is None else str(error) or type(error).__name__
-
-
-def _raise_first(texts: Sequence[str], own: Exception | None, group: Group, what: str) -> None:
-    """Raises this rank's own error, or that of another rank."""
+        own, record = error, (str(error) or type(error).__name__, None)
+    records = exchange(record, group)
     if own is not None:
         raise own
-    for rank, text in enumerate(texts):
+    for rank, (text, _) in enumerate(records):
         if text:
             rule, remedy = f"pass on all {group.size} ranks", "Mend what that rank reports"
-            raise RanksDisagreeError(
-                refusal(what, f"rank {group.global_rank(rank)} refused with «{text}»", rule, remedy)
-            )
+            got = f"rank {group.global_rank(rank)} refused with «{text}»"
+            raise RanksDisagreeError(refusal(what, got, rule, remedy))
+    return [value for _, value in records]  # type: ignore[misc]  # there are values where nothing was raised
 
 
 def compare(fields: Sequence[Field], group: Group) -> None:
@@ -119,7 +101,7 @@ def compare(fields: Sequence[Field], group: Group) -> None:
     Raises:
         RanksDisagreeError: on every rank, with the field, the first item that differs and the ranks in the minority.
     """
-    digests = exchange([field.digest for field in fields], group)
+    digests = exchange([sha256("\x1f".join(field.items).encode()).hexdigest() for field in fields], group)
     for index, field in enumerate(fields):
         column = [digest[index] for digest in digests]
         if len(set(column)) > 1:

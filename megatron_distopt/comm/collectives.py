@@ -12,7 +12,7 @@ number it would round twice, so the bucket is divided first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.buffers import dtype_name
+from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import pairwise
 from megatron_distopt.comm.groups import Group, carrier_of, named_losses
-from megatron_distopt.comm.pending import BetweenPairs, Done, Pending, begin_in_thread, in_turn
+from megatron_distopt.comm.pending import Done, Pending, profiled, run_in_turn
+from megatron_distopt.comm.shared_memory import SUM, lane_of
 from megatron_distopt.errors import ConfigError, refusal
 
 # torch 2.13 renamed them; the old names warn there, and older releases have only those.
@@ -32,9 +33,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 #: The same on all ranks, see [Note: carrier of a collective].
 _PAIRWISE_OVER = "gloo"
-#: Backends on which each launch costs the CPU and the device something.
-_COALESCING = ("nccl",)
-_AVERAGING = ("nccl",)
+#: Its launches cost the CPU and the device something, and it averages by itself.
+_NCCL = "nccl"
 #: torch's backend of ranks that do not exist: its collectives send nothing.
 _FAKE = "fake"
 
@@ -57,7 +57,7 @@ AS_THEY_ARE = Reduction()
 def shares_memory(device: torch.device, group: Group) -> bool:
     """Whether ranks read each other's memory instead of sending messages; after the first collective of the group."""
     is_pairwise_there = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
-    return is_pairwise_there and pairwise.shares_memory(group)
+    return is_pairwise_there and lane_of(group, SUM) is not None
 
 
 def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
@@ -71,40 +71,31 @@ def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) 
     return f"{carrier}, from pair to pair {'in shared memory' if is_shared else 'as messages'}{short}"
 
 
-def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE) -> None:
+def reduce_scatter(
+    bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE, *, overlapped: bool = False
+) -> Pending:
     """Collective: adds up `bucket` over the group; this rank's part is written into `shard`.
 
     Args:
         bucket: 1-D; outside `shard` its values have no meaning afterwards.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
-        group: of the ranks that take part.
+        group: of the ranks that take part; its collectives run in the order in which they are called.
         how: see `Reduction`.
-    """
-    op = _operation(bucket, group, how)
-    if group.size == 1:
-        return
-    if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        in_turn(_sum_between_pairs(how.reduce_dtype), bucket, shard, group)
-    elif how.reduce_dtype is not None:
-        pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype).wait()
-    else:
-        _reduce_scatter(shard, bucket, op=op, group=group.handle)
-
-
-def begin_reduce_scatter(bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE) -> Pending:
-    """Collective: begins `reduce_scatter`; collectives of a group run in the order in which they are begun.
-
-    Args: as of `reduce_scatter`; `bucket` must not be touched until the returned collective has been waited for.
+        overlapped: only begins; `bucket` must not be touched until the returned collective has been waited for.
     """
     op = _operation(bucket, group, how)
     if group.size == 1:
         return Done()
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        return begin_in_thread(_sum_between_pairs(how.reduce_dtype), bucket, shard, group)
+        dtype = how.reduce_dtype
+        act = pairwise.reduce_scatter if dtype is None else partial(pairwise.sum_rounded, dtype=dtype)
+        return run_in_turn(act, bucket, shard, group, overlapped)
     if how.reduce_dtype is not None:
-        return pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype)
-    work: Pending = _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=True)
-    return work
+        pending: Pending = pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype)
+        if not overlapped:
+            pending.wait()
+        return pending
+    return _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=overlapped) or Done()
 
 
 def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.RedOpType:
@@ -112,53 +103,61 @@ def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.Re
     if how.divide_by == 1:
         return dist.ReduceOp.SUM
     is_exact = how.divide_by == group.size and group.size.bit_count() == 1
-    if how.reduce_dtype is None and is_exact and carrier_of(bucket.device, group) in _AVERAGING:
+    if how.reduce_dtype is None and is_exact and carrier_of(bucket.device, group) == _NCCL:
         return dist.ReduceOp.AVG  # see [Note: average in the collective]; the same on all ranks
     bucket.div_(how.divide_by)
     return dist.ReduceOp.SUM
 
 
-def _sum_between_pairs(reduce_dtype: torch.dtype | None) -> BetweenPairs:
-    return pairwise.reduce_scatter if reduce_dtype is None else partial(pairwise.sum_rounded, dtype=reduce_dtype)
-
-
-def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
+def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool = False) -> Pending:
     """Collective: fills `bucket` with every rank's `shard`.
 
-    Args:
-        bucket: 1-D.
-        shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
-        group: of the ranks that take part.
-    """
-    if group.size == 1:
-        return
-    if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        in_turn(pairwise.all_gather, bucket, shard, group)
-    else:
-        _all_gather(bucket, shard, group=group.handle)
-
-
-def begin_all_gather(bucket: Tensor, shard: Tensor, group: Group) -> Pending:
-    """Collective: begins `all_gather`; collectives of a group run in the order in which they are begun.
-
-    Args: as of `all_gather`; `bucket` must not be touched until the returned collective has been waited for.
+    Args: as of `reduce_scatter`.
     """
     if group.size == 1:
         return Done()
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        return begin_in_thread(pairwise.all_gather, bucket, shard, group)
-    work: Pending = _all_gather(bucket, shard, group=group.handle, async_op=True)
-    return work
+        return run_in_turn(pairwise.all_gather, bucket, shard, group, overlapped)
+    return _all_gather(bucket, shard, group=group.handle, async_op=overlapped) or Done()
 
 
 @contextmanager
 def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
     """Makes one launch of the collectives of one kind that are called meanwhile, where the backend gains from that."""
-    if group.size > 1 and carrier_of(tensor.device, group) in _COALESCING:
+    if group.size > 1 and carrier_of(tensor.device, group) == _NCCL:
         with dist.distributed_c10d._coalescing_manager(group.handle):
             yield
     else:
         yield
+
+
+def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE) -> None:
+    """Collective: reduce-scatters every bucket of the grad buffer, in order.
+
+    Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is read anyway
+    (`divisor` in optimizer/sharded.py), so no pass over the buffer is spent on a division, and a 16-bit gradient does
+    not lose small values to a division before it is added up.
+    """
+    if group.size == 1 and how.divide_by == 1:
+        return
+    with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
+        for number, (whole, shard) in enumerate(buffer.reduces):
+            with profiled(f"reduce-scatter {number}"):
+                reduce_scatter(whole, shard, group, how)
+
+
+def gather_params(buffer: ShardedBuffer, group: Group) -> None:
+    """Collective: all-gathers every bucket of the param buffer, in order.
+
+    `param.data` is a view of that buffer, so afterwards the module has the new values. Params of the less common dtype
+    of a model with two are copied to their places, see buffers/compact.py.
+    """
+    if group.size > 1:
+        with coalesced(buffer.param, group):
+            for number, (whole, shard) in enumerate(buffer.gathers):
+                with profiled(f"all-gather {number}"):
+                    all_gather(whole, shard, group)
+    buffer.publish()
 
 
 def share_initial(tensors: Iterable[Tensor], group: Group, device: torch.device) -> None:
@@ -174,13 +173,9 @@ def share_initial(tensors: Iterable[Tensor], group: Group, device: torch.device)
         packed = tensor.detach().to(device).contiguous()
         dist.broadcast(packed.view(-1).view(torch.uint8), src=group.global_rank(0), group=group.handle)
         if packed.data_ptr() != tensor.data_ptr():
-            _copy_distinct(tensor, packed)
-
-
-def _copy_distinct(tensor: Tensor, values: Tensor) -> None:
-    """Copies without repetition: torch does not write to an expanded tensor, which has fewer elements than it shows."""
-    shown = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-    tensor.detach()[shown].copy_(values[shown])
+            # Without repetition: torch does not write to an expanded tensor, which has fewer elements than it shows.
+            distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+            tensor.detach()[distinct].copy_(packed[distinct])
 
 
 def gather_to_first(part: Tensor, group: Group) -> Tensor | None:

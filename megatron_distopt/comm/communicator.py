@@ -1,35 +1,46 @@
 """The communicator of a model: grads are reduce-scattered to their owners, updated params are all-gathered from them.
 
 Both are eager, launched when the host asks for the result, or overlapped: a bucket of grads is reduced while backward
-computes others, and params are gathered until forward reads them. launches.py decides the order of launches.
+computes others, and params are gathered until forward reads them.
+
+[Note: order of launches] Ranks that launched buckets in different orders would wait for each other in different
+collectives. So all ranks have one order, and a bucket whose turn has not come waits for its turn. The first step shows
+in which order gradients complete their buckets and modules need their params; the first rank's order is taken by all.
+
+[Note: complete buckets] In the first step no bucket of grads is launched before backward has ended: that step shows how
+often a gradient arrives in a microbatch (once, or once for every use of a recomputed module). Afterwards a bucket is
+complete when each of its gradients has arrived as often in all microbatches. A bucket of which a gradient does not
+arrive (a branch that was not taken), or is changed after backward (`defer`), and the buckets behind it, are launched
+when the step asks for the sums: later than possible, but the same collectives in one order on every rank.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from time import perf_counter
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_distopt.buffers import CompactBuffer, ShardedBuffer
+from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
     all_gather,
-    begin_all_gather,
-    begin_reduce_scatter,
-    coalesced,
+    gather_params,
+    reduce_grads,
     reduce_scatter,
 )
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.launches import Arrivals, Launches, transfers_of_grads, transfers_of_params
-from megatron_distopt.comm.pending import NO_TIME, CommTime, profiled, waited_since
+from megatron_distopt.comm.pending import NO_TIME, CommTime, Pending, profiled, waited, waited_since
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError
 
@@ -37,33 +48,153 @@ from megatron_distopt.errors import LayoutError
 _last_launcher: WeakKeyDictionary[ProcessGroup, ReferenceType[Communicator]] = WeakKeyDictionary()
 
 
-def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE) -> None:
-    """Collective: reduce-scatters every bucket of the grad buffer, in order.
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """What one collective communicates: a bucket of grads or params, or the packed params of a minority dtype."""
 
-    Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is read anyway
-    (`divisor` in optimizer/sharded.py), so no pass over the buffer is spent on a division, and a 16-bit gradient does
-    not lose small values to a division before it is added up.
+    buffer: ShardedBuffer  # that it belongs to
+    whole: Tensor  # 1-D
+    shard: Tensor  # 1-D, this rank's part of `whole`
+    names: frozenset[str]  # of the params in it
+
+
+class Launches:
+    """Collectives of one kind, which all ranks launch in one order, see [Note: order of launches].
+
+    Args:
+        kind: their name in a profiler.
+        begin: launches one of them; from the whole and this rank's shard.
+        group: whose ranks agree on the order.
+
+    Attributes:
+        transfers: what they communicate; their numbers are positions in this list.
+        number_of: by the name of a param.
+        order: of the numbers.
+        under_way: launched and not yet waited for.
     """
-    if group.size == 1 and how.divide_by == 1:
-        return
-    with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
-        for number, (whole, shard) in enumerate(buffer.reduces):
-            with profiled(f"reduce-scatter {number}"):
-                reduce_scatter(whole, shard, group, how)
+
+    def __init__(self, kind: str, begin: Callable[[Tensor, Tensor], Pending], group: Group) -> None:
+        self._kind, self._begin, self._group = kind, begin, group
+        self.transfers: list[Transfer] = []
+        self.number_of: dict[str, int] = {}
+        self.order: list[int] = []
+        self.under_way: dict[int, Pending] = {}
+        #: Whether all ranks have taken one order; then no other one is asked for.
+        self.is_agreed = False
+
+    def add(self, transfers: Sequence[Transfer], *, backwards: bool = False) -> None:
+        """Takes over further transfers, on all ranks alike. The order is agreed on anew after the next step.
+
+        Args:
+            transfers: in the order of backward.
+            backwards: whether they are launched before the others and in the opposite order, as forward needs them.
+        """
+        numbers = range(len(self.transfers), len(self.transfers) + len(transfers))
+        self.transfers += transfers
+        self.number_of |= {name: number for number in numbers for name in self.transfers[number].names}
+        self.order = [*reversed(numbers), *self.order] if backwards else [*self.order, *numbers]
+        self.is_agreed = False
+
+    def launch(self, number: int) -> None:
+        """Collective: begins one of them."""
+        transfer = self.transfers[number]
+        with profiled(f"begin {self._kind} {number}"):
+            self.under_way[number] = self._begin(transfer.whole, transfer.shard)
+
+    def wait(self, numbers: Sequence[int]) -> CommTime:
+        """Waits for some that are under way; they remain listed there."""
+        return waited({f"wait for {self._kind} {number}": self.under_way[number] for number in numbers})
+
+    def agree(self, wanted: list[int] | None) -> None:
+        """Collective: takes the order that the first of the ranks with a wish wants; to be called until `is_agreed`.
+
+        Args:
+            wanted: all numbers in the order that this rank has seen; None where it has seen none.
+        """
+        known = [each for each in exchange(wanted, self._group) if each is not None]
+        if known:
+            self.order, self.is_agreed = known[0], True
 
 
-def gather_params(buffer: ShardedBuffer, group: Group) -> None:
-    """Collective: all-gathers every bucket of the param buffer, in order.
+class Arrivals:
+    """Counts the gradients of a step and says which buckets are complete, see [Note: complete buckets]."""
 
-    `param.data` is a view of that buffer, so afterwards the module has the new values. Params of the less common dtype
-    of a model with two are copied to their places, see buffers/compact.py.
-    """
-    if group.size > 1:
-        with coalesced(buffer.param, group):
-            for number, (whole, shard) in enumerate(buffer.gathers):
-                with profiled(f"all-gather {number}"):
-                    all_gather(whole, shard, group)
-    buffer.publish()
+    def __init__(self, num_microbatches: Callable[[], int]) -> None:
+        self._num_microbatches = num_microbatches
+        self._names: list[frozenset[str]] = []
+        #: Arrivals of each gradient in a microbatch; empty before the first step has ended.
+        self._each: Counter[str] = Counter()
+        #: Gradients that do not arrive as often in every microbatch, and those that are changed after backward.
+        self._irregular: set[str] = set()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forgets the gradients of the step before, but not what was learned from them."""
+        self._arrived: Counter[str] = Counter()
+        self._num_arrived = 0
+        self._microbatches = 1
+        #: By bucket, the number of arrivals when its last gradient so far arrived.
+        self._last: dict[int, int] = {}
+        self._num_missing = [len(names) for names in self._names]
+
+    def add(self, names: Sequence[frozenset[str]]) -> None:
+        """Takes over further buckets.
+
+        Args:
+            names: by bucket, of the params whose gradients it waits for.
+        """
+        self._names += names
+        self._num_missing += [len(each) for each in names]
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a gradient has arrived in this step."""
+        return bool(self._arrived)
+
+    def count(self, name: str, bucket: int) -> bool:
+        """Counts a gradient.
+
+        Returns:
+            Whether it was the last one expected of this param, so that its bucket may be complete.
+        """
+        if not self._arrived:
+            self._microbatches = self._num_microbatches()
+        self._arrived[name] += 1
+        self._num_arrived += 1
+        self._last[bucket] = self._num_arrived
+        is_last = self._arrived[name] == self._each[name] * self._microbatches and name not in self._irregular
+        if is_last:
+            self._num_missing[bucket] -= 1
+        return is_last
+
+    def is_complete(self, bucket: int) -> bool:
+        """Whether all gradients of a bucket have arrived."""
+        return self._num_missing[bucket] == 0
+
+    def defer(self, name: str) -> None:
+        """Notes that a gradient is changed after backward: its bucket is never complete before the step asks."""
+        self._irregular.add(name)
+
+    def learn(self) -> None:
+        """Learns from a step that has ended how often each gradient arrives in a microbatch."""
+        for name, times in self._arrived.items():
+            each, rest = divmod(times, self._microbatches)
+            self._each[name] = max(self._each[name], each)
+            if rest:
+                self._irregular.add(name)
+
+    def order(self) -> list[int]:
+        """The buckets in the order in which this step completed them, after `learn`.
+
+        Those that cannot be launched early come last, so that no other one waits for them.
+        """
+
+        def turn(bucket: int) -> tuple[bool, int, int]:
+            names = self._names[bucket]
+            is_early = names <= self._each.keys() and not names & self._irregular
+            return not is_early, self._last.get(bucket, 0), bucket
+
+        return sorted(range(len(self._names)), key=turn)
 
 
 class Communicator:
@@ -98,8 +229,8 @@ class Communicator:
         self.is_paused = False
         self._grad_buffers: list[ShardedBuffer] = []
         self._param_buffers: list[ShardedBuffer] = []
-        self._grads = Launches("reduce-scatter", partial(begin_reduce_scatter, group=group, how=how), group)
-        self._params = Launches("all-gather", partial(begin_all_gather, group=group), group)
+        self._grads = Launches("reduce-scatter", partial(reduce_scatter, group=group, how=how, overlapped=True), group)
+        self._params = Launches("all-gather", partial(all_gather, group=group, overlapped=True), group)
         self._arrivals = Arrivals(num_microbatches or (lambda: 1))
         #: By bucket, the streams on which its gradients were added up: branches of a model may have streams.
         self._streams: defaultdict[int, set[Any]] = defaultdict(set)
@@ -132,11 +263,22 @@ class Communicator:
         self._met, self._is_met_by_reads = [], False
         self._grad_buffers += grads
         self._param_buffers += params
-        transfers = [transfer for buffer in grads for transfer in transfers_of_grads(buffer, frozen)]
-        self._grads.add(transfers)
-        self._arrivals.add([transfer.names for transfer in transfers])
+        reduces = [
+            Transfer(buffer, *bucket, frozenset(slot.name for slot in slots) - frozen)
+            for buffer in grads
+            for bucket, slots in zip(buffer.reduces, buffer.layout.slots_of_bucket, strict=True)
+        ]
+        self._grads.add(reduces)
+        self._arrivals.add([transfer.names for transfer in reduces])
+        gathers: list[Transfer] = []
+        for buffer in params:
+            slots_of = buffer.layout.slots_of_bucket
+            if len(buffer.gathers) != len(slots_of):  # one for all params of a minority dtype
+                slots_of = (buffer.layout.slots,)
+            for bucket, slots in zip(buffer.gathers, slots_of, strict=True):
+                names = frozenset(slot.name for slot in slots if buffer.holds(slot.name))
+                gathers.append(Transfer(buffer, *bucket, names))
         # A buffer lies in the order of backward, so forward begins at its end.
-        gathers = [transfer for buffer in params for transfer in transfers_of_params(buffer)]
         self._params.add(gathers, backwards=True)
 
     # --- grads
@@ -190,14 +332,10 @@ class Communicator:
             bucket = self._grads.number_of[name]
             self._streams[bucket].add(current_stream(self._grads.transfers[bucket].whole.device))
             if not self.is_paused and self._arrivals.count(name, bucket):
-                self._launch_complete()
-
-    def _launch_complete(self) -> None:
-        """Launches the complete buckets whose turn has come."""
-        for number in self._grads.order[len(self._grads.under_way) :]:
-            if not self._arrivals.is_complete(number):
-                return
-            self._launch(number)
+                for number in self._grads.order[len(self._grads.under_way) :]:
+                    if not self._arrivals.is_complete(number):
+                        return
+                    self._launch(number)
 
     def _launch(self, number: int) -> None:
         if self.group.size > 1:
@@ -261,11 +399,6 @@ class Communicator:
 
     # --- params
 
-    @property
-    def num_gathering(self) -> int:
-        """Number of buckets of params that are under way."""
-        return len(self._params.under_way)
-
     def gather_of(self, name: str) -> int:
         """The number of the gather that a param is in."""
         return self._params.number_of[name]
@@ -313,28 +446,23 @@ class Communicator:
         so that a read on another stream waits as well; one whose params were copied to their places stays until
         `finish_params`, because the copy may not have ended then.
         """
-        under_way, order = self._params.under_way, self._params.order
+        transfers, under_way, order = self._params.transfers, self._params.under_way, self._params.order
         for number in sorted(under_way.keys() & numbers, key=order.index):
             pending = under_way[number]
             self._param_time += self._params.wait([number])
+            buffer = transfers[number].buffer
             if number not in self._met:
                 self._met.append(number)
-                self._publish(number)
-            wait_for_copy = self._published.get(id(self._params.transfers[number].buffer))
+                if all(other in self._met for other in under_way if transfers[other].buffer is buffer):
+                    buffer.publish()  # packed params are copied to their places (buffers/compact.py)
+                    if isinstance(buffer, CompactBuffer) and buffer.param.device.type != CPU:
+                        self._published[id(buffer)] = fence(buffer.param.device)
+            wait_for_copy = self._published.get(id(buffer))
             if wait_for_copy is not None:
                 wait_for_copy()
             elif getattr(pending, "is_completed", lambda: True)():  # one that cannot tell has ended
                 # Not before: an error of the gather is raised at every wait. Publishing may have removed it already.
                 under_way.pop(number, None)
-
-    def _publish(self, number: int) -> None:
-        """Copies packed params to their places (buffers/compact.py), once all gathers of the buffer were waited for."""
-        transfers = self._params.transfers
-        buffer = transfers[number].buffer
-        if all(other in self._met for other in self._params.under_way if transfers[other].buffer is buffer):
-            buffer.publish()
-            if isinstance(buffer, CompactBuffer) and buffer.param.device.type != CPU:
-                self._published[id(buffer)] = fence(buffer.param.device)
 
     def finish_params(self) -> CommTime:
         """Waits until all params are gathered; on a device the current stream waits.

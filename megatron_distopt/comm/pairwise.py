@@ -73,28 +73,10 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
                 shares[rank][chunk].copy_(_rows(lane.read(rank), own, 1)[0])
 
 
-def shares_memory(group: Group) -> bool:
-    """Whether the group's ranks share memory; collective where neither of the two collectives was called before."""
-    return lane_of(group, SUM) is not None
-
-
 def _rows(half: Tensor, like: Tensor, num_rows: int) -> Tensor:
     """The beginning of a half, as rows of the dtype and length of `like`."""
     nbytes = num_rows * like.numel() * like.element_size()
     return half[:nbytes].view(like.dtype).view(num_rows, -1)
-
-
-@dataclass(frozen=True, eq=False)
-class _SentPiece:
-    """A part of this rank's shard, under way from all other ranks."""
-
-    own: Tensor  # 1-D, the part in place
-    parts: Tensor  # [ranks - 1, elements], from the other ranks, in the order of the sum
-    received: Sequence[Message]  # one a row of `parts`
-
-    def add_up(self) -> None:
-        wait(self.received)
-        _add_up(list(self.parts), self.own)
 
 
 def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -103,17 +85,23 @@ def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
     chunks = list(_chunks_of(shard.numel(), shard.element_size() * len(ranks), SCRATCH_NBYTES // _NUM_HALVES))
     halves = min(_NUM_HALVES, len(chunks))
     scratch = shard.new_empty(halves, len(ranks), chunks[0].stop)
-    under_way: deque[_SentPiece] = deque()
+    under_way: deque[tuple[Tensor, Tensor, list[Message]]] = deque()
     sent: list[Message] = []
+
+    def add_up_first() -> None:
+        own, parts, received = under_way.popleft()
+        wait(received)
+        _add_up(list(parts), own)
+
     for number, chunk in enumerate(chunks):
         parts = scratch[number % halves][:, : chunk.stop - chunk.start]
         received = [receive(parts[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(ranks)]
         sent += [send(shares[rank][chunk], rank, _SUM_TAG + number, group) for rank in ranks]
-        under_way.append(_SentPiece(shard[chunk], parts, received))
+        under_way.append((shard[chunk], parts, received))
         if len(under_way) == halves:
-            under_way.popleft().add_up()
-    for left in under_way:
-        left.add_up()
+            add_up_first()
+    while under_way:
+        add_up_first()
     wait(sent)
 
 
@@ -157,28 +145,24 @@ def sum_rounded(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype)
         _add_up([received[rank] for rank in ranks], shard[chunk])
 
 
+@dataclass(frozen=True, eq=False)
 class RoundedSum:
-    """A sum in a reduce dtype whose parts are being sent by the backend.
+    """A sum in a reduce dtype whose parts are being sent by the backend."""
 
-    Args:
-        work: the exchange of the parts.
-        sent: [ranks, elements], this rank's parts of all shards.
-        received: [ranks, elements], where the parts arrive.
-        shard: this rank's own part, to which they are added.
-        group: of the ranks.
-    """
-
-    def __init__(self, work: dist.Work, sent: Tensor, received: Tensor, shard: Tensor, group: Group) -> None:
-        self._work, self._sent, self._received, self._shard, self._group = work, sent, received, shard, group
+    work: dist.Work  # the exchange of the parts
+    sent: Tensor  # [ranks, elements], this rank's parts of all shards
+    received: Tensor  # [ranks, elements], where the parts arrive
+    shard: Tensor  # 1-D, this rank's own part, to which they are added
+    group: Group
 
     @torch.no_grad()
     def wait(self) -> None:
         """Waits until the sum is in the shard."""
-        self._work.wait()
+        self.work.wait()
         # Both were allocated on the stream that began, which does not wait for the exchange.
-        keep_for_current_stream(self._sent)
-        keep_for_current_stream(self._received)
-        _add_up([self._received[rank] for rank in others(self._group)], self._shard)
+        keep_for_current_stream(self.sent)
+        keep_for_current_stream(self.received)
+        _add_up([self.received[rank] for rank in others(self.group)], self.shard)
 
 
 def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype) -> RoundedSum:
@@ -219,11 +203,12 @@ class Parcel:
     tensor: Tensor  # 1-D, contiguous, with at least one element
 
 
+@dataclass(frozen=True)
 class UnderWay:
     """Tensors that are being sent and received."""
 
-    def __init__(self, works: Sequence[dist.Work], messages: Sequence[Message]) -> None:
-        self._works, self._messages = works, messages
+    works: Sequence[dist.Work]
+    messages: Sequence[Message]
 
     def wait(self) -> None:
         """Waits until all have arrived: the CPU over gloo, the current stream of the device elsewhere.
@@ -231,8 +216,8 @@ class UnderWay:
         Raises:
             RanksDisagreeError: another rank ended, or did not come within the group's time limit.
         """
-        wait(self._messages)
-        for work in self._works:
+        wait(self.messages)
+        for work in self.works:
             work.wait()
 
 

@@ -88,25 +88,25 @@ class Done:
         return 0.0
 
 
-def begin_in_thread(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> Pending:
-    """Begins a collective in the thread of the group."""
+def run_in_turn(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group, overlapped: bool) -> Pending:
+    """Runs a collective after those that are under way in the group, because their messages have the same tags.
+
+    An overlapped one is only begun, in the thread of the group.
+    """
     with _lock:
         thread = _threads.get(group.own_handle)
-        if thread is None:  # see [Note: a thread for each group]
+        if thread is None and overlapped:  # see [Note: a thread for each group]
             num_threads = torch.get_num_threads()  # torch counts them for every thread that asks
             name = "megatron_distopt collectives"
             thread = ThreadPoolExecutor(1, name, lambda: torch.set_num_threads(num_threads))
-        _threads[group.own_handle] = thread
-    return _InThread(thread.submit(_timed, act, bucket, shard, group))
-
-
-def in_turn(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> None:
-    """Runs a collective after those that are under way in the group, because their messages have the same tags."""
-    thread = _threads.get(group.own_handle)
+            _threads[group.own_handle] = thread
     if thread is None:
         act(bucket, shard, group)
-    else:
-        thread.submit(_timed, act, bucket, shard, group).result()
+        return Done()
+    pending = _InThread(thread.submit(_timed, act, bucket, shard, group))
+    if not overlapped:
+        pending.wait()
+    return pending
 
 
 def settle() -> None:
@@ -127,10 +127,10 @@ def _end() -> None:
         _threads.clear()
     last = [thread.submit(int) for thread in threads]  # done once all before them are
     has_raised = getattr(sys, "last_value", None) is not None
-    if not _are_done(last, _SECONDS_AFTER_AN_EXCEPTION if has_raised else _SECONDS_AT_END):
+    if wait(last, _SECONDS_AFTER_AN_EXCEPTION if has_raised else _SECONDS_AT_END).not_done:
         _log.error("this rank ends with a collective under way that other ranks did not come to; read what they wrote")
         _ending.set()
-        if not _are_done(last, _SECONDS_TO_GIVE_UP):
+        if wait(last, _SECONDS_TO_GIVE_UP).not_done:
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -139,10 +139,6 @@ def _end() -> None:
         thread.shutdown()
     if is_initialized() or were_used():
         sleep(_SECONDS_FOR_GLOO)
-
-
-def _are_done(futures: list[Future[int]], seconds: float) -> bool:
-    return not wait(futures, timeout=seconds).not_done
 
 
 def _timed(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> float:

@@ -145,30 +145,27 @@ class Lane:
         memory = self._segments[rank].memory
         return torch.frombuffer(memory, dtype=torch.uint8, count=self.half_nbytes, offset=offset)
 
-    def _wait(self, rank: int) -> None:
-        """Sleeps until another rank has published its half."""
-        start, checks = time.monotonic(), 0
-        while not self._is_there(rank):
-            waited = time.monotonic() - start
-            if waited > (checks + 1) * _PATIENCE:
-                checks += 1
-                self._check(rank, waited)
-            time.sleep(min(max(waited / 8, _LEAST_SLEEP), _MOST_SLEEP))
-
     def _is_there(self, rank: int) -> bool:
         return self._segments[rank].words[self._written] >= self._turn
 
-    def _check(self, rank: int, waited: float) -> None:
-        """Raises if a rank will not publish the turn. A turn that it published before it ended counts."""
-        has_ended = self._segments[rank].has_ended()
-        if not self._is_there(rank) and (has_ended or waited > self._timeout or is_ending()):
-            raise RanksDisagreeError(_lost(self._names[rank], has_ended, waited))
+    def _wait(self, rank: int) -> None:
+        """Sleeps until another rank has published its half.
 
-
-def _lost(rank: int, has_ended: bool, seconds: float) -> str:
-    got = f"rank {rank} has ended" if has_ended else f"rank {rank} did not come within {seconds:.0f} s"
-    remedy = f"Read what rank {rank} wrote last; its error is the first one"
-    return refusal("collective", got, "be called by every rank of its group", remedy)
+        Raises:
+            RanksDisagreeError: it will not. A turn that a rank published before it ended counts.
+        """
+        start, next_check = time.monotonic(), _PATIENCE
+        while not self._is_there(rank):
+            waited = time.monotonic() - start
+            if waited > next_check:
+                next_check += _PATIENCE
+                has_ended = self._segments[rank].has_ended()
+                if not self._is_there(rank) and (has_ended or waited > self._timeout or is_ending()):
+                    name = self._names[rank]
+                    got = f"rank {name} has ended" if has_ended else f"rank {name} did not come within {waited:.0f} s"
+                    remedy = f"Read what rank {name} wrote last; its error is the first one"
+                    raise RanksDisagreeError(refusal("collective", got, "be called by every rank of its group", remedy))
+            time.sleep(min(max(waited / 8, _LEAST_SLEEP), _MOST_SLEEP))
 
 
 def _timeout_of(group: Group) -> float:
@@ -213,7 +210,10 @@ def _meet(group: Group, is_allowed: bool) -> list[_Segment]:
     own = _new_segment(secret) if is_allowed else -1
     try:
         said = swap(_numbers(os.getpid(), own, secret, _network()), _MEET_TAG, group)
-        segments = _found(said)
+        try:
+            segments = [_segment_of(*map(int, each)) for each in said]
+        except Exception:  # noqa: BLE001 - the other ranks wait for an answer, and messages work in every case
+            segments = []
         answers = swap(_numbers(len(segments)), _MEET_TAG, group)
     finally:
         if own >= 0:
@@ -251,15 +251,7 @@ def _segment_nbytes() -> int:
     return 8 * _WORDS + 2 * SHARED_NBYTES
 
 
-def _found(said: Sequence[Tensor]) -> list[_Segment]:
-    """Maps the segments of all ranks; returns none where one of them cannot be mapped."""
-    try:
-        return [_found_one(*map(int, each)) for each in said]
-    except Exception:  # noqa: BLE001 - the other ranks wait for an answer, and messages work in every case
-        return []
-
-
-def _found_one(process: int, descriptor: int, secret: int, network: int) -> _Segment:
+def _segment_of(process: int, descriptor: int, secret: int, network: int) -> _Segment:
     """Maps the segment of a rank.
 
     Raises:

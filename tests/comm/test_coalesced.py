@@ -46,7 +46,7 @@ class Launches(TorchDispatchMode):
 
 def _collect(rank: int, size: int) -> dict[str, Any]:
     pair_to_pair = _sent(rank)
-    collectives._PAIRWISE_OVER, collectives._COALESCING = "nobody", ("gloo",)
+    collectives._PAIRWISE_OVER, collectives._NCCL = "nobody", "gloo"
     with Launches() as launches:
         same = _sent(rank) == pair_to_pair
     return {"same": same, "launches": launches.names}

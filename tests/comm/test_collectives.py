@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,13 +67,12 @@ def _averaged(group: Group, divide_by: int, reduce_dtype: torch.dtype | None = N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_PAIRWISE_OVER", "nobody")
-        patch.setattr(collectives, "_AVERAGING", ("gloo",))
+        patch.setattr(collectives, "_NCCL", "gloo")
         patch.setattr(collectives, "_reduce_scatter", averaging)
-        for act in (collectives.reduce_scatter, collectives.begin_reduce_scatter):
+        for act in (collectives.reduce_scatter, partial(collectives.reduce_scatter, overlapped=True)):
             bucket = (torch.arange(group.size * PART) * 0.3 + group.rank).float()
             shard = bucket.view(group.size, -1)[group.rank]
-            if (pending := act(bucket, shard, group, Reduction(divide_by, reduce_dtype))) is not None:
-                pending.wait()
+            act(bucket, shard, group, Reduction(divide_by, reduce_dtype)).wait()
             found["out"].append(shard.tolist())
     return found
 

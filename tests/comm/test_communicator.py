@@ -172,9 +172,9 @@ class _Failing:
 def test_param_when_its_gather_failed_then_every_wait_for_it_fails(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, failing = communicator.begin_all_gather, iter([False, True])
+    begin, failing = communicator.all_gather, iter([False, True])
     monkeypatch.setattr(
-        communicator, "begin_all_gather", lambda *args, **more: _Failing() if next(failing) else begin(*args, **more)
+        communicator, "all_gather", lambda *args, **more: _Failing() if next(failing) else begin(*args, **more)
     )
     overlapped, buffer = Communicator(group, overlap_params=True), _buffer("ab")
     overlapped.add([buffer], [buffer])
@@ -183,4 +183,6 @@ def test_param_when_its_gather_failed_then_every_wait_for_it_fails(
     for _ in range(2):
         with pytest.raises(RuntimeError, match="rank 1 has ended"):
             overlapped.finish_params()
-    assert overlapped.num_gathering == 1
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        overlapped.param_needed("a")
+    assert overlapped.param_needed("b")

@@ -26,7 +26,7 @@ import torch, torch._dynamo, torch.distributed as dist
 import megatron_distopt
 from megatron_distopt.comm import pending
 from megatron_distopt.comm import Group, allow_shared_memory
-from megatron_distopt.comm.collectives import begin_all_gather
+from megatron_distopt.comm.collectives import all_gather
 
 rank, cases = int(sys.argv[1]), sys.argv[2:]
 torch.set_num_threads(1)
@@ -68,9 +68,9 @@ def leave_the_other_alone():
     group, bucket = Group.of(), torch.ones(8)
     allow_shared_memory(group, "memory" in mode)
     shard = bucket.view(2, -1)[rank]
-    begin_all_gather(bucket, shard, group).wait()
+    all_gather(bucket, shard, group, overlapped=True).wait()
     if rank == 0:
-        begin_all_gather(bucket, shard, group)
+        all_gather(bucket, shard, group, overlapped=True)
         return
     other = int((folder / "pid0").read_text())
     for _ in range(600):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.comm import Group, collectives, pairwise, shared_memory
-from megatron_distopt.comm.collectives import begin_reduce_scatter
+from megatron_distopt.comm.collectives import reduce_scatter
 from megatron_distopt.comm.groups import carrier_of
 from megatron_distopt.errors import RanksDisagreeError
 from tests.support.refusals import assert_says
@@ -67,9 +67,7 @@ def _reduced(
     mine = buckets[group.rank].clone()
     own = slice(group.rank * numel, (group.rank + 1) * numel)
     gloos = _gloos(group, mine, own)
-    pending = reduce(mine, mine[own], group)
-    if pending is not None:
-        pending.wait()
+    reduce(mine, mine[own], group)
     wanted = _sum_in_order([bucket[own] for bucket in buckets], group.rank)
     # gloo cuts a buffer at multiples of 8 bytes: where a shard ends elsewhere, some elements go around otherwise.
     return torch.equal(mine[own], wanted) and (numel % 8 > 0 or torch.equal(mine[own], gloos))
@@ -138,7 +136,7 @@ def _apart(rank: int) -> dict[str, tuple[str, bool]]:
     faults: dict[str, tuple[str, Callable[..., Any]]] = {
         "network": ("_network", lambda: 1),
         "descriptors": ("_new_segment", lambda secret: -1),
-        "permission": ("_found_one", _forbidden),
+        "permission": ("_segment_of", _forbidden),
         "secret": ("_new_segment", lambda secret: _NEW_SEGMENT(secret ^ 1)),
         "file size": ("_new_segment", _within_a_limit),
         "address space": ("_Segment", SimpleNamespace(mapped=_without_address_space)),
@@ -168,7 +166,7 @@ def _permitted(rank: int) -> list[tuple[str, bool]]:
         wanted = _sum_in_order(
             [_bucket(each, RANKS * 50_000, torch.float32).view(RANKS, -1)[rank] for each in range(RANKS)], rank
         )
-        pending = begin_reduce_scatter(bucket, own, group)
+        pending = reduce_scatter(bucket, own, group, overlapped=True)
         time.sleep(0.02 * rank)
         shared_memory.allow_shared_memory(group, not is_allowed)
         pending.wait()
@@ -213,7 +211,7 @@ def _overlapped(group: Group, rank: int) -> bool:
     for numel, by_rank in zip(numels, buckets, strict=True):
         own = by_rank[rank][rank * numel : (rank + 1) * numel]
         wanted = _sum_in_order([each[rank * numel : (rank + 1) * numel] for each in by_rank], rank)
-        pending.append((begin_reduce_scatter(by_rank[rank], own, group), own, wanted))
+        pending.append((reduce_scatter(by_rank[rank], own, group, overlapped=True), own, wanted))
         dist.all_reduce(torch.ones(1))
     for each, _, _ in pending:
         each.wait()
@@ -246,7 +244,7 @@ def _raced(rank: int) -> list[bool]:
 
 def _refused(group: Group) -> str:
     """What goes wrong in the thread is raised by whoever waits."""
-    pending = begin_reduce_scatter(torch.zeros(7), torch.zeros(7), group)
+    pending = reduce_scatter(torch.zeros(7), torch.zeros(7), group, overlapped=True)
     try:
         pending.wait()
     except RuntimeError as error:
@@ -319,7 +317,7 @@ def test_begin_when_it_fails_then_waiting_raises_it(found: list[dict[str, Any]])
 
 def test_begin_when_the_group_is_one_rank_then_nothing_is_done() -> None:
     bucket = torch.ones(3)
-    begin_reduce_scatter(bucket, bucket, Group(None, 0, 1)).wait()
+    reduce_scatter(bucket, bucket, Group(None, 0, 1), overlapped=True).wait()
     collectives.reduce_scatter(bucket, bucket, Group(None, 0, 1))
     collectives.all_gather(bucket, bucket, Group(None, 0, 1))
     assert torch.equal(bucket, torch.ones(3))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import Group, Reduction, described, pairwise
-from megatron_distopt.comm.collectives import begin_reduce_scatter, reduce_scatter
+from megatron_distopt.comm.collectives import reduce_scatter
 from megatron_distopt.errors import ConfigError
 from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
@@ -46,7 +46,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
                 if way == "at once":
                     reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype))
                 elif way == "overlapped":
-                    begin_reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype)).wait()
+                    reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype), overlapped=True).wait()
                 else:
                     pairwise.begin_rounded_sum(bucket, shard, group, dtype).wait()
                 found[f"{name} {kind} {way}"] = torch.equal(shard, _wanted(rank, numel, dtype))

@@ -224,8 +224,7 @@ def _not_last(optimizer: Any, is_last: bool) -> Any:
 
 
 def _num_pending(optimizer: Any) -> int:
-    num_gathering: int = optimizer._model.communicator.num_gathering
-    return num_gathering
+    return len(optimizer._model.communicator._params.under_way)
 
 
 def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
