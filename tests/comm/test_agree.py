@@ -1,18 +1,17 @@
-"""Ranks that must agree, and the collectives in place, on three ranks and on a group of one."""
+"""Ranks that must agree, and meet before their first collective: three ranks, and a group of one."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_distopt.comm import Field, Group, compare, exchange, raise_together, share_initial, sum_over
-from megatron_distopt.comm.collectives import all_gather, reduce_scatter
+from megatron_distopt.comm import Field, Group, compare, exchange, meet, raise_together, show_presence
 from megatron_distopt.errors import ConfigError, RanksDisagreeError
+from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
 SIZE = 3
@@ -74,65 +73,71 @@ def _agree(rank: int, everyone: Group) -> dict[str, Any]:
     }
 
 
-def _on_group(group: Group, start: float) -> dict[str, Any]:
-    """Each in place; a shard is a view of its bucket, as in a buffer."""
-    numel = 2
+def _text_of(action: Callable[[], object]) -> str | None:
+    try:
+        action()
+    except RanksDisagreeError as error:
+        return str(error)
+    return None
 
-    def bucket_and_shard() -> tuple[Tensor, Tensor]:
-        bucket = torch.arange(float(numel * group.size)) + start
-        return bucket, bucket[group.rank * numel : (group.rank + 1) * numel]
 
-    scattered, shard = bucket_and_shard()
-    reduce_scatter(scattered, shard, group)
-    gathered, part = bucket_and_shard()
-    gathered.zero_()
-    part.fill_(start)
-    all_gather(gathered, part, group)
-    sent = torch.full((3,), start)
-    share_initial([sent], group, sent.device)
-    summed = torch.tensor([start, 1.0])
-    sum_over(summed, group)
-    return {
-        "scattered": shard.tolist(),
-        "gathered": gathered.tolist(),
-        "broadcast": sent.tolist(),
-        "summed": summed.tolist(),
-    }
+def meetings(rank: int, size: int) -> dict[str, str | None]:
+    """Rank 2 is the one that is different; what has been shown stays in the store from case to case."""
+    found: dict[str, str | None] = {}
+    everyone, seconds = Group.of(), {"SECONDS_TO_MEET": 3.0, "SECONDS_TO_SHOW": 1.0, "SECONDS_TO_LOOK": 0.2}
+    pair, odd = dist.new_group([0, 2]), rank == 2
+
+    def case(name: str, of_rank_2: Callable[[], object] = bool) -> None:
+        found[name] = _text_of(of_rank_2 if odd else lambda: meet(everyone))
+        dist.barrier()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in seconds.items():
+            patch.setattr(f"megatron_distopt.comm.agree.{name}", value)
+        case("nobody knows why", lambda: meet(everyone) if time.sleep(3.5) is None else None)
+        case("all come, nobody has shown anything", lambda: meet(everyone))
+        undo = show_presence() if not odd else bool
+        dist.barrier()
+        case("absent", lambda: meet(everyone) if time.sleep(2.5) is None else None)
+        if odd:
+            undo = show_presence("MEGATRON_DISTOPT=0")
+        dist.barrier()
+        case("switched off", lambda: meet(everyone, "no use"))
+        undo()
+        if odd:
+            undo = show_presence()
+        case("slow", lambda: meet(everyone) if time.sleep(2.0) is None else None)
+        case("without the flag", lambda: meet(everyone, "no flag"))
+        case("all come", lambda: meet(everyone))
+        found["some of them"] = _text_of(lambda: meet(Group.of(pair))) if rank != 1 else None
+        found["some of them, one does without"] = (
+            _text_of(lambda: meet(Group.of(pair), "no flag" if odd else "")) if rank != 1 else None
+        )
+        undo()
+    found["undone"] = None if dist.init_process_group.__module__.startswith("torch.") else "not undone"
+    return found
 
 
 def run_all(rank: int, size: int) -> dict[str, Any]:
-    everyone = Group.of()
-    handles = [dist.new_group([each]) for each in range(size)]
-    pair = dist.new_group([1, 2])
-    start = 10.0 * (rank + 1)
+    everyone, alone = Group.of(), Group.of([dist.new_group([each]) for each in range(size)][rank])
     return {
         **_agree(rank, everyone),
-        "all": _on_group(everyone, start),
-        "alone": _on_group(Group.of(handles[rank]), start),
-        "pair": _on_group(Group.of(pair), start) if rank else None,
-        "alone agrees": (
-            exchange("mine", Group.of(handles[rank])),
-            _together(Group.of(handles[rank]), {0: ValueError("own")}),
-            _compare(Group.of(handles[rank]), (f"of {rank}",)),
+        "alone": (
+            exchange("mine", alone),
+            _together(alone, {0: ValueError("own")}),
+            _compare(alone, (f"of {rank}",)),
         ),
+        **meetings(rank, size),
     }
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_ranks(run_all, SIZE)
+    return run_ranks(run_all, SIZE, seconds=90.0)
 
 
 def by_rank(found: list[dict[str, Any]], name: str) -> list[Any]:
     return [of_rank[name] for of_rank in found]
-
-
-def stopped(rank: int, text: str) -> tuple[str, str]:
-    """What the others say of a rank that refused."""
-    return (
-        "RanksDisagreeError",
-        f"Invalid start-up: rank {rank} refused with «{text}». Must pass on all 3 ranks. Mend what that rank reports.",
-    )
 
 
 def test_exchange_when_all_ranks_are_in_it_then_everybodys_value_by_rank(found: list[dict[str, Any]]) -> None:
@@ -144,115 +149,121 @@ def test_exchange_when_all_ranks_are_in_it_then_everybodys_value_by_rank(found: 
 def test_exchange_when_a_rank_is_in_a_foreign_one_then_the_others_name_it(
     record: str, found: list[dict[str, Any]]
 ) -> None:
-    error = (
-        RanksDisagreeError.__name__,
-        "Invalid start-up: rank 1 does not run megatron_distopt here. Must run it on all 3 ranks. "
-        "Start every rank with the same flags and variables.",
-    )
-    assert by_rank(found, f"foreign {record}") == [error, None, error]
+    first, foreign, last = by_rank(found, f"foreign {record}")
+    assert (foreign, first) == (None, last)
+    assert first[0] == "RanksDisagreeError"
+    assert_mentions(first[1], "rank 1 does not run megatron_distopt here", "the same flags and variables")
 
 
 def test_raise_together_when_all_pass_then_each_has_its_own_value(found: list[dict[str, Any]]) -> None:
     assert by_rank(found, "all pass") == [0, 1, 2]
 
 
-def test_raise_together_when_one_rank_raises_anything_then_it_gets_its_own_and_the_others_its_text(
-    found: list[dict[str, Any]],
+@pytest.mark.parametrize(
+    ("name", "rank", "text", "own"),
+    [
+        ("one fails", 1, "division by zero", {1: ("ZeroDivisionError", "division by zero")}),
+        ("one fails without a text", 2, "KeyError", {2: ("KeyError", "")}),
+        ("one refuses", 0, "no good", {0: ("ConfigError", "no good")}),
+        ("two fail", 1, "first", {1: ("OSError", "first"), 2: ("ValueError", "second")}),
+    ],
+)
+def test_raise_together_when_a_rank_raises_anything_then_it_gets_its_own_and_the_others_the_first_text(
+    name: str, rank: int, text: str, own: dict[int, Raised], found: list[dict[str, Any]]
 ) -> None:
-    own = ("ZeroDivisionError", "division by zero")
-    assert by_rank(found, "one fails") == [stopped(1, "division by zero"), own, stopped(1, "division by zero")]
-    assert by_rank(found, "one refuses") == [("ConfigError", "no good"), *[stopped(0, "no good")] * 2]
-
-
-def test_raise_together_when_the_exception_has_no_text_then_the_others_read_its_class(
-    found: list[dict[str, Any]],
-) -> None:
-    assert by_rank(found, "one fails without a text") == [*[stopped(2, "KeyError")] * 2, ("KeyError", "")]
-
-
-def test_raise_together_when_two_ranks_raise_then_the_others_name_the_first(found: list[dict[str, Any]]) -> None:
-    assert by_rank(found, "two fail") == [stopped(1, "first"), ("OSError", "first"), ("ValueError", "second")]
+    for number, error in enumerate(by_rank(found, name)):
+        if number in own:
+            assert error == own[number]
+        else:
+            assert error[0] == "RanksDisagreeError"
+            assert_mentions(error[1], f"rank {rank} refused with «{text}»")
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "field", "got", "odd"),
     [
-        (
-            "first item",
-            "Invalid field 1: rank 1 has x as number 1 where rank 0 has c. Must be the same on all 3 ranks. "
-            "Start rank(s) 1 with the code and options of the others.",
-        ),
-        (
-            "shorter",
-            "Invalid field 0: rank 1 has nothing as number 1 where rank 0 has b. Must be the same on all 3 ranks. "
-            "Start rank(s) 1 with the code and options of the others.",
-        ),
-        (
-            "longer",
-            "Invalid field 0: rank 1 has b as number 1 where rank 0 has nothing. Must be the same on all 3 ranks. "
-            "Start rank(s) 1 with the code and options of the others.",
-        ),
-        (
-            "minority of rank 0",
-            "Invalid field 0: rank 0 has x as number 0 where rank 1 has a. Must be the same on all 3 ranks. "
-            "Start rank(s) 0 with the code and options of the others.",
-        ),
-        (
-            "all differ",
-            "Invalid field 0: rank 1 has of 1 as number 0 where rank 0 has of 0. Must be the same on all 3 ranks. "
-            "Start rank(s) 1, 2 with the code and options of the others.",
-        ),
-        (
-            "two fields",
-            "Invalid field 0: rank 2 has x as number 0 where rank 0 has a. Must be the same on all 3 ranks. "
-            "Start rank(s) 2 with the code and options of the others.",
-        ),
-        (
-            "one item with a comma or two",
-            "Invalid field 0: rank 1 has a,b as number 0 where rank 0 has a. Must be the same on all 3 ranks. "
-            "Start rank(s) 1 with the code and options of the others.",
-        ),
+        ("first item", 1, "rank 1 has x as number 1 where rank 0 has c", "1"),
+        ("shorter", 0, "rank 1 has nothing as number 1 where rank 0 has b", "1"),
+        ("longer", 0, "rank 1 has b as number 1 where rank 0 has nothing", "1"),
+        ("minority of rank 0", 0, "rank 0 has x as number 0 where rank 1 has a", "0"),
+        ("all differ", 0, "rank 1 has of 1 as number 0 where rank 0 has of 0", "1, 2"),
+        ("two fields", 0, "rank 2 has x as number 0 where rank 0 has a", "2"),
+        ("one item with a comma or two", 0, "rank 1 has a,b as number 0 where rank 0 has a", "1"),
     ],
 )
 def test_compare_when_ranks_differ_then_all_name_the_first_difference_and_the_minority(
-    name: str, text: str, found: list[dict[str, Any]]
+    name: str, field: int, got: str, odd: str, found: list[dict[str, Any]]
 ) -> None:
-    assert by_rank(found, name) == [("RanksDisagreeError", text)] * SIZE
+    for error, text in by_rank(found, name):
+        assert error == "RanksDisagreeError"
+        assert_mentions(text, f"field {field}", got, "all 3 ranks", f"Start rank(s) {odd} with")
 
 
 def test_compare_when_all_fields_are_equal_then_nothing_is_raised(found: list[dict[str, Any]]) -> None:
     assert by_rank(found, "equal") == [None] * SIZE
 
 
-def test_collectives_when_three_ranks_then_each_in_place_has_the_exact_values(found: list[dict[str, Any]]) -> None:
-    # Buckets 0..5 plus 10, 20 and 30: their sum is 60 + 3 * index.
-    assert [each["scattered"] for each in by_rank(found, "all")] == [[60.0, 63.0], [66.0, 69.0], [72.0, 75.0]]
-    for each in by_rank(found, "all"):
-        assert each["gathered"] == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
-        assert each["broadcast"] == [10.0] * 3
-        assert each["summed"] == [60.0, 3.0]
-
-
-def test_collectives_when_the_group_is_a_part_of_the_ranks_then_its_own_rank_0_is_the_first(
-    found: list[dict[str, Any]],
-) -> None:
-    assert [each["scattered"] for each in by_rank(found, "pair")[1:]] == [[50.0, 52.0], [54.0, 56.0]]
-    for each in by_rank(found, "pair")[1:]:
-        assert each["gathered"] == [20.0, 20.0, 30.0, 30.0]
-        assert each["broadcast"] == [20.0] * 3
-        assert each["summed"] == [50.0, 2.0]
-
-
-@pytest.mark.parametrize("rank", range(SIZE))
-def test_collectives_when_the_group_has_one_rank_then_nothing_changes(rank: int, found: list[dict[str, Any]]) -> None:
-    start = 10.0 * (rank + 1)
-    assert found[rank]["alone"] == {
-        "scattered": [start, start + 1],
-        "gathered": [start, start],
-        "broadcast": [start] * 3,
-        "summed": [start, 1.0],
-    }
-
-
 def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(found: list[dict[str, Any]]) -> None:
-    assert by_rank(found, "alone agrees") == [(["mine"], ("ValueError", "own"), None)] * SIZE
+    assert by_rank(found, "alone") == [(["mine"], ("ValueError", "own"), None)] * SIZE
+
+
+# --- ranks that do not come, come late, or do without the package
+
+
+def _names(rank: int, reason: str, size: int = SIZE) -> str:
+    return (
+        f"Invalid start-up: megatron_distopt is not used on rank {rank} ({reason}). Must be used on all {size} ranks "
+        "or on none. Start every rank with the package installed and with the same flags and variables."
+    )
+
+
+@pytest.mark.parametrize("name", ["all come, nobody has shown anything", "slow", "all come", "some of them", "undone"])
+def test_meeting_when_all_come_then_they_go_on(found: list[dict[str, Any]], name: str) -> None:
+    assert [each[name] for each in found] == [None] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nobody knows why", "not here after 3 seconds"), ("absent", "not loaded"), ("without the flag", "no flag")],
+)
+def test_meeting_when_a_rank_is_missing_then_the_others_name_it_with_the_reason(
+    found: list[dict[str, Any]], name: str, reason: str
+) -> None:
+    # Absent: rank 2 comes after 2.5 seconds, before the 3 for which a rank with the package is waited for.
+    assert [each[name] for each in found[:2]] == [_names(2, reason)] * 2
+    assert found[2][name] in (None, _names(2, reason))
+
+
+def test_meeting_when_a_rank_is_switched_off_then_named(found: list[dict[str, Any]]) -> None:
+    assert found[0]["switched off"] in (_names(2, "no use"), _names(2, "MEGATRON_DISTOPT=0"))
+
+
+def test_meeting_when_some_meet_then_messages_have_the_launchers_numbers(found: list[dict[str, Any]]) -> None:
+    assert found[0]["some of them, one does without"] == _names(2, "no flag", size=2)
+    assert found[2]["some of them, one does without"] is None
+
+
+def test_presence_when_the_process_group_comes_later_then_it_is_shown_then() -> None:
+    before, store = dist.init_process_group, dist.HashStore()
+    undo = show_presence("no use")
+    try:
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        shown = dist.distributed_c10d._get_default_store().get("megatron_distopt/presence of 0")
+    finally:
+        dist.destroy_process_group()
+        undo()
+    assert shown == b"no use"
+    assert dist.init_process_group is before
+
+
+def test_presence_when_other_code_has_wrapped_the_function_since_then_the_undo_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = dist.init_process_group
+    undo = show_presence()
+    theirs = lambda *args, **kwargs: None  # noqa: E731
+    monkeypatch.setattr(dist, "init_process_group", theirs)
+    undo()
+    assert dist.init_process_group is theirs
+    monkeypatch.undo()
+    dist.init_process_group = before

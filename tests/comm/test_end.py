@@ -1,12 +1,11 @@
 """The end of a process without `destroy_process_group`: regular, by an exception, and with a collective under way.
 
-One process for each rank imports torch and forks for each case. A fork comes to its end as any interpreter does, with
-handlers and finalizers.
+One process imports torch and forks for both ranks of all cases at once, because most of a case is waiting. A fork comes
+to its end as any interpreter does, with handlers and finalizers.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -18,32 +17,51 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: Arguments: rank, and for each case its folder, how it ends, and the mode in which it communicates.
+#: Arguments: for each case its folder, how it ends, and the mode in which it communicates.
 PROGRAM = """
 import atexit, os, sys, time
 from pathlib import Path
-import torch, torch._dynamo, torch.distributed as dist
+import torch, torch.distributed as dist
+import megatron_distopt.comm.pending as pending
+
+torch.set_num_threads(1)
+children, cases = {}, list(zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]))
+
+
+def is_child_of(leaves_gloo):
+    # Forks both ranks of the cases; in a child, its case and rank are set.
+    global folder, how, mode, rank
+    for folder, how, mode in [case for case in cases if (case[1] == "gloo") == leaves_gloo]:
+        folder = Path(folder)
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                for descriptor, name in ((1, "out"), (2, "error")):
+                    os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), descriptor)
+                store = dist.FileStore(str(folder / "store"), 2)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+                (folder / f"pid{rank}").write_text(str(os.getpid()))
+                return True
+            children[child] = folder / f"status{rank}"
+    return False
+
+
+if is_child_of(True):
+    # Little is imported by now, so that the interpreter is taken down soon.
+    dist.all_reduce(torch.ones(1000))
+    dist.all_reduce(torch.ones(1000), async_op=True)
+    sys.exit()
+
+import torch._dynamo
 import megatron_distopt
-from megatron_distopt.comm import pending
 from megatron_distopt.comm import Group, allow_shared_memory
 from megatron_distopt.comm.collectives import all_gather
 
-rank, cases = int(sys.argv[1]), sys.argv[2:]
-torch.set_num_threads(1)
-for folder, how, mode in zip(cases[::3], cases[1::3], cases[2::3]):
-    folder = Path(folder)
-    child = os.fork()
-    if child == 0:
-        for descriptor, name in ((1, "out"), (2, "error")):
-            os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), descriptor)
-        break
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    (folder / f"status{rank}").write_text(str(status))
-else:
+if not is_child_of(False):
+    for _ in range(len(children)):
+        child, status = os.wait()
+        children[child].write_text(str(os.waitstatus_to_exitcode(status)))
     os._exit(0)
-
-dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-(folder / f"pid{rank}").write_text(str(os.getpid()))
 
 
 def train():
@@ -107,9 +125,6 @@ if "raises" in how:
 """
 
 
-MODES = ("memory", "messages", "memory overlap", "messages overlap")
-
-
 @dataclass(frozen=True)
 class Ended:
     """One rank: its exit status, and what it wrote to its outputs."""
@@ -126,12 +141,7 @@ def _ended(folder: Path, cases: Sequence[tuple[str, str]]) -> list[list[Ended]]:
         each.mkdir(parents=True)
     words = [word for each, case in zip(folders, cases, strict=True) for word in (str(each), *case)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), *words], env=environ) for rank in range(2)]
-    try:
-        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM, *words], env=environ, timeout=300, check=True)
     return [[_read(each, rank) for rank in range(2)] for each in folders]
 
 
@@ -141,53 +151,37 @@ def _read(folder: Path, rank: int) -> Ended:
 
 
 REGULAR, RAISES = ("regular", "memory overlap"), ("raises", "messages overlap")
-DESTROYED = ("destroyed", "messages")
+DESTROYED, GLOO = ("destroyed", "messages"), ("gloo", "not waited for")
 ALONE = {mode: ("raises, alone", mode) for mode in ("memory", "messages")}
+CASES = [GLOO, GLOO, GLOO, REGULAR, DESTROYED, RAISES, *ALONE.values()]
 Found = dict[tuple[str, str], list[Ended]]
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """By case, what became of both ranks."""
-    cases = [REGULAR, DESTROYED, RAISES, *ALONE.values()]
-    return dict(zip(cases, _ended(tmp_path_factory.mktemp("ended"), cases), strict=True))
+    """By case, what became of the ranks."""
+    found: Found = {}
+    for case, ranks in zip(CASES, _ended(tmp_path_factory.mktemp("ended"), CASES), strict=True):
+        found.setdefault(case, []).extend(ranks)
+    return found
 
 
-def test_end_when_the_group_is_left_open_then_status_0(ended: Found) -> None:
+def test_end_when_groups_are_left_open_or_outlive_torchs_then_status_0(ended: Found) -> None:
     for rank in ended[REGULAR]:
         assert (rank.status, rank.out) == (0, "handlers ran\n"), rank.error
-
-
-def test_end_when_a_group_outlives_torchs_then_its_threads_are_waited_for(ended: Found) -> None:
     for rank in ended[DESTROYED]:
         assert (rank.status, rank.out) == (0, "waits for gloo\nhandlers ran\n"), rank.error
+
+
+def test_end_when_a_collective_of_gloo_was_not_waited_for_then_no_rank_is_aborted(ended: Found) -> None:
+    """See [Note: gloo lets go of tensors late]."""
+    assert [rank.status for rank in ended[GLOO]] == [0] * 6, ended[GLOO]
 
 
 def test_end_when_the_program_raises_then_status_1_and_its_error(ended: Found) -> None:
     for rank in ended[RAISES]:
         assert (rank.status, rank.out) == (1, "handlers ran\n")
         assert rank.error.rstrip().endswith("RuntimeError: the program's own")
-
-
-#: Arguments: rank and store. Little is imported, so that the interpreter is taken down soon.
-LEAVES_GLOO = """
-import sys
-import torch, torch.distributed as dist
-import megatron_distopt.comm.pending
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
-dist.all_reduce(torch.ones(1000))
-dist.all_reduce(torch.ones(1000), async_op=True)
-"""
-
-
-def test_end_when_a_collective_of_gloo_was_not_waited_for_then_no_rank_is_aborted(tmp_path: Path) -> None:
-    """Without the pause 14 of 18 runs are; see [Note: gloo lets go of tensors late]."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "ignore", "-c", LEAVES_GLOO]
-    runs = [(str(rank), str(tmp_path / f"store{pair}")) for pair in range(2) for rank in range(2)]
-    ranks = [subprocess.Popen([*command, *each], env=environ, stderr=subprocess.PIPE, text=True) for each in runs]
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * 4, errors
 
 
 @pytest.mark.parametrize("mode", ALONE)
@@ -202,9 +196,9 @@ def test_end_when_one_rank_raises_inside_a_collective_that_no_other_comes_to_the
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mode", "how"), [*itertools.product(MODES, ("regular", "raises"))])
-def test_end_when_repeated_then_never_by_a_signal(tmp_path: Path, mode: str, how: str) -> None:
-    wanted = 0 if how == "regular" else 1
+@pytest.mark.parametrize("mode", ["memory", "messages", "memory overlap", "messages overlap"])
+def test_end_when_repeated_then_never_by_a_signal(tmp_path: Path, mode: str) -> None:
     for number in range(15):
-        for rank in _ended(tmp_path / str(number), [(how, mode)])[0]:
-            assert rank.status == wanted, rank.error
+        for case, status in ((("regular", mode), 0), (("raises", mode), 1)):
+            for rank in _ended(tmp_path / f"{case[0]} {number}", [case])[0]:
+                assert rank.status == status, rank.error
