@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,11 @@ from peers.steppers import StepSetting
 from torch import Tensor
 
 #: Models of docs/matrix_owners.md whose sizes are beside the examples of `plan`.
-_MODELS = Path(__file__).resolve().parents[1] / "examples" / "plan"
+#: Sizes of Llama 2, whose shares are planned.
+_MODELS = {
+    "llama2_70b": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672},
+    "llama2_7b": {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008},
+}
 _PLANNED_RANKS = (8, 64, 512)
 
 
@@ -148,15 +151,14 @@ def summary(readings: Sequence[MuonReading], size: int) -> dict[str, Any]:
 
 def planned_shares() -> Iterator[dict[str, Any]]:
     """n times the cost of the busiest rank over that of all, by `megatron-distopt plan`; runs nothing."""
-    from megatron_distopt.cli.plan_arguments import sizes_in_mapping
-    from megatron_distopt.cli.plan_command import plan_stage
+    from megatron_distopt.cli.plan_command import LLAMA, plan_stage
     from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes
 
-    for file in sorted(_MODELS.glob("*.json")):
-        gpt = GptSizes(**sizes_in_mapping(json.loads(file.read_text(encoding="utf-8"))))
+    for model, sizes in _MODELS.items():
+        gpt = GptSizes(vocab=32000, **sizes, **LLAMA)
         for ranks in _PLANNED_RANKS:
             choice = Choice(ParallelSizes(dp=ranks), bucket_size=AUTO, optimizer="muon")
-            yield {"model": file.stem, "ranks": ranks, "share": plan_stage(gpt, choice, 0).muon_imbalance}
+            yield {"model": model, "ranks": ranks, "share": plan_stage(gpt, choice, 0).muon_imbalance}
 
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:

@@ -30,8 +30,7 @@ def printed(command: str, title: str) -> str:
         command: without the name of the program.
         title: what the titles of the wanted parts begin with, or "all".
     """
-    words = [str(ROOT / word) if word.endswith(".json") else word for word in shlex.split(command)]
-    answer = plan_command.answer(cli._parser().parse_args(words))
+    answer = plan_command.answer(cli._parser().parse_args(shlex.split(command)))
     texts = [Answer({}, [part]).as_text(WIDTH) for part in answer.parts]
     return "\n\n".join(text for text in texts if title == "all" or text.startswith(title))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.errors import CheckpointError
 
+_Value = TypeVar("_Value")
 _TRACKER, _IN_ITERATION = "latest_checkpointed_iteration.txt", "distrib_optim.distopt"
 _DATA = ".distcp"
 _WANTED = f"a folder with {MANIFEST}, an iteration, or the --save folder of a run"
@@ -45,8 +47,6 @@ def find(path: Path) -> CheckpointPath:
         path = path.parent
     if path.suffix == _DATA:
         raise CheckpointError(f"{path} is one file of a checkpoint. Write the folder {path.parent}.")
-    if path.is_file():
-        return CheckpointPath(path, is_ours=False)
     for folder in (path, path / _IN_ITERATION):
         if is_checkpoint(folder):
             return CheckpointPath(folder, is_ours=True)
@@ -92,12 +92,21 @@ def nbytes_of(info: TensorInfo) -> int:
     return math.prod(info.shape) * torch.empty(0, dtype=getattr(torch, info.dtype)).element_size()
 
 
-def kinds_by_name(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
-    """Sorts the tensors by param and kind: the values of a param come first, the other kinds in alphabetical order."""
-    found: dict[str, dict[str, TensorInfo]] = {}
+def by_param(tensors: Mapping[str, _Value]) -> dict[str, dict[str, _Value]]:
+    """Sorts what is known of tensors by param and kind: its values come first, then its state in alphabetical order."""
+    found: dict[str, dict[str, _Value]] = {}
     for key in sorted(tensors, key=lambda key: (kind_of(key) != MAIN, key)):
         found.setdefault(name_of(key), {})[kind_of(key)] = tensors[key]
-    return found
+    return {name: found[name] for name in in_order(found)}
+
+
+def params_text(keys: Iterable[str]) -> list[str]:
+    """Writes params with the kinds of their tensors.
+
+    >>> params_text(["main/b", "exp_avg/b", "main/a"])
+    ['a (main)', 'b (main, exp_avg)']
+    """
+    return [f"{name} ({', '.join(kinds)})" for name, kinds in by_param(dict.fromkeys(keys)).items()]
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 
 from megatron_distopt.cli.checkpoints import find, nbytes_of
 from megatron_distopt.cli.show import Answer, progress_of, rows, titled
-from megatron_distopt.formats import Converted, convert, open_any
+from megatron_distopt.formats import convert, open_any
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
@@ -21,6 +21,12 @@ def answer(parsed: argparse.Namespace) -> Answer:
         done = convert(
             place.path, parsed.target, parsed.to, progress=progress, dp=parsed.dp, resume_step=parsed.resume_step
         )
+    if done.written == "torch":
+        use = f"torch.load({str(done.path)!r}, weights_only=True)"
+    elif done.is_iteration:
+        use = "move it to iter_NNNNNNN in a --load folder whose latest_checkpointed_iteration.txt says that number"
+    else:
+        use = "move it to distrib_optim.distopt in the folder of its iteration, next to the model's files"
     document = {
         "source": str(place.path),
         "chosen": place.chosen,
@@ -33,15 +39,6 @@ def answer(parsed: argparse.Namespace) -> Answer:
         ("from", f"{place.path} ({done.found})"),
         ("which", place.chosen),
         ("to", f"{done.path} ({done.written})"),
-        ("next", _next(done)),
+        ("next", use),
     ]
     return Answer(document, [titled("converted", rows(facts))])
-
-
-def _next(done: Converted) -> str:
-    """Says how a run or a script uses the result."""
-    if done.written == "torch":
-        return f"torch.load({str(done.path)!r}, weights_only=True)"
-    if done.is_iteration:
-        return "move it to iter_NNNNNNN in a --load folder whose latest_checkpointed_iteration.txt says that number"
-    return "move it to distrib_optim.distopt in the folder of its iteration, next to the model's files"

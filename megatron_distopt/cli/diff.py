@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,20 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.digests import GRADS, LoggedRun, LoggedStep, differing, is_digest_file, read_run
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
-from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.cli.checkpoints import find, nbytes_of, settings_of
-from megatron_distopt.cli.show import Answer, listed, more, number_text, plural, progress_of, rows, titled
+from megatron_distopt.checkpoint.source import Source
+from megatron_distopt.cli.checkpoints import find, nbytes_of, params_text, settings_of
+from megatron_distopt.cli.show import Answer, listed, more, plural, progress_of, rows, titled
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
 from megatron_distopt.hosts.naming import canonical
 
-#: More tensors of a kind than this are only counted; --json has all.
-_LISTED = 20
-#: Params that one text is about, before they are only counted.
-_NAMED = 8
+#: More tensors of a kind than this, and more params in one line, are only plural; --json has all.
+_LISTED, _NAMED = 20, 8
 #: Elements that are compared at once: what that needs in addition to the tensors is small.
 _AT_ONCE = 1 << 20
 #: The order in which a step computes what differs; moments come between.
 _ORDER = {GRADS: 0, MAIN: 2}
+_KIND_TEXTS = {GRADS: "gradients", MAIN: "params"}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,10 +43,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Difference:
     """The difference between two tensors of one shape."""
 
-    count: int  # elements whose bits differ, or whose values do where the dtypes differ
-    numel: int  # elements compared
-    largest: float  # absolute difference; nan where a nan is among them
-    magnitude: float  # largest absolute value of the first; 0 where nothing differs
+    count: int = 0  # elements whose bits differ, or whose values do where the dtypes differ
+    numel: int = 0  # elements compared
+    largest: float = 0.0  # absolute difference; nan where a nan is among them
+    magnitude: float = 0.0  # largest absolute value of the first; 0 where nothing differs
 
     @property
     def relative(self) -> float:
@@ -62,42 +61,8 @@ class _Pair:
     """A tensor that both checkpoints have."""
 
     key: str  # in the first
-    first: TensorInfo
-    second: TensorInfo
-    difference: Difference | None  # of the rows that both have; None where the shapes differ otherwise
-
-    @property
-    def has_equal_values(self) -> bool:
-        """Whether all compared values are equal to the bit."""
-        return self.difference is None or not self.difference.count
-
-    @property
-    def order(self) -> tuple[float, str]:
-        """Sorts the largest difference first; nan comes before all numbers."""
-        largest = 0.0 if self.difference is None else self.difference.largest
-        return -math.inf if math.isnan(largest) else -largest, self.key
-
-    @property
-    def note(self) -> str:
-        """Says how dtypes and shapes differ; empty where they do not."""
-        first, second = self.first, self.second
-        dtypes = "" if first.dtype == second.dtype else f"{first.dtype} and {second.dtype}"
-        shapes = "" if first.shape == second.shape else f"{list(first.shape)} and {list(second.shape)}"
-        if shapes and self.difference is None:
-            shapes += ": not compared"
-        elif shapes:
-            shapes += f": rows 0 to {min(first.shape[0], second.shape[0]) - 1} compared"
-        return "; ".join(filter(None, (dtypes, shapes)))
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """An option, "step", or a number of the loss scale that differs; a value is None where a checkpoint has none."""
-
-    what: str
-    first: object
-    second: object
-    names: list[str] = field(default_factory=list)  # params that it applies to; empty for the whole checkpoint
+    note: str  # how dtypes and shapes differ; empty where they do not
+    difference: Difference  # of the rows that both have; of no element where the shapes differ otherwise
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
@@ -110,21 +75,25 @@ def answer(parsed: argparse.Namespace) -> Answer:
         return _answer_about_runs(parsed.first, parsed.second)
     places = find(parsed.first), find(parsed.second)
     first, second = (open_any(place.path) for place in places)
+    # Megatrons name the same param differently.
     theirs = {key_of(kind_of(key), canonical(name_of(key))): key for key in second.tensors}
-    both = {key: theirs.get(key_of(kind_of(key), canonical(name_of(key))), "") for key in first.tensors}
-    both = {ours: other for ours, other in both.items() if other}
-    pairs = sorted(_pairs(first, second, both), key=lambda pair: pair.order)
-    names = dict.fromkeys((name_of(ours), name_of(other)) for ours, other in both.items())
-    settings = [*_settings_that_differ(first.head, second.head, names)]
+    found = {key: theirs.get(key_of(kind_of(key), canonical(name_of(key)))) for key in first.tensors}
+    both = {ours: other for ours, other in found.items() if other is not None}
+    # The largest difference comes first, and nan before all numbers.
+    pairs = sorted(
+        _pairs(first, second, both),
+        key=lambda pair: (not math.isnan(pair.difference.largest), -pair.difference.largest, pair.key),
+    )
+    settings = _settings_that_differ(first.head, second.head, {name_of(ours): name_of(both[ours]) for ours in both})
     alone = {
         "A": [key for key in first.tensors if key not in both],
         "B": [key for key in second.tensors if key not in both.values()],
     }
-    is_equal = all(pair.has_equal_values and not pair.note for pair in pairs) and not any((*alone.values(), settings))
+    is_equal = not any((*alone.values(), settings, *(pair.note or pair.difference.count for pair in pairs)))
     document = {
         "checkpoints": [str(place.path) for place in places],
         "is_equal": is_equal,
-        "settings": [*map(asdict, settings)],
+        "settings": settings,
         "only_in_first": alone["A"],
         "only_in_second": alone["B"],
         "tensors": [_document(pair) for pair in pairs],
@@ -144,15 +113,19 @@ def _pairs(first: Source, second: Source, both: Mapping[str, str]) -> Iterator[_
     total = sum(nbytes_of(first.tensors[ours]) + nbytes_of(second.tensors[other]) for ours, other in both.items())
     with progress_of("comparing", total) as progress:
         for ours, other in both.items():
-            infos, difference = (first.tensors[ours], second.tensors[other]), None
-            one, two = infos[0].shape, infos[1].shape
+            infos, difference = (first.tensors[ours], second.tensors[other]), Difference()
+            dtypes, (one, two) = [info.dtype for info in infos], [info.shape for info in infos]
+            notes = [] if dtypes[0] == dtypes[1] else [" and ".join(dtypes)]
             if one == two:
                 difference = compare(first.read(ours), second.read(other))
             elif one[1:] == two[1:] and len(one) == len(two):
                 length = min(one[0], two[0])  # a vocabulary that was padded for another number of ranks
                 difference = compare(first.read(ours)[:length], second.read(other)[:length])
+                notes.append(f"{list(one)} and {list(two)}: rows 0 to {length - 1} compared")
+            else:
+                notes.append(f"{list(one)} and {list(two)}: not compared")
             progress(sum(map(nbytes_of, infos)))
-            yield _Pair(ours, *infos, difference)
+            yield _Pair(ours, "; ".join(notes), difference)
 
 
 def compare(first: Tensor, second: Tensor) -> Difference:
@@ -185,98 +158,77 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def _settings_that_differ(first: Manifest, second: Manifest, names: Iterable[tuple[str, str]]) -> Iterator[_Setting]:
-    """Compares options param by param, because two checkpoints may put the same params into other groups.
+def _settings_that_differ(first: Manifest, second: Manifest, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns what differs of options, update counts and loss scales, as JSON values; None is what is not said.
 
-    `names` are the names that a param has in both.
+    They are compared param by param, because two checkpoints may put the same params into other groups.
+
+    Args:
+        first, second: the two.
+        names: from those of params in the first to those in the second.
     """
     ours, theirs = (
         {name: settings_of(group) for group in manifest.groups for name in group.names} for manifest in (first, second)
     )
-    found: dict[str, _Setting] = {}
-    for name, other in names:
+    found: dict[str, dict[str, Any]] = {}
+    for name, other in names.items():
         for setting in _differing(ours.get(name, {}), theirs.get(other, {})):
-            found.setdefault(repr(setting), setting).names.append(name)
-    yield from found.values()
+            found.setdefault(repr(setting), setting)["names"].append(name)
     whole = (
         {**{f"loss scale: {key}": value for key, value in head.loss_scale.items()}, "skipped steps": head.num_skipped}
         for head in (first, second)
     )
-    yield from _differing(*whole)
+    return [*found.values(), *_differing(*whole)]
 
 
-def _differing(first: Mapping[str, object], second: Mapping[str, object]) -> list[_Setting]:
-    names = dict.fromkeys([*first, *second]) if first != second else ()
-    return [_Setting(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]
+def _differing(first: Mapping[str, object], second: Mapping[str, object]) -> list[dict[str, Any]]:
+    return [
+        {"what": name, "first": first.get(name), "second": second.get(name), "names": []}
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    ]
 
 
 def _document(pair: _Pair) -> dict[str, Any]:
     found = pair.difference
-    numbers = {} if found is None else {**asdict(found), "relative": found.relative}
-    return {"key": pair.key, "is_equal": pair.has_equal_values and not pair.note, **numbers, "note": pair.note}
+    is_equal = not found.count and not pair.note
+    return {"key": pair.key, "is_equal": is_equal, **asdict(found), "relative": found.relative, "note": pair.note}
 
 
 # --- for people
 
 
 def _parts(
-    pairs: Sequence[_Pair], settings: Sequence[_Setting], alone: Mapping[str, Sequence[str]]
+    pairs: Sequence[_Pair], settings: Sequence[Mapping[str, Any]], alone: Mapping[str, Sequence[str]]
 ) -> Iterator[RenderableType]:
     if settings:
         cells: list[Sequence[str]] = [("what", "A", "B", "where")]
-        for setting in settings:
-            values = ("not said" if value is None else number_text(value) for value in (setting.first, setting.second))
-            where = plural(len(setting.names), "param") if setting.names else "the whole checkpoint"
-            cells.append((setting.what, *values, where))
+        for each in settings:
+            values = ("not said" if value is None else str(value) for value in (each["first"], each["second"]))
+            where = plural(len(each["names"]), "param") if each["names"] else "the whole checkpoint"
+            cells.append((each["what"], *values, where))
         yield titled("settings that differ", rows(cells))
-    if any(alone.values()):
-        yield titled("params in one alone", rows((side, _params_text(keys)) for side, keys in alone.items()))
-    if any(pair.note for pair in pairs):
-        yield titled("shapes and dtypes that differ", rows(_notes(pairs)))
-    equal: list[str] = []
+    noted = {f"in {side} alone": [*keys] for side, keys in alone.items() if keys}
+    for pair in pairs:
+        if pair.note:
+            noted.setdefault(pair.note, []).append(pair.key)
+    if noted:
+        lines = ((listed(params_text(keys), _NAMED), note) for note, keys in noted.items())
+        yield titled("tensors, shapes and dtypes that differ", rows(lines))
     for kind in sorted({kind_of(pair.key) for pair in pairs}, key=lambda kind: (kind != MAIN, kind)):
         of_kind = [pair for pair in pairs if kind_of(pair.key) == kind]
-        differ = [pair for pair in of_kind if not pair.has_equal_values]
-        if differ:
-            title = f"{kind}: {len(differ):,} of {plural(len(of_kind), 'tensor')} differ"
-            rest = (f"  {line}" for line in more(len(differ), _LISTED))
-            yield titled(title, rows(_difference_rows(differ[:_LISTED])), *rest)
-        else:
-            equal.append(kind)
-    if equal:
-        yield Text(f"{', '.join(equal)}: equal to the bit")
-    counts = (
-        ("values of ", sum(not pair.has_equal_values for pair in pairs), "tensor"),
-        ("shapes or dtypes of ", sum(bool(pair.note) for pair in pairs), "tensor"),
-        ("tensors in one alone of ", len({name_of(key) for keys in alone.values() for key in keys}), "param"),
-        ("", len(settings), "setting"),
-    )
-    yield Text(f"different: {', '.join(words + plural(count, noun) for words, count, noun in counts if count)}")
-
-
-def _params_text(keys: Sequence[str]) -> str:
-    kinds: dict[str, list[str]] = {}
-    for key in keys:
-        kinds.setdefault(name_of(key), []).append(kind_of(key))
-    return listed([f"{name} ({', '.join(of_name)})" for name, of_name in kinds.items()], most=_NAMED)
-
-
-def _notes(pairs: Sequence[_Pair]) -> Iterator[tuple[str, str]]:
-    """Lists how shapes and dtypes differ, and of which params."""
-    all_kinds = {kind_of(pair.key) for pair in pairs}
-    for note in dict.fromkeys(pair.note for pair in pairs if pair.note):
-        keys = [pair.key for pair in pairs if pair.note == note]
-        names, kinds = dict.fromkeys(map(name_of, keys)), dict.fromkeys(map(kind_of, keys))
-        part = "" if kinds.keys() == all_kinds else f" ({', '.join(kinds)})"
-        yield (f"{len(names):,} params" if len(names) > _NAMED else ", ".join(names)) + part, note
-
-
-def _difference_rows(differ: Sequence[_Pair]) -> Iterator[tuple[str, str, str, str]]:
-    yield "param", "max |A-B|", "/ max |A|", "elements"
-    for pair in differ:
-        if (found := pair.difference) is not None:
-            elements = f"{found.count:,} of {found.numel:,}"
-            yield name_of(pair.key), f"{found.largest:.3g}", f"{found.relative:.2g}", elements
+        differ = [(name_of(pair.key), pair.difference) for pair in of_kind if pair.difference.count]
+        if not differ:
+            yield Text(f"{kind}: equal to the bit")
+            continue
+        table = [
+            (name, f"{found.largest:.3g}", f"{found.relative:.2g}", f"{found.count:,} of {found.numel:,}")
+            for name, found in differ[:_LISTED]
+        ]
+        title = f"{kind}: {len(differ):,} of {plural(len(of_kind), 'tensor')} differ"
+        rest = (f"  {line}" for line in more(len(differ), _LISTED))
+        yield titled(title, rows([("param", "max |A-B|", "/ max |A|", "elements"), *table]), *rest)
+    yield Text("different")
 
 
 # --- two runs
@@ -298,35 +250,47 @@ def _are_runs(first: Path, second: Path) -> bool:
     return all(found)
 
 
-def _answer_about_runs(first: Path, second: Path) -> Answer:
+def _answer_about_runs(*paths: Path) -> Answer:
     """Compares two runs at the steps that both have logged.
 
     Raises:
         CheckpointError: a file is damaged, or the runs have nothing to compare.
     """
-    runs = read_run(first), read_run(second)
-    steps = sorted(runs[0].steps.keys() & runs[1].steps.keys())
-    pairs = [(runs[0].steps[step], runs[1].steps[step]) for step in steps]
+    first, second = map(read_run, paths)
+    pairs = [(first.steps[step], second.steps[step]) for step in sorted(first.steps.keys() & second.steps.keys())]
     ours, theirs = (dict.fromkeys(name for pair in pairs for _, name in pair[side].digests) for side in (0, 1))
     common = ours.keys() & theirs.keys()
     if not common:
-        shown = " and ".join(f"{run.path} has {_steps_text(run)}" for run in runs)
+        shown = " and ".join(f"{run.path} has {_steps_text(run)}" for run in (first, second))
         raise CheckpointError(
             f"There is no step and param that both runs have logged: {shown}. Compare two runs of one model, with the "
             "same --distopt-log-digests."
         )
     parted = _first_difference(pairs)
+    alone = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
     document: dict[str, Any] = {
-        "runs": [str(first), str(second)],
+        "runs": [str(path) for path in paths],
         "is_equal": parted is None,
-        "common_steps": steps,
+        "common_steps": [step.number for step, _ in pairs],
         "parted": parted,
-        "only_in_first": [name for name in ours if name not in theirs],
-        "only_in_second": [name for name in theirs if name not in ours],
+        "only_in_first": alone[0],
+        "only_in_second": alone[1],
     }
-    parts = _run_parts(runs, document)
+    heads = [(f"{side}: {run.path}", _steps_text(run)) for side, run in zip("AB", (first, second), strict=True)]
+    heads += [(f"in {side} alone", listed(names, _NAMED)) for side, names in zip("AB", alone, strict=True)]
+    parts: list[RenderableType] = [titled("runs", rows(heads))]
     if parted is None:
-        parts.append(Text(f"equal to the bit: {plural(len(common), 'param')} at {plural(len(steps), 'step')}"))
+        parts.append(Text(f"equal to the bit: {plural(len(common), 'param')} at {plural(len(pairs), 'step')}"))
+    else:
+        params = {_KIND_TEXTS.get(kind, kind): names for kind, names in parted["params"].items()}
+        lines = [(kind, listed(names, _NAMED)) for kind, names in params.items()]
+        lines += [(name, f"{a} in A, {b} in B") for name, (a, b) in parted["facts"].items()]
+        kinds = [f"{kind} of {plural(len(names), 'param')}" for kind, names in params.items()]
+        parts += [
+            titled(f"first at step {parted['step']:,}", rows(lines)),
+            Text(parted["meaning"]),
+            Text(f"parted at step {parted['step']:,}: {', '.join(kinds) or 'updated'}"),
+        ]
     return Answer(document, parts, status=int(parted is not None))
 
 
@@ -367,27 +331,3 @@ def _meaning(step: int, before: int | None, differ: set[str]) -> str:
 
 def _steps_text(run: LoggedRun) -> str:
     return f"steps {min(run.steps):,} to {max(run.steps):,}, every {run.every:,}" if run.steps else "no step"
-
-
-def _kind_text(kind: str) -> str:
-    return {GRADS: "gradients", MAIN: "params"}.get(kind, kind)
-
-
-def _run_parts(runs: Sequence[LoggedRun], document: Mapping[str, Any]) -> list[RenderableType]:
-    notes = [(f"{side}: {run.path}", _steps_text(run)) for side, run in zip("AB", runs, strict=True)]
-    notes += [
-        (f"in {side} alone", listed(document[f"only_in_{key}"], _NAMED))
-        for side, key in zip("AB", ("first", "second"), strict=True)
-    ]
-    parted = document["parted"]
-    if parted is None:
-        return [titled("runs", rows(notes))]
-    found = [(_kind_text(kind), listed(names, _NAMED)) for kind, names in parted["params"].items()]
-    found += [(name, f"{number_text(a)} in A, {number_text(b)} in B") for name, (a, b) in parted["facts"].items()]
-    kinds = [f"{_kind_text(kind)} of {plural(len(names), 'param')}" for kind, names in parted["params"].items()]
-    return [
-        titled("runs", rows(notes)),
-        titled(f"first at step {parted['step']:,}", rows(found)),
-        Text(parted["meaning"]),
-        Text(f"parted at step {parted['step']:,}: {', '.join(kinds) or 'updated'}"),
-    ]

@@ -38,7 +38,6 @@ from megatron_distopt.hosts.detect import MEGATRON_CORE
 from megatron_distopt.hosts.fixes import needed_fixes
 from megatron_distopt.hosts.fork_source import (
     GROUP,
-    ClassInSource,
     ParserOption,
     SourceTree,
     Survey,
@@ -126,14 +125,20 @@ def describe_fork(found: Survey, tree: SourceTree) -> Iterator[Finding]:
     if not generation.is_supported:
         return
     for point in found.patch_points:
-        with_block = ", with the look-up for entry points after it" * (point.is_patched)
+        with_block = ", with the look-up for entry points after it" * point.is_patched
         text = f"free in {point.place}{with_block}: ({', '.join(point.parameters)})"
         yield _refused(point.patch_point.attribute, point.refusal, text)
-    if found.optimizer_class is not None:
-        yield from _class(found.optimizer_class)
-    flags = [option for option in found.options if option.flag == flag_of_host(found.options)]
-    if flags:
-        yield ok(_FORK, "flag", f"{flags[0].flag} ({flags[0].place})")
+    built = found.optimizer_class
+    if built is not None and built.bound_in:
+        text = f"bound while {built.bound_in} runs, so it is looked at when training starts"
+        yield noted(_FORK, built.name, text)
+    elif built is not None:
+        yield _refused(built.name, built.refusal, f"constructor as expected in {built.place}")
+        if built.files:
+            yield ok(_FORK, "checkpoints", _FILES[built.files])
+    flag = next((option for option in found.options if option.name == FLAG), None)
+    if flag is not None:
+        yield ok(_FORK, "flag", f"{flag.flag} ({flag.place})")
     else:
         text = "no parser here spells it; your script sets use_distributed_optimizer in its config"
         yield noted(_FORK, "flag", text)
@@ -141,24 +146,9 @@ def describe_fork(found: Survey, tree: SourceTree) -> Iterator[Finding]:
         yield from _describe_core(tree)
 
 
-def flag_of_host(options: Sequence[ParserOption]) -> str:
-    """Returns the host's flag as its parser spells it, or in the usual spelling where it has no parser."""
-    return next((option.flag for option in options if option.name == FLAG), f"--{FLAG.replace('_', '-')}")
-
-
 def _refused(subject: str, reason: str | None, text: str) -> Finding:
     """Returns a problem where there is a reason, and otherwise the finding that all is well."""
     return ok(_FORK, subject, text) if reason is None else problem(_FORK, subject, reason)
-
-
-def _class(found: ClassInSource) -> Iterator[Finding]:
-    if found.bound_in:
-        text = f"bound while {found.bound_in} runs, so it is looked at when training starts"
-        yield noted(_FORK, found.name, text)
-        return
-    yield _refused(found.name, found.refusal, f"constructor as expected in {found.place}")
-    if found.files:
-        yield ok(_FORK, "checkpoints", _FILES[found.files])
 
 
 def _describe_core(tree: SourceTree) -> Iterator[Finding]:
@@ -172,16 +162,15 @@ def _describe_core(tree: SourceTree) -> Iterator[Finding]:
         if oldest <= (int(numbers["MAJOR"]), int(numbers["MINOR"])) < after:
             yield ok(_FORK, "megatron-core", f"{release}, served are {SERVED}")
         else:
-            said = f"{release}, tried are {SERVED}; what differs is refused when the optimizer is built"
-            yield noted(_FORK, "megatron-core", said)
+            text = f"{release}, tried are {SERVED}; what differs is refused when the optimizer is built"
+            yield noted(_FORK, "megatron-core", text)
     fields = {where: _fields_of(tree, *place) for where, place in _CONFIGS.items()}
-    refused = [each.option for each in REFUSED if each.option in fields[each.where]]
+    refused = dict.fromkeys(each.option for each in REFUSED if each.option in fields[each.where])
     if refused:
-        yield noted(_FORK, "refused options", f"{', '.join(dict.fromkeys(refused))}: refused where they are on")
+        yield noted(_FORK, "refused options", f"{', '.join(refused)}: refused where they are on")
     unknown = sorted(name for where, names in fields.items() for name in names if not is_judged(where, name))
     if unknown:
-        said = f"{', '.join(unknown)}: refused where they are not at their defaults"
-        yield noted(_FORK, "unknown options", said)
+        yield noted(_FORK, "unknown options", f"{', '.join(unknown)}: refused where they are not at their defaults")
 
 
 def _fields_of(tree: SourceTree, module: str, name: str) -> frozenset[str]:
@@ -223,8 +212,7 @@ def _refusals(section: str, subject: str, *checks: Callable[[], object]) -> Iter
 
 def _variables() -> Iterator[Finding]:
     checks = partial(switch_from, os.environ), partial(config_from_environment, os.environ)
-    problems = list(_refusals(_ENVIRONMENT, "variables", *checks))
-    yield from problems
+    yield from (problems := list(_refusals(_ENVIRONMENT, "variables", *checks)))
     given = sorted(name for name in os.environ if name.startswith("MEGATRON_DISTOPT"))
     shown = ", ".join(f"{name}={os.environ[name]}" for name in given) or "no MEGATRON_DISTOPT variable is set"
     if _switch() is Switch.OFF:
@@ -242,12 +230,9 @@ def _entry_points(found: Survey | None) -> Iterator[Finding]:
         use = "the fork asks for it" if is_patched else "unused until megatron-distopt patch --apply FORK"
         yield ok(_ENVIRONMENT, "entry point", f"distopt is registered in {GROUP}; {use}")
     else:
-        text = f"distopt is not registered in {GROUP}"
-        if is_patched:
-            remedy = "Run pip install megatron-distopt in this Python"
-            yield problem(_ENVIRONMENT, "entry point", f"{text}, which the fork asks. {remedy}.")
-        else:
-            yield noted(_ENVIRONMENT, "entry point", f"{text}; run pip install megatron-distopt in this Python")
+        state, which = (problem, ", which the fork asks") if is_patched else (noted, "")
+        text = f"distopt is not registered in {GROUP}{which}. Run pip install megatron-distopt in this Python."
+        yield state(_ENVIRONMENT, "entry point", text)
     for entry in entries:
         if entry.value != _OUR_ENTRY_POINT:
             text = f"also {entry.name} = {entry.value}; they are used in order of names"
@@ -267,17 +252,12 @@ def _fixes(tree: SourceTree) -> Iterator[Finding]:
 
 
 def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switch) -> Iterator[Finding]:
-    """Yields findings about the flags of a launch script.
-
-    Args:
-        words: flags and their values; nothing is checked where there are none.
-        found: what the host's source says; None where there is no host.
-        switch: with `REQUIRE`, a missing flag is a problem.
-    """
+    """Yields findings about the flags of a launch script; `found` is None where there is no host."""
     if not words:
         return
     options = found.options if found else ()
-    flag, parsed = flag_of_host(options), read_flags(words, options)
+    parsed = read_flags(words, options)
+    flag = next((option.flag for option in options if option.name == FLAG), f"--{FLAG.replace('_', '-')}")
     is_given = getattr(parsed, FLAG, False) and any(word.partition("=")[0] == flag for word in words)
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
     known = list(dict.fromkeys([flag, *(option.flag for option in options), *ours]))
@@ -307,9 +287,7 @@ def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switc
 def read_flags(words: Sequence[str], options: Sequence[ParserOption]) -> SimpleNamespace:
     """Parses launch flags without running the host's parser; flags that are not given leave no attribute.
 
-    Args:
-        words: flags and their values.
-        options: of the host's parser; other flags get their own name, and True where no value follows.
+    Flags that are not among its options get their own name, and True where no value follows.
 
     >>> read_flags(["--DDP-impl", "torch", "--deepspeed"], [])
     namespace(DDP_impl='torch', deepspeed=True)

@@ -29,7 +29,6 @@ _SECTION = "machine"
 
 
 def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
-    """Yields findings about device, inner optimizer, process groups and launchers, for the options of the run."""
     yield ok(_SECTION, "python", f"{platform.python_version()} ({sys.executable})")
     versions = str(torch.__version__)
     with suppress(PackageNotFoundError):
@@ -46,19 +45,15 @@ def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
         accelerator = Accelerator(CPU, "torch")
     else:
         yield ok(_SECTION, "accelerator", f"{accelerator.device_type}, named by {accelerator.named_by}")
-    yield _inner(config, accelerator.device_type)
+    try:
+        choice = choose_inner(config, accelerator.device_type)
+        why = "; ".join(choice.why) or "the best for this device"
+        yield ok(_SECTION, "inner optimizer", f"{choice.name} ({why})")
+    except ConfigError as error:
+        yield problem(_SECTION, "inner optimizer", str(error))
     yield from _apex(config, accelerator.device_type)
     yield _process_groups(accelerator.device_type)
     yield from map(_launcher, ("torchrun", "deepspeed"))
-
-
-def _inner(config: DistOptConfig, device_type: str) -> Finding:
-    try:
-        choice = choose_inner(config, device_type)
-    except ConfigError as error:
-        return problem(_SECTION, "inner optimizer", str(error))
-    why = f" ({'; '.join(choice.why)})" if choice.why else " (the best for this device)"
-    return ok(_SECTION, "inner optimizer", choice.name + why)
 
 
 def _apex(config: DistOptConfig, device_type: str) -> Iterator[Finding]:

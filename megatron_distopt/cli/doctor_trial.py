@@ -37,13 +37,7 @@ _INSTALL = {
 
 
 def try_start(folder: Path, module: str, timeout_s: float = TIMEOUT_S) -> Finding:
-    """Starts Python in the fork's folder, and says whether the package and a module of the fork can be imported there.
-
-    Args:
-        folder: where training is started.
-        module: the training module, or the factory's where there is none.
-        timeout_s: seconds after which the trial is given up.
-    """
+    """Starts Python in the fork's folder, and says whether the package and a module of the fork are imported there."""
     what = f"megatron_distopt.install() and import {module}"
     with tempfile.TemporaryDirectory(prefix="distopt-doctor-") as scratch:
         environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
@@ -81,7 +75,7 @@ def try_start(folder: Path, module: str, timeout_s: float = TIMEOUT_S) -> Findin
 
 
 def main() -> None:
-    """Runs in the Python of the trial; ends the process, with status 0 where all imports worked."""
+    """Ends the process of the trial, with status 0 where all imports worked."""
     status, module = 0, sys.argv[2]
     del sys.argv[1:]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import RenderableType
@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.source import TensorInfo
-from megatron_distopt.cli.checkpoints import CheckpointPath, find, in_order, kinds_by_name, nbytes_of, settings_of
+from megatron_distopt.cli.checkpoints import CheckpointPath, by_param, find, nbytes_of, settings_of
 from megatron_distopt.cli.show import Answer, listed, options_text, plural, ranges, rows, size_text, titled
 from megatron_distopt.formats import open_any
 
@@ -25,25 +25,12 @@ class Param:
     name: str  # in the whole model
     shape: tuple[int, ...]  # of its first tensor
     nbytes: int  # of all
-    kinds: Mapping[str, str]  # dtypes by kind, such as {"main": "float32"}
+    state: str  # its tensors and their dtypes, such as "main in float32; exp_avg, exp_avg_sq in bfloat16"
     group: int | None  # number of its param group; None for none
 
     @property
     def numel(self) -> int:
-        """Elements of its first tensor."""
         return math.prod(self.shape)
-
-    @property
-    def state(self) -> str:
-        """The kinds of its state, and their dtypes.
-
-        >>> Param("w", (), 12, {"main": "float32", "exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"}, 0).state
-        'main in float32; exp_avg, exp_avg_sq in bfloat16'
-        """
-        by_dtype: dict[str, list[str]] = {}
-        for kind, dtype in self.kinds.items():
-            by_dtype.setdefault(dtype, []).append(kind)
-        return "; ".join(f"{', '.join(kinds)} in {dtype}" for dtype, kinds in by_dtype.items())
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
@@ -58,17 +45,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     manifest = read_manifest(place.path) if place.is_ours else source.head
     paths = [place.path / file.name for file in manifest.files]
     sizes = {path.name: path.stat().st_size for path in paths if path.is_file()}
-    group_of = {name: number for number, group in enumerate(manifest.groups) for name in group.names}
-    params = [
-        Param(
-            name,
-            next(iter(infos.values())).shape,
-            sum(map(nbytes_of, infos.values())),
-            {kind: info.dtype for kind, info in infos.items()},
-            group_of.get(name),
-        )
-        for name, infos in kinds_by_name(source.tensors).items()
-    ]
+    params = _params_of(manifest, source.tensors)
     parts: list[RenderableType] = [
         titled("checkpoint", rows(_head(place, manifest, params))),
         titled("param groups", rows(_group_rows(manifest, params))),
@@ -77,6 +54,19 @@ def answer(parsed: argparse.Namespace) -> Answer:
     if manifest.files:
         parts.append(titled("files", rows(_file_rows(manifest, sizes))))
     return Answer(_document(place, manifest, source.tensors, sizes), parts)
+
+
+def _params_of(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> list[Param]:
+    group_of = {name: number for number, group in enumerate(manifest.groups) for name in group.names}
+    params = []
+    for name, infos in by_param(tensors).items():
+        kinds: dict[str, list[str]] = {}
+        for kind, info in infos.items():
+            kinds.setdefault(info.dtype, []).append(kind)
+        state = "; ".join(f"{', '.join(of_dtype)} in {dtype}" for dtype, of_dtype in kinds.items())
+        shape, nbytes = next(iter(infos.values())).shape, sum(map(nbytes_of, infos.values()))
+        params.append(Param(name, shape, nbytes, state, group_of.get(name)))
+    return params
 
 
 def _document(
@@ -89,27 +79,11 @@ def _document(
     return {
         "checkpoint": str(place.path),
         "chosen": place.chosen,
-        "save_id": manifest.save_id,
-        "about": dict(manifest.about),
-        "inner": manifest.inner,
-        "loss_scale": dict(manifest.loss_scale),
-        "num_skipped": manifest.num_skipped,
-        "groups": [
-            {
-                "names": list(group.names),
-                "options": dict(group.options),
-                "step": group.step,
-                "scalars": {key: scalar.value for key, scalar in group.scalars.items()},
-            }
-            for group in manifest.groups
-        ],
-        "files": [
-            {"name": file.name, "nbytes": file.nbytes, "nbytes_found": sizes.get(file.name), "crc32": file.crc32}
-            for file in manifest.files
-        ],
+        **{name: getattr(manifest, name) for name in ("save_id", "about", "inner", "loss_scale", "num_skipped")},
+        "groups": [asdict(group) for group in manifest.groups],
+        "files": [{**asdict(file), "nbytes_found": sizes.get(file.name)} for file in manifest.files],
         "tensors": {
-            key: {"shape": list(info.shape), "dtype": info.dtype, "nbytes": nbytes_of(info), "files": files_of(key)}
-            for key, info in tensors.items()
+            key: {**asdict(info), "nbytes": nbytes_of(info), "files": files_of(key)} for key, info in tensors.items()
         },
     }
 
@@ -131,7 +105,7 @@ def _head(place: CheckpointPath, manifest: Manifest, params: Sequence[Param]) ->
 
 
 def _step_text(step: int | None) -> str:
-    return "not counted" if step is None else str(step)
+    return "not plural" if step is None else str(step)
 
 
 def _group_rows(manifest: Manifest, params: Sequence[Param]) -> Iterator[tuple[str, str]]:
@@ -150,12 +124,10 @@ def _group_rows(manifest: Manifest, params: Sequence[Param]) -> Iterator[tuple[s
 
 
 def _file_rows(manifest: Manifest, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    files, faults = manifest.files, list[str]()
-    for file in files:
-        if file.name not in sizes:
-            faults.append(f"{file.name} is missing")
-        elif sizes[file.name] != file.nbytes:
-            faults.append(f"{file.name} has {sizes[file.name]:,} bytes, not {file.nbytes:,}")
+    files = manifest.files
+    missing = [f"{file.name} is missing" for file in files if file.name not in sizes]
+    wrong = [file for file in files if sizes.get(file.name, file.nbytes) != file.nbytes]
+    faults = missing + [f"{file.name} has {sizes[file.name]:,} bytes, not {file.nbytes:,}" for file in wrong]
     smallest, largest = (size_text(pick(file.nbytes for file in files)) for pick in (min, max))
     yield plural(len(files), "file"), f"{files[0].name} to {files[-1].name}, {smallest} to {largest} each"
     yield "not whole", listed(faults, most=8)
@@ -163,11 +135,9 @@ def _file_rows(manifest: Manifest, sizes: Mapping[str, int]) -> Iterator[tuple[s
 
 def param_rows(params: Sequence[Param]) -> Iterator[tuple[str, ...]]:
     """Yields one row for params that are alike but for the numbers in their names, such as those of layers."""
-    by_name = {param.name: param for param in params}
     alike: dict[tuple[object, ...], list[Param]] = {}
-    for name in in_order(by_name):
-        param = by_name[name]
-        parts = tuple("" if part.isdecimal() else part for part in name.split("."))
+    for param in params:
+        parts = tuple("" if part.isdecimal() else part for part in param.name.split("."))
         alike.setdefault((parts, param.shape, param.state, param.group), []).append(param)
     is_same = len({param.state for param in params}) == 1
     for members in alike.values():

@@ -1,6 +1,6 @@
 """The command `megatron-distopt`: its command lines, and the one place that prints.
 
-Imports nothing heavy: most commands need torch, and the file that answers a command is imported when it runs.
+Most commands need torch; the file that answers a command is imported when it runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from megatron_distopt.cli import plan_arguments
+from megatron_distopt.cli import plan_command
 from megatron_distopt.cli.show import Answer
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.hosts.fork_source import BLOCK
@@ -37,15 +37,15 @@ that has drifted. Exit status 0 if it can be or is done, 1 if not."""
 _CHECKPOINT = """CKPT is the folder of a checkpoint, its manifest.json, an iteration, or the
 --save folder of a run, of which it takes the latest iteration. It may be in
 any format that convert reads. Needs no GPU, no process group, no Megatron."""
-_INSPECT = f"""Prints what a checkpoint holds, without reading a tensor: params, shapes,
+_INSPECT = """Prints what a checkpoint holds, without reading a tensor: params, shapes,
 dtypes, files, param groups, steps, the loss scale, and who wrote it.
 
-{_CHECKPOINT}"""
-_VERIFY = f"""Reads a whole checkpoint, and names file and param of all that is wrong:
+"""
+_VERIFY = """Reads a whole checkpoint, and names file and param of all that is wrong:
 checksums, elements that are missing or there twice, values that are not
 finite, params in no group or in two. Exit status 0 if it is whole, 1 if not.
 
-{_CHECKPOINT}"""
+"""
 _DIFF = """Compares two checkpoints, written at any sizes: of every tensor the largest
 absolute difference, the same against the largest value in A, and how many
 elements differ; then options, steps and loss scales. Exit status 0 if they
@@ -67,14 +67,21 @@ _CONVERT = """Reads a checkpoint in one format and writes it in another:
 SRC is what inspect takes. per-rank, gathered and plain need the model files of
 its iteration, and DST is then a new iteration with them."""
 
-_Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers returns
+#: By name: the module that answers, a question, and what it does.
+_COMMANDS = {
+    "doctor": ("doctor", "would training start here, and with what?", _DOCTOR),
+    "patch": ("patch", "let a fork find this package by itself, or take that out again", _PATCH),
+    "inspect": ("inspect", "what does a checkpoint hold?", _INSPECT + _CHECKPOINT),
+    "verify": ("verify", "is a checkpoint whole?", _VERIFY + _CHECKPOINT),
+    "diff": ("diff", "in what do two checkpoints or runs differ?", _DIFF),
+    "convert": ("convert_command", "write a checkpoint in another format", _CONVERT),
+    "plan": ("plan_command", "what would a choice of parallel sizes cost?", plan_command.DESCRIPTION),
+}
+_FORK = "folder that holds the folder megatron"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: without the program's name; `sys.argv[1:]` where None.
+    """Runs one command; `argv` is without the program's name, and `sys.argv[1:]` where None.
 
     Returns:
         The exit status: 0, or 1 where something stands in the way of training or patching, or is wrong with a
@@ -90,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     status: int
     try:
         answer: Answer = import_module(f"megatron_distopt.cli.{parsed.module}").answer(parsed)
-        print(answer.as_json() if parsed.json else answer.as_text(_width()))
+        # A file or a pipe has no width.
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(answer.as_json() if parsed.json else answer.as_text(width))
         sys.stdout.flush()
         status = answer.status
     except DistOptError as error:
@@ -105,77 +114,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _width() -> int | None:
-    """Returns the width of the terminal in characters, or None where the output goes to a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(_PROGRAM, description="A distributed optimizer for Megatron forks.")
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {VERSION}")
-    parser.set_defaults(refused=1)
-    names = "doctor|patch|inspect|verify|diff|convert|plan"
-    commands = parser.add_subparsers(title="commands", metavar=names, required=True)
-    _add_doctor(commands)
-    _add_patch(commands)
-    for name, text, description in (
-        ("inspect", "what does a checkpoint hold?", _INSPECT),
-        ("verify", "is a checkpoint whole?", _VERIFY),
-    ):
-        _command(commands, name, text, description).add_argument("checkpoint", type=Path, metavar="CKPT")
-    diff = _command(commands, "diff", "in what do two checkpoints or runs differ?", _DIFF)
-    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint, or a digest file")
-    diff.add_argument("second", type=Path, metavar="B", help="another")
-    diff.set_defaults(refused=2)
-    _add_convert(commands)
-    plan = _command(commands, "plan", "what would a choice of parallel sizes cost?", plan_arguments.DESCRIPTION)
-    plan.set_defaults(module="plan_command")
-    plan_arguments.add_arguments(plan, _count)
-    return parser
-
-
-def _command(
-    commands: _Commands[argparse.ArgumentParser], name: str, text: str, description: str, *, has_json: bool = True
-) -> argparse.ArgumentParser:
-    """Declares a command that the module of its name answers."""
-    shape = argparse.RawDescriptionHelpFormatter
-    command = commands.add_parser(name, help=text, description=description, formatter_class=shape)
-    command.set_defaults(module=name, json=False)
-    if has_json:
-        command.add_argument("--json", action="store_true", help="print one JSON document")
-    return command
-
-
-def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
-    command = _command(commands, "doctor", "would training start here, and with what?", _DOCTOR)
-    command.usage = f"{_PROGRAM} doctor [-h] [--json] [--no-trial] [FORK] [-- LAUNCH FLAGS ...]"
-    command.epilog = _DOCTOR_EXAMPLES
+    parser.set_defaults(refused=1, json=False)
+    commands = parser.add_subparsers(title="commands", metavar="|".join(_COMMANDS), required=True)
+    of = {}
+    for name, (module, text, description) in _COMMANDS.items():
+        shape = argparse.RawDescriptionHelpFormatter
+        of[name] = commands.add_parser(name, help=text, description=description, formatter_class=shape)
+        of[name].set_defaults(module=module)
+        if name != "patch":
+            of[name].add_argument("--json", action="store_true", help="print one JSON document")
+    doctor, patch, diff, convert = of["doctor"], of["patch"], of["diff"], of["convert"]
+    doctor.usage = f"{_PROGRAM} doctor [-h] [--json] [--no-trial] [FORK] [-- LAUNCH FLAGS ...]"
+    doctor.epilog = _DOCTOR_EXAMPLES
     text = "import nothing of the fork: for a login node without its packages"
-    command.add_argument("--no-trial", dest="has_trial", action="store_false", help=text)
-    command.add_argument("fork", nargs="?", type=Path, metavar="FORK", help="folder that holds the folder megatron")
-
-
-def _add_patch(commands: _Commands[argparse.ArgumentParser]) -> None:
-    text = "let a fork find this package by itself, or take that out again"
-    command = _command(commands, "patch", text, _PATCH, has_json=False)
-    what = command.add_mutually_exclusive_group(required=True)
+    doctor.add_argument("--no-trial", dest="has_trial", action="store_false", help=text)
+    doctor.add_argument("fork", nargs="?", type=Path, metavar="FORK", help=_FORK)
+    what = patch.add_mutually_exclusive_group(required=True)
     for action, meaning in (
         ("check", "say whether it can be done or is done, and print the difference"),
         ("apply", "put the lines in"),
         ("undo", "take exactly those lines out; the file is as before, to the byte"),
     ):
         what.add_argument(f"--{action}", dest="action", action="store_const", const=action, help=meaning)
-    command.add_argument("fork", type=Path, metavar="FORK", help="folder that holds the folder megatron")
-
-
-def _add_convert(commands: _Commands[argparse.ArgumentParser]) -> None:
-    command = _command(commands, "convert", "write a checkpoint in another format", _CONVERT)
-    command.set_defaults(module="convert_command")
-    command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
-    command.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
-    command.add_argument("--to", choices=FORMATS, required=True, help="the format to write")
-    command.add_argument("--dp", type=_count, metavar="N", help="data-parallel size of the run to come")
-    command.add_argument("--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it")
+    patch.add_argument("fork", type=Path, metavar="FORK", help=_FORK)
+    for name in ("inspect", "verify"):
+        of[name].add_argument("checkpoint", type=Path, metavar="CKPT")
+    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint, or a digest file")
+    diff.add_argument("second", type=Path, metavar="B", help="another")
+    diff.set_defaults(refused=2)
+    convert.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
+    convert.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
+    convert.add_argument("--to", choices=FORMATS, required=True, help="the format to write")
+    convert.add_argument("--dp", type=_count, metavar="N", help="data-parallel size of the run to come")
+    convert.add_argument("--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it")
+    plan_command.add_arguments(of["plan"], _count)
+    return parser
 
 
 def _count(text: str) -> int:

@@ -38,7 +38,7 @@ class Edit:
     name: str  # its path in the fork
     before: bytes  # all of its content
     after: bytes
-    line: int  # after which the block stands; counted without the block
+    line: int  # after which the block stands; plural without the block
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
@@ -48,10 +48,11 @@ def answer(parsed: argparse.Namespace) -> Answer:
         HostError: it cannot be done; nothing is changed then.
     """
     tree, fork, action = fork_at(parsed.fork), parsed.fork, parsed.action
-    is_applied = is_patched(tree)
+    block = find_block(tree)
+    is_applied = block is not None
     if action == ("apply" if is_applied else "undo"):
         return Answer({}, [f"is {'applied already: nothing to do' if is_applied else 'not applied: nothing to undo'}"])
-    edit = plan_undo(tree) if is_applied else plan_apply(tree)
+    edit = plan_apply(tree) if block is None else plan_undo(tree, block)
     if action != "check":
         write(edit)
     place = f"{edit.name}, {len(BLOCK)} lines after line {edit.line}"
@@ -64,38 +65,35 @@ def answer(parsed: argparse.Namespace) -> Answer:
     return Answer({}, [text.removesuffix("\n")])
 
 
-def is_patched(tree: SourceTree) -> bool:
-    """Whether the fork has the block.
+def find_block(tree: SourceTree) -> slice | None:
+    """Returns where in the fork's file the block is; None where it is not.
 
     Raises:
         HostError: the tree is no supported fork, or the block was edited by hand.
     """
     file = _factory_file(tree)
     content = file.read_bytes()
-    if has_marker(content) and intact_block(content) is None:
+    block = intact_block(content)
+    if block is None and has_marker(content):
         raise HostError(
             f"The lines from {BEGIN!r} to {END!r} in {tree.shown(file)} are not the {len(BLOCK)} lines that this "
             "version puts in. Take the lines out by hand, or check the file out again."
         )
-    return has_marker(content)
+    return block
 
 
 def plan_apply(tree: SourceTree) -> Edit:
     """Plans the edit that puts the block into a fork that has none.
 
     Raises:
-        UnknownHostError: the tree is no supported fork.
-        HostMismatchError: the function is missing, has another signature, or was replaced by other code.
-        UnreadableSourceError: the file is no Python.
+        HostError: the tree is no supported fork, or the function is missing, different or replaced by other code.
     """
     file = _factory_file(tree)
     found = find_patch_point(tree, recognise(tree.has).factory)
     reason = found.refusal
     if reason is None and not found.is_at_top:
-        reason = (
-            f"{found.patch_point} in {found.place} stands under another statement, and not at the top level of its "
-            "module. Use the runner or megatron_distopt.install() instead."
-        )
+        remedy = "Use the runner or megatron_distopt.install() instead"
+        reason = f"{found.patch_point} in {found.place} is not at the top level of its module. {remedy}."
     if reason is not None:
         raise HostMismatchError(reason)
     before = file.read_bytes()
@@ -112,17 +110,10 @@ def plan_apply(tree: SourceTree) -> Edit:
     return Edit(file, tree.shown(file), before, after, found.end)
 
 
-def plan_undo(tree: SourceTree) -> Edit:
-    """Plans the edit that takes the block out again; the inverse of `plan_apply`.
-
-    Raises:
-        HostError: there is no block, or it was edited by hand.
-    """
+def plan_undo(tree: SourceTree, block: slice) -> Edit:
+    """Plans the edit that takes the block out again; the inverse of `plan_apply`."""
     file = _factory_file(tree)
     before = file.read_bytes()
-    block = intact_block(before) if is_patched(tree) else None
-    if block is None:
-        raise HostError(f"{tree.shown(file)} has no block of this package. Run megatron-distopt patch --check.")
     line = len(before[: block.start].splitlines())
     return Edit(file, tree.shown(file), before, before[: block.start] + before[block.stop :], line)
 
@@ -139,11 +130,7 @@ def _factory_file(tree: SourceTree) -> Path:
 
 
 def write(edit: Edit) -> None:
-    """Replaces the file by its new content in one rename, with the same mode.
-
-    Raises:
-        HostError: the folder cannot be written to, or the file changed since the edit was planned.
-    """
+    """Replaces the file by its new content in one rename, with the same mode; refuses one that changed since."""
     try:
         if edit.file.read_bytes() != edit.before:
             raise HostError(f"{edit.name} changed while it was patched. Run the command again.")

@@ -1,21 +1,33 @@
 """`megatron-distopt plan`: what parallel sizes, dtypes, buckets and state cost, before anything is started.
 
-Imports no torch. Its command line is in `plan_arguments`, the model and its choices are in `plan_model`.
+Imports no torch. The model and what is chosen for it are in `plan_model`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from megatron_distopt.cli.plan_arguments import choices_of, sizes_of
-from megatron_distopt.cli.plan_model import AUTO, DTYPES, Choice, GptSizes, StageParam, check_cut, stage_params
+from megatron_distopt.cli.plan_model import (
+    AUTO,
+    DTYPES,
+    REDUCE_NBYTES,
+    Choice,
+    GptSizes,
+    ParallelSizes,
+    StageParam,
+    check_cut,
+    stage_params,
+)
 from megatron_distopt.cli.show import Answer, plural, ranges, rows, size_text, titled
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import (
@@ -27,6 +39,7 @@ from megatron_distopt.layout import (
     plan_owners,
 )
 from megatron_distopt.layout.estimate import (
+    MAIN_NBYTES,
     MOMENT_NBYTES,
     Footprint,
     Sent,
@@ -35,9 +48,134 @@ from megatron_distopt.layout.estimate import (
     sent_for_statistics,
 )
 
+DESCRIPTION = """Works out, before anything is started, what a choice of parallel sizes, dtypes
+and buckets costs: bytes a rank by kind, buckets, and what a step's collectives
+send. Several values of a flag are compared in one table. With --memory the
+table has all forms of the optimizer state that fit into a device, and what
+changes least about the training is first.
+
+The model is a Megatron GPT. docs/plan.md says what each figure means."""
+
+_SIZES = (
+    ("--layers", "transformer layers, all stages together"),
+    ("--hidden", "width"),
+    ("--vocab", "tokens; padded to a multiple of 128 times tp, as Megatron does"),
+    ("--heads", "attention heads; needed where keys have fewer"),
+    ("--kv-heads", "heads of keys and values, where they have fewer"),
+    ("--head-dim", "width of a head; hidden / heads"),
+    ("--ffn", "width of the MLP; 4 times hidden, 8/3 times of a gated one"),
+    ("--seq", "tokens of a sequence, which is to say rows of learned positions; 2048"),
+    ("--experts", "experts in the MLP of each layer"),
+    ("--expert-ffn", "width of an expert; as --ffn"),
+)
+LLAMA = {"is_gated": True, "is_rms": True, "is_rotary": True, "has_bias": False, "is_tied": False}
+#: Switches, and the fields that they set.
+_SWITCHES = (
+    ("--gated", {"is_gated": True}, "the MLP has a gate (SwiGLU)"),
+    ("--rms", {"is_rms": True}, "RMSNorm"),
+    ("--rotary", {"is_rotary": True}, "no learned positions"),
+    ("--no-bias", {"has_bias": False}, "linear layers without a bias"),
+    ("--qkv-bias", {"has_qkv_bias": True}, "but with one for queries, keys and values"),
+    ("--untied", {"is_tied": False}, "the output layer has a weight of its own, and not the word embedding's"),
+    ("--tied", {"is_tied": True}, "the output layer is the word embedding; the default"),
+    ("--llama", LLAMA, "--gated --rms --rotary --no-bias --untied"),
+)
+#: With `--memory`, the forms of main params that are tried by dtype of the params, and those of both moments: one of
+#: each number of bytes.
+_MAINS = {"bf16": ("float32", "remainder", "bfloat16"), "fp16": ("float32", "float16"), "fp32": ("float32",)}
+_MOMENTS = ("float32", "bfloat16", "int8")
 _GIB = 1 << 30
 #: A matrix that travels to its owner, and the update that comes back, have two bytes an element.
 _TRAVEL_NBYTES = 2
+
+
+def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    """Declares the flags of `plan`; `count` reads a whole number of at least 1."""
+    model = command.add_argument_group("model")
+    for flag, text in _SIZES:
+        model.add_argument(flag, type=count, metavar="N", help=text)
+    for flag, switch, text in _SWITCHES:
+        model.add_argument(flag, dest="switches", action="append_const", const=switch, default=[], help=text)
+    group = command.add_argument_group("choices; each takes several values")
+    ranks = group.add_mutually_exclusive_group()
+    ranks.add_argument("--dp", type=count, nargs="+", default=[1], metavar="N", help="data-parallel sizes")
+    ranks.add_argument("--ranks", type=count, nargs="+", metavar="N", help="all ranks; dp is what tp and pp leave")
+    for flag, text in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("ep", "expert-parallel")):
+        group.add_argument(f"--{flag}", type=count, nargs="+", default=[1], metavar="N", help=f"{text} sizes")
+    for flag, words, default, text in (
+        ("--dtype", DTYPES, ["bf16"], "dtype of the params; bf16"),
+        ("--grad-dtype", ("fp32", "param"), ["fp32"], "dtype of the grads; fp32"),
+        ("--reduce-dtype", ("none", *REDUCE_NBYTES), ["none"], "dtype in which fp32 grads are communicated; none"),
+        ("--optimizer", ("adam", "muon"), ["adam"], "muon: Muon for the matrices of layers, Adam for all else; adam"),
+        ("--main-params-dtype", MAIN_NBYTES, [], "form of the main params of 16-bit params; float32"),
+        ("--exp-avg-dtype", MOMENT_NBYTES, [], "form of the first moment; float32"),
+        ("--exp-avg-sq-dtype", MOMENT_NBYTES, [], "form of the second moment; float32"),
+    ):
+        group.add_argument(flag, choices=tuple(words), nargs="+", default=default, help=text)
+    text = "part of the state of 16-bit params that is on the host, by whole buckets and in fp32; 0"
+    group.add_argument("--offload-fraction", type=_number, nargs="+", default=[0.0], metavar="F", help=text)
+    text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
+    bucket = partial(_bucket_size, count)
+    group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
+    text = "memory of a device: lists what fits, with every form of the state that is not given above"
+    command.add_argument("--memory", type=_number, metavar="GIB", help=text)
+
+
+def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
+    return AUTO if text == AUTO else None if text == "all" else count(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not finite. Write a number such as 0.5.")
+    return value
+
+
+def _sizes_of(parsed: argparse.Namespace) -> GptSizes:
+    flags = {field.name: getattr(parsed, field.name, None) for field in fields(GptSizes)}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    for switch in parsed.switches:
+        given |= switch
+    for name in ("layers", "hidden", "vocab"):
+        if name not in given:
+            raise ConfigError(f"The model has no {name}. Write --{name} N.")
+    return GptSizes(**given)
+
+
+def _choices_of(parsed: argparse.Namespace) -> Iterator[Choice]:
+    """Yields every combination of the values that were given, in the order of the flags.
+
+    Raises:
+        ConfigError: `--ranks` is no multiple of tp times pp, or training refuses a combination.
+    """
+    for number, tp, pp, ep in itertools.product(parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep):
+        if parsed.ranks and number % (tp * pp):
+            raise ConfigError(
+                f"--ranks {number} is not divisible by tp {tp} times pp {pp}. Write another number, or --dp N "
+                "in its place."
+            )
+        cut = ParallelSizes(number // (tp * pp) if parsed.ranks else number, tp, pp, ep)
+        buffers = itertools.product(parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
+        for dtype, grads, reduce, bucket in buffers:
+            grad_dtype = dtype if grads == "param" else "fp32"
+            reduce_dtype = None if reduce == "none" else reduce
+            for state in _states_of(parsed, dtype):
+                yield Choice(cut, dtype, grad_dtype, reduce_dtype, bucket, *state)
+
+
+def _states_of(parsed: argparse.Namespace, dtype: str) -> Iterator[tuple[str, str, str, float, str]]:
+    """Forms of main params and moments, fraction on the host, and optimizer; with --memory also forms not asked for."""
+    mains, firsts, seconds = parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype
+    for optimizer in parsed.optimizer:
+        tries_forms = parsed.memory is not None and optimizer == "adam"  # the state of Muon has one form
+        tried_mains, tried_moments = (_MAINS[dtype], _MOMENTS) if tries_forms else (("float32",), ("float32",))
+        moments = [*itertools.product(firsts or tried_moments, seconds or tried_moments)]
+        if not firsts and not seconds:
+            moments = [(form, form) for form in tried_moments]
+        for state in itertools.product(mains or tried_mains, moments, parsed.offload_fraction):
+            main, (first, second), fraction = state
+            yield main, first, second, fraction, optimizer
 
 
 @dataclass(frozen=True)
@@ -54,7 +192,6 @@ class StagePlan:
 
     @property
     def numel(self) -> int:
-        """Elements of all params."""
         return sum(param.spec.numel for param in self.params)
 
     @property
@@ -69,7 +206,6 @@ class StagePlan:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that the rank sends in one step."""
         return sum(part.nbytes for part in self.sent.values())
 
 
@@ -82,7 +218,6 @@ class ChoicePlan:
 
     @property
     def fullest(self) -> StagePlan:
-        """The stage whose ranks hold most."""
         return max(self.stages, key=lambda stage: stage.footprint.lasting_nbytes)
 
     @property
@@ -97,23 +232,13 @@ class ChoicePlan:
 
 
 def plan_choice(gpt: GptSizes, choice: Choice) -> ChoicePlan:
-    """Works out every stage for the first data-parallel rank, on which no padding of a bucket's end lies.
-
-    Raises:
-        ConfigError: the sizes do not fit together.
-    """
+    """Works out every stage for the first data-parallel rank, on which no padding of a bucket's end lies."""
     numbers = sorted({0, min(1, choice.cut.pp - 1), choice.cut.pp - 1})
     return ChoicePlan(choice, tuple(plan_stage(gpt, choice, stage) for stage in numbers))
 
 
 def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> StagePlan:
-    """Works out one rank.
-
-    Args:
-        gpt: the model.
-        choice: how it is trained.
-        stage: of the pipeline.
-        rank: in the data-parallel group; its experts' group has every `ep`-th of its ranks.
+    """Works out one rank of a data-parallel group; its experts' group has every `ep`-th of its ranks.
 
     Raises:
         ConfigError: the sizes do not fit together.
@@ -173,8 +298,8 @@ def answer(parsed: argparse.Namespace) -> Answer:
     Raises:
         ConfigError: sizes or choices that do not fit together.
     """
-    gpt = sizes_of(parsed)
-    plans = [plan_choice(gpt, choice) for choice in choices_of(parsed)]
+    gpt = _sizes_of(parsed)
+    plans = [plan_choice(gpt, choice) for choice in _choices_of(parsed)]
     memory_nbytes = None if parsed.memory is None else round(parsed.memory * _GIB)
     shown = plans
     if memory_nbytes is not None:
@@ -186,7 +311,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
         "choices": [_document(plan, memory_nbytes) for plan in plans],
     }
     model = {name: str(value) for name, value in asdict(gpt).items() if value not in (None, False)}
-    parts = [titled("model", rows([(" ".join(f"{name} {value}," for name, value in model.items()).rstrip(","),)]))]
+    parts = [titled("model", rows([(", ".join(f"{name} {value}" for name, value in model.items()),)]))]
     # Of a single choice every stage is shown, of several the one whose ranks hold most.
     listed = [(plan, stage) for plan in shown for stage in (plan.stages if len(plans) == 1 else [plan.fullest])]
     if listed:

@@ -22,8 +22,8 @@ REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
 AUTO: Final = "auto"
 #: Options of a run that are chosen here under the same names.
 _STATE_OPTIONS = ("optimizer", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction")
-#: Megatron makes the width of a gated MLP a multiple of this.
-_GATED_MULTIPLE = 64
+#: Megatron makes the width of a gated MLP a multiple of this, and the vocabulary of a rank one of the other.
+_GATED_MULTIPLE, _VOCAB_MULTIPLE = 64, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,7 @@ class GptSizes:
     layers: int
     hidden: int
     vocab: int  # tokens
-    vocab_multiple: int = 128  # `vocab` is padded to a multiple of this times tp; 0 for one that is padded already
-    seq: int = 2048  # tokens of a sequence
-    positions: int | None = None  # rows of the learned position embedding; `seq` where None, 0 for none
+    seq: int = 2048  # tokens of a sequence, and rows of a learned position embedding
     heads: int | None = None  # of attention; None where their number does not matter
     kv_heads: int | None = None  # heads that keys and values have; `heads` where None
     head_dim: int | None = None  # `hidden / heads` where None
@@ -47,28 +45,22 @@ class GptSizes:
     has_bias: bool = True  # linear layers have one
     has_qkv_bias: bool = False  # the projection to queries, keys and values has one, whatever `has_bias` says
     is_rms: bool = False  # norms have a weight and no bias
+    is_rotary: bool = False  # positions have no params
 
     @property
     def ffn_width(self) -> int:
-        """Width of the MLP, without the gate."""
         if self.ffn is not None:
             return self.ffn
         return self.hidden * 8 // 3 // _GATED_MULTIPLE * _GATED_MULTIPLE if self.is_gated else 4 * self.hidden
 
     @property
     def query_width(self) -> int:
-        """Width of all queries together."""
-        return self.hidden if self.heads is None else self.heads * self._width_of_head
+        return self.hidden if self.heads is None else self.heads * self._head_width
 
     @property
     def kv_width(self) -> int:
         """Width of all keys together, and of all values."""
-        return self.query_width if self.kv_heads is None else self.kv_heads * self._width_of_head
-
-    @property
-    def num_positions(self) -> int:
-        """Rows of the position embedding."""
-        return self.seq if self.positions is None else self.positions
+        return self.query_width if self.kv_heads is None else self.kv_heads * self._head_width
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of the word embedding of all tensor-parallel ranks.
@@ -76,17 +68,16 @@ class GptSizes:
         >>> GptSizes(layers=1, hidden=8, vocab=50257).padded_vocab(2)
         50432
         """
-        multiple = self.vocab_multiple * tp
-        return -(-self.vocab // multiple) * multiple if multiple else self.vocab
+        multiple = _VOCAB_MULTIPLE * tp
+        return -(-self.vocab // multiple) * multiple
 
     @property
-    def _width_of_head(self) -> int:
+    def _head_width(self) -> int:
         if self.head_dim is not None:
             return self.head_dim
         if self.heads is None or self.hidden % self.heads:
             raise ConfigError(
-                f"The hidden size {self.hidden} is not divisible by {self.heads} heads. "
-                "Write --heads N, or give kv_channels in the config."
+                f"The hidden size {self.hidden} is not divisible by {self.heads} heads. Write --heads or --head-dim."
             )
         return self.hidden // self.heads
 
@@ -102,7 +93,6 @@ class ParallelSizes:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all groups together."""
         return self.dp * self.tp * self.pp
 
 
@@ -137,12 +127,10 @@ class Choice:
 
     @property
     def has_muon(self) -> bool:
-        """Whether Muon updates the matrices of layers."""
         return self.optimizer == "muon"
 
     @property
     def widths(self) -> Widths:
-        """Bytes an element."""
         moments = (self.exp_avg_dtype, self.exp_avg_sq_dtype)
         is_own_main = self.dtype == "fp32"
         return Widths(
@@ -157,10 +145,10 @@ class Choice:
 
     @property
     def state(self) -> str:
-        """The forms of the state in a few words."""
-        forms = {"main": self.main_params_dtype, "exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        moments = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
         if self.exp_avg_dtype == self.exp_avg_sq_dtype:
-            forms = {"main": self.main_params_dtype, "moments": self.exp_avg_dtype}
+            moments = {"moments": self.exp_avg_dtype}
+        forms = {"main": self.main_params_dtype, **moments}
         return ", ".join(f"{name} {form}" for name, form in forms.items() if form != "float32") or "float32"
 
     @property
@@ -204,12 +192,9 @@ class StageParam:
 
 
 def stage_params(gpt: GptSizes, cut: ParallelSizes, stage: int, dtype: str) -> tuple[StageParam, ...]:
-    """Returns the params that a rank of one pipeline stage registers, in that order.
+    """Returns the params that a rank of one pipeline stage, plural from 0, registers, in that order.
 
-    Args:
-        gpt, cut: agree with each other, see `check_cut`.
-        stage: from 0.
-        dtype: of all params, e.g. "bfloat16".
+    The sizes agree with each other, which `check_cut` checks; `dtype` is that of all params, such as "bfloat16".
     """
     return tuple(_ParamsOfStage(gpt, cut, dtype).of(stage))
 
@@ -225,8 +210,8 @@ class _ParamsOfStage:
         vocab_shape = (self.gpt.padded_vocab(self.cut.tp) // self.cut.tp, self.gpt.hidden)
         if is_first:
             yield self._param("embedding.word_embeddings.weight", *vocab_shape)
-            if self.gpt.num_positions:
-                yield self._param("embedding.position_embeddings.weight", self.gpt.num_positions, self.gpt.hidden)
+            if not self.gpt.is_rotary:
+                yield self._param("embedding.position_embeddings.weight", self.gpt.seq, self.gpt.hidden)
         for layer in range(self.gpt.layers // self.cut.pp):
             yield from self._layer(f"decoder.layers.{layer}")
         if is_last:

@@ -30,23 +30,19 @@ class Answer:
     status: int = 0  # of the process when it exits
 
     def as_text(self, width: int | None) -> str:
-        """Renders the parts for people.
-
-        Args:
-            width: of the terminal in characters; None for a file or a pipe.
-        """
+        """Renders the parts for a terminal of so many characters, or for a file or a pipe."""
         console = Console(width=width or _ANY_WIDTH, markup=False, emoji=False, highlight=False)
-        return "\n\n".join(part if isinstance(part, str) else _rendered(part, console) for part in self.parts)
+        texts = []
+        for part in self.parts:
+            with console.capture() as captured:
+                console.print(part)
+            drawn = "\n".join(line.rstrip() for line in captured.get().splitlines())
+            texts.append(part if isinstance(part, str) else drawn)
+        return "\n\n".join(texts)
 
     def as_json(self) -> str:
         """Writes the document as JSON; inf and nan, which JSON lacks, are the texts "inf", "-inf" and "nan"."""
         return json.dumps(_plain(self.document), indent=2, allow_nan=False)
-
-
-def _rendered(part: RenderableType, console: Console) -> str:
-    with console.capture() as captured:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _plain(value: Any) -> Any:
@@ -60,12 +56,9 @@ def _plain(value: Any) -> Any:
 class Status(Enum):
     """The meaning of a finding for training."""
 
-    #: As it should be.
     OK = "ok"
-    #: Good to know; the optimizer could start.
-    NOTE = "note"
-    #: Training with this optimizer could not start.
-    PROBLEM = "problem"
+    NOTE = "note"  # good to know; the optimizer could start
+    PROBLEM = "problem"  # training with this optimizer could not start
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ def progress_of(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows on standard error, where that is a terminal, how much of a long task is done.
 
     Args:
-        what: is being done, such as "verifying".
+        what: the task, such as "verifying".
         total: bytes to come.
 
     Returns:
@@ -127,26 +120,13 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes / unit:.{int(unit > 1)}f} {suffix}"
 
 
-def number_text(value: object) -> str:
-    """Writes a number without a fraction that is zero, a list in brackets, and anything else as it is.
-
-    >>> number_text(65536.0), number_text([0.9, 0.999]), number_text(1e-08)
-    ('65536', '[0.9, 0.999]', '1e-08')
-    """
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(number_text, value))}]"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    return str(value)
-
-
 def options_text(options: Mapping[str, object]) -> str:
     """Writes names and values.
 
     >>> options_text({"lr": 0.001, "amsgrad": False})
     'lr 0.001, amsgrad False'
     """
-    return ", ".join(f"{key} {number_text(value)}" for key, value in options.items())
+    return ", ".join(f"{key} {value}" for key, value in options.items())
 
 
 def plural(count: int, noun: str) -> str:

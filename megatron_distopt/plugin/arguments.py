@@ -48,12 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[object], None]) -> Replacement:
-    """Wraps a host's `parse_args`: adds the flags of this package and refuses conflicts.
-
-    Args:
-        original: the host's, whose first parameter is `extra_args_provider`.
-        check_arguments: refuses parsed arguments that cannot be combined.
-    """
+    """Wraps a host's `parse_args`: adds the flags of this package and refuses conflicts."""
 
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -75,15 +70,9 @@ def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: b
     """Refuses a misspelled flag of this package or of the host, because some hosts ignore flags that they do not know.
 
     Args:
-        words: of the command line.
+        words: the command line.
         known: option strings of the parser.
         abbreviated: whether the parser takes the beginning of a flag for it.
-
-    Raises:
-        ConfigError: one is misspelled; the message names the nearest.
-
-    Examples:
-        >>> check_spelling(["--distopt-adam", "apex"], ["--distopt-adam"])
     """
     for word in words:
         flag = word.partition("=")[0]

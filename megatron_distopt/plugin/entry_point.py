@@ -19,10 +19,7 @@ from megatron_distopt.plugin.install import apply, fix_host, flags_of
 
 
 def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what the fork uses in place of its own factory.
-
-    Args:
-        original: the fork's factory, or the replacement of another package.
+    """Returns what the fork uses in place of `original`: its own factory, or what another package made of it.
 
     Raises:
         ConfigError: a bad MEGATRON_DISTOPT variable.

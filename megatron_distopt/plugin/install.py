@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,8 @@ from megatron_distopt.hosts.patch_points import PatchPoint
 from megatron_distopt.plugin.arguments import parser_with_ours
 
 Undo = Callable[[], None]
+#: A patch point, and a function from what is there to what takes its place.
+Patch = tuple[PatchPoint, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +84,15 @@ def install(config: DistOptConfig | None = None) -> Installation:
             undos.append(fix_host())  # before anything of the host is imported
             host = find_host()
             host.factory.find()  # imports it; a host that looks for entry points installs this package then
-            factory = Patch(host.factory, lambda original: host.replacement(original, options))
+            factory = host.factory, lambda original: host.replacement(original, options)
             undos.insert(0, apply([factory, *flags_of(host)]))
             undos.insert(1, host.take_over(options))
         else:
-            undos.append(_install_flags_alone())
+            # A launch script keeps its --distopt flags: they are parsed and ignored. A host without a parser is not
+            # imported, because nothing is to happen where the package is switched off.
+            with suppress(UnknownHostError):
+                if recognise(importable_host(Path(sys.path[0] or "."), sys.path).has).parser is not None:
+                    undos.append(apply(flags_of(find_host())))
         undos.append(show_presence("" if is_active else SWITCHED_OFF))
     except Exception:
         for undo in undos:
@@ -102,31 +109,11 @@ def fix_host() -> Undo:
     return apply_fixes(needed_fixes(importable_host(Path(sys.path[0] or "."), sys.path)))
 
 
-def _install_flags_alone() -> Undo:
-    """Lets a launch script keep its --distopt flags with MEGATRON_DISTOPT=0: they are parsed and ignored.
-
-    A host without a parser is not imported, because nothing is to happen where the package is switched off.
-    """
-    try:
-        generation = recognise(importable_host(Path(sys.path[0] or "."), sys.path).has)
-        return apply(flags_of(find_host())) if generation.parser is not None else lambda: None
-    except UnknownHostError:
-        return lambda: None
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A patch point, and a function from what is there to what takes its place."""
-
-    patch_point: PatchPoint
-    replace: Callable[[Any], Any]
-
-
 def flags_of(host: Generation) -> list[Patch]:
     """Returns the patch that adds the flags to the host's parser, or none where it is applied already."""
     if host.parser is None or host.parser.is_replaced:
         return []
-    return [Patch(host.parser, lambda original: parser_with_ours(original, host.check_arguments))]
+    return [(host.parser, lambda original: parser_with_ours(original, host.check_arguments))]
 
 
 def apply(patches: Sequence[Patch]) -> Undo:
@@ -140,14 +127,13 @@ def apply(patches: Sequence[Patch]) -> Undo:
         UnknownHostError: a module cannot be imported.
         HostMismatchError: an attribute is missing, has another signature, or was replaced by other code.
     """
-    originals = [patch.patch_point.find() for patch in patches]
-    before = [patch.patch_point.current for patch in patches]  # may be an earlier replacement
-    ours = [patch.replace(original) for patch, original in zip(patches, originals, strict=True)]
+    originals = [point.find() for point, _ in patches]
+    before = [point.current for point, _ in patches]  # may be an earlier replacement
+    ours = [replace(original) for (_, replace), original in zip(patches, originals, strict=True)]
     _rebind(before, ours)
 
     def undo() -> None:
-        for patch, replacement in zip(patches, ours, strict=False):
-            point = patch.patch_point
+        for (point, _), replacement in zip(patches, ours, strict=False):
             if point.module in sys.modules and point.current is not replacement:
                 raise HostMismatchError(f"{point} was replaced by other code since. Undo that replacement first.")
         _rebind(ours, before)

@@ -38,10 +38,7 @@ class TrainingScript:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Installs the package and runs the target; returns only where the target does.
-
-    Args:
-        argv: without the program's name; `sys.argv[1:]` where None.
+    """Installs the package and runs the target; `argv` is without the program's name, and `sys.argv[1:]` where None.
 
     Raises:
         SystemExit: the target's own; 2 for a bad command line, 1 where the package cannot be installed.
@@ -55,29 +52,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n{_USAGE}\n")
         raise SystemExit(2) from None
-    _run(target)
-
-
-def parse_target(words: Sequence[str]) -> TrainingScript:
-    """Splits the command line into the script and its arguments.
-
-    Raises:
-        ConfigError: no target, or a script that does not exist.
-
-    >>> parse_target(["--local_rank=1", "-m", "package.pretrain", "--lr", "1"])
-    TrainingScript(name='package.pretrain', is_module=True, arguments=('--local_rank=1', '--lr', '1'))
-    """
-    launcher = [word for word in words[:1] if word.startswith(("--local_rank", "--local-rank"))]
-    rest = list(words[len(launcher) :])
-    is_module = rest[:1] == ["-m"]
-    name, arguments = rest[is_module : is_module + 1], rest[is_module + 1 :]
-    if not name or (not is_module and not os.path.isfile(name[0])):
-        found = f"There is no training script {name[0]!r}" if name else "No training script is given"
-        raise ConfigError(f"{found}. Put the script's path, or -m and a module, first.")
-    return TrainingScript(name[0], is_module, (*launcher, *arguments))
-
-
-def _run(target: TrainingScript) -> None:
     script = os.path.abspath(target.name)
     if not target.is_module and not getattr(sys.flags, "safe_path", False):  # python 3.11 can leave both folders out
         sys.path[0] = os.path.dirname(script)  # python -m put the working directory there
@@ -98,6 +72,25 @@ def _run(target: TrainingScript) -> None:
     with open(script, "rb") as file:
         code = compile(file.read(), script, "exec", dont_inherit=True)
     exec(code, vars(main_module))
+
+
+def parse_target(words: Sequence[str]) -> TrainingScript:
+    """Splits the command line into the script and its arguments.
+
+    Raises:
+        ConfigError: no target, or a script that does not exist.
+
+    >>> parse_target(["--local_rank=1", "-m", "package.pretrain", "--lr", "1"])
+    TrainingScript(name='package.pretrain', is_module=True, arguments=('--local_rank=1', '--lr', '1'))
+    """
+    launcher = [word for word in words[:1] if word.startswith(("--local_rank", "--local-rank"))]
+    rest = list(words[len(launcher) :])
+    is_module = rest[:1] == ["-m"]
+    name, arguments = rest[is_module : is_module + 1], rest[is_module + 1 :]
+    if not name or (not is_module and not os.path.isfile(name[0])):
+        found = f"There is no training script {name[0]!r}" if name else "No training script is given"
+        raise ConfigError(f"{found}. Put the script's path, or -m and a module, first.")
+    return TrainingScript(name[0], is_module, (*launcher, *arguments))
 
 
 def _without_our_frames(original: ExceptHook) -> ExceptHook:

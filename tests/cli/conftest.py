@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_commands import (
-    ITERATION,
-)
-from tests.support.plan_command import CONFIG
+from tests.support.checkpoint_commands import ITERATION
 from tests.support.simulated import World, small_model
 
 
@@ -35,10 +31,3 @@ def copied(whole: Path, tmp_path: Path) -> Path:
     """One that may be damaged."""
     shutil.copytree(whole, tmp_path / "copied")
     return tmp_path / "copied"
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(CONFIG), encoding="utf-8")
-    return file

@@ -32,7 +32,9 @@ from tests.support.checkpoint_commands import (
 
 
 def at_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr(cli, "_width", lambda: width)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")  # no colours
+    monkeypatch.setenv("COLUMNS", str(width))
 
 
 @pytest.mark.parametrize("width", [80, 140])

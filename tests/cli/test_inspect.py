@@ -38,11 +38,11 @@ def test_inspect_when_asked_then_everything_in_one_look(whole: Path, capsys: Out
         ["written by", f"megatron_distopt {VERSION}, torch {torch.__version__}"],
         ["optimizer", "torch_fused"],
         ["steps", "10"],
-        ["loss scale", "scale 1024, good_steps 0, tolerated 2"],
+        ["loss scale", "scale 1024.0, good_steps 0.0, tolerated 2.0"],
         ["size", "27 params, 2,373 elements, 27.8 KiB of state"],
         ["of each", "main, exp_avg, exp_avg_sq in float32"],
-        ["0", "18 params, 2,220 elements, wd_mult 1, weight_decay 0.1"],
-        ["1", "9 params, 153 elements, wd_mult 0, weight_decay 0"],
+        ["0", "18 params, 2,220 elements, wd_mult 1.0, weight_decay 0.1"],
+        ["1", "9 params, 153 elements, wd_mult 0.0, weight_decay 0.0"],
     ):
         assert row in shown
     assert "lr 0.001, betas [0.9, 0.999], eps 1e-08" in "\n".join(lines)
@@ -128,12 +128,12 @@ def test_inspect_when_there_are_no_groups_then_it_says_so(copied: Path, capsys: 
 
 
 def param(name: str, *shape: int, group: int = 0) -> Param:
-    return Param(name, shape, 4 * math.prod(shape), {"main": "float32"}, group)
+    return Param(name, shape, 4 * math.prod(shape), "main in float32", group)
 
 
 def test_params_when_layers_differ_then_only_those_that_are_alike_are_one_line() -> None:
     experts = [param(f"layers.{layer}.experts.{number}.w", 2) for layer in (1, 2, 10, 11) for number in (0, 1)]
-    found = [*experts, param("layers.9.w", 3), param("bias.0", 1), param("bias.1", 1), param("a", 1, group=1)]
+    found = [param("a", 1, group=1), param("bias.0", 1), param("bias.1", 1), *experts, param("layers.9.w", 3)]
     assert [*param_rows(found)] == [
         ("a", "[1]", "1 element", "4 B", "group 1"),
         ("bias.0-1", "2 x [1]", "1 element", "8 B", "group 0"),

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_distopt.cli import patch
-from megatron_distopt.cli.patch import Edit, as_diff, is_patched, plan_apply, plan_undo, write
+from megatron_distopt.cli.patch import Edit, as_diff, find_block, plan_apply, plan_undo, write
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.hosts.fork_source import BEGIN, BLOCK, END, GROUP, as_bytes, fork_at, has_marker, intact_block
 from tests.support.fork_trees import (
@@ -45,9 +45,16 @@ def applied(fork: Path) -> Edit:
 
 
 def undone(fork: Path) -> Edit:
-    edit = plan_undo(fork_at(fork))
+    edit = planned_undo(fork)
     write(edit)
     return edit
+
+
+def planned_undo(fork: Path) -> Edit:
+    tree = fork_at(fork)
+    block = find_block(tree)
+    assert block is not None
+    return plan_undo(tree, block)
 
 
 def refusal_of(action: Callable[[], object]) -> str:
@@ -110,15 +117,15 @@ def test_patch_when_applied_then_the_block_is_right_after_the_function(
 ) -> None:
     file = make(tmp_path) / name
     before = file.read_text()
-    assert not is_patched(fork_at(tmp_path))
+    assert find_block(fork_at(tmp_path)) is None
     edit = applied(tmp_path)
     assert edit.name == name
-    assert is_patched(fork_at(tmp_path))
+    assert find_block(fork_at(tmp_path)) is not None
     body = "    return DistributedOptimizer(" + ("model)\n" if name == FACTORY else "config)\n")
     assert file.read_text() == before.replace(body, body + MARKED)
     undone(tmp_path)
     assert file.read_text() == before
-    assert not is_patched(fork_at(tmp_path))
+    assert find_block(fork_at(tmp_path)) is None
 
 
 DRIFTED = '''\
@@ -172,7 +179,7 @@ def test_patch_when_the_fork_drifted_then_applied_and_undone_to_the_byte_by_the_
     assert lines[first : first + len(BLOCK)] == list(BLOCK)
     assert lines[first - 1] == '"""  # \u00e9nd of the function'
     assert file.read_bytes().endswith(newline.encode()) == has_final_newline
-    back = plan_undo(fork_at(tmp_path))
+    back = planned_undo(tmp_path)
     for diff, content in ((as_diff(back), before), (as_diff(edit), edit.after)):
         command = ["git", "apply", "--unidiff-zero", "--whitespace=nowarn", "-"]
         subprocess.run(command, input=diff.encode(), cwd=tmp_path, check=True)
@@ -244,15 +251,9 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: t
     applied(tmp_path)
     file.write_text(file.read_text().replace(*edit))
     before = file.read_bytes()
-    for action in (plan_undo, is_patched):
-        text = refusal_of(lambda action=action: action(fork_at(tmp_path)))  # type: ignore[misc]
-        assert_mentions(text, FACTORY, repr(BEGIN), repr(END), "Take the lines out by hand")
+    text = refusal_of(lambda: find_block(fork_at(tmp_path)))
+    assert_mentions(text, FACTORY, repr(BEGIN), repr(END), "Take the lines out by hand")
     assert file.read_bytes() == before
-
-
-def test_undo_when_there_is_no_block_then_refused(tmp_path: Path) -> None:
-    text = refusal_of(lambda: plan_undo(fork_at(per_rank_2023(tmp_path))))
-    assert_mentions(text, FACTORY, "Run megatron-distopt patch --check")
 
 
 @pytest.mark.parametrize(
@@ -367,7 +368,7 @@ def test_patch_when_applied_and_undone_then_it_is_the_identity(
     original = file.read_bytes()
     applied(fork)
     assert original != file.read_bytes()
-    assert is_patched(fork_at(fork))
+    assert find_block(fork_at(fork)) is not None
     compile(file.read_bytes(), str(file), "exec")
     undone(fork)
     assert file.read_bytes() == original

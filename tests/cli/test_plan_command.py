@@ -1,4 +1,4 @@
-"""`plan` as a command: its flags, its table, what fits into a memory, configs, and refusals."""
+"""`plan` as a command: its flags, its table, what fits into a memory, and refusals."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_distopt.cli import main as cli
-from megatron_distopt.cli.plan_arguments import sizes_in_mapping
-from megatron_distopt.cli.plan_command import plan_choice
-from megatron_distopt.cli.plan_model import Choice, GptSizes, ParallelSizes, stage_params
+from megatron_distopt.cli.plan_model import ParallelSizes, stage_params
 from megatron_distopt.layout import default_bucket_size
 from tests.support.plan_command import BUCKET, GPT, SIZES, Output, document, refused, run
 
@@ -27,8 +23,8 @@ def choices_shown(lines: Sequence[str]) -> list[dict[str, str]]:
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
-def test_plan_when_one_choice_is_asked_for_then_its_table_and_its_step(config: Path, capsys: Output) -> None:
-    status, lines, err = run(capsys, "--config", config, "--dp", 2, "--bucket-size", BUCKET)
+def test_plan_when_one_choice_is_asked_for_then_its_table_and_its_step(capsys: Output) -> None:
+    status, lines, err = run(capsys, *SIZES, "--dp", 2, "--bucket-size", BUCKET)
     assert (status, err) == (0, "")
     (choice,) = choices_shown(lines)
     wanted = {"dp": "2", "dtype": "bf16", "bucket": "30,000", "params": "167.0 KiB", "all": "999.8 KiB"}
@@ -39,19 +35,17 @@ def test_plan_when_one_choice_is_asked_for_then_its_table_and_its_step(config: P
         assert part in text
 
 
-def test_plan_when_flags_have_several_values_then_all_combinations(config: Path, capsys: Output) -> None:
-    found = document(capsys, "--config", config, "--ranks", 16, 32, "--tp", 1, 2, "--dtype", "bf16", "fp32")
+def test_plan_when_flags_have_several_values_then_all_combinations(capsys: Output) -> None:
+    found = document(capsys, *SIZES, "--ranks", 16, 32, "--tp", 1, 2, "--dtype", "bf16", "fp32")
     rows = [(each["ranks"], each["dp"], each["tp"], each["dtype"]) for each in found["choices"]]
     assert rows == [
         (ranks, ranks // tp, tp, dtype) for ranks in (16, 32) for tp in (1, 2) for dtype in ("bf16", "fp32")
     ]
 
 
-def test_plan_when_grads_are_rounded_on_their_way_then_an_element_sends_4_bytes_and_not_6(
-    config: Path, capsys: Output
-) -> None:
+def test_plan_when_grads_are_rounded_on_their_way_then_an_element_sends_4_bytes_and_not_6(capsys: Output) -> None:
     words = ("--dp", 4, "--bucket-size", BUCKET, "--reduce-dtype", "none", "bfloat16", "float16")
-    found = document(capsys, "--config", config, *words)["choices"]
+    found = document(capsys, *SIZES, *words)["choices"]
     stages = [stage for choice in found for stage in choice["stages"]]
     shares = stages[0]["bytes"]["param_nbytes"] // 2 * 3 // 4  # bf16 params; three ranks get a quarter each
     assert [stage["collectives"]["reduce-scatter"]["nbytes"] for stage in stages] == [
@@ -62,9 +56,9 @@ def test_plan_when_grads_are_rounded_on_their_way_then_an_element_sends_4_bytes_
     assert {stage["collectives"]["all-gather"]["nbytes"] for stage in stages} == {2 * shares}
 
 
-def test_plan_when_sizes_of_buckets_are_words_then_they_are_compared_with_numbers(config: Path, capsys: Output) -> None:
+def test_plan_when_sizes_of_buckets_are_words_then_they_are_compared_with_numbers(capsys: Output) -> None:
     words = ("--hidden", 400, "--dp", 2, "--bucket-size", "all", "auto", BUCKET)
-    found = document(capsys, "--config", config, *words)["choices"]
+    found = document(capsys, *SIZES, *words)["choices"]
     assert [each["bucket_size"] for each in found] == [None, "auto", BUCKET]
     numel = found[0]["stages"][0]["numel"]
     one, automatic, many = (each["stages"][0]["buckets"] for each in found)
@@ -87,21 +81,14 @@ def test_plan_when_sizes_of_buckets_are_words_then_they_are_compared_with_number
     ],
 )
 def test_plan_when_a_column_says_more_than_what_is_usual_then_it_is_shown(
-    words: tuple[object, ...], title: str, shown: list[str] | None, config: Path, capsys: Output
+    words: tuple[object, ...], title: str, shown: list[str] | None, capsys: Output
 ) -> None:
-    rows = choices_shown(run(capsys, "--config", config, *words)[1])
+    rows = choices_shown(run(capsys, *SIZES, *words)[1])
     assert ([row[title] for row in rows] if title in rows[0] else None) == shown
 
 
-def test_plan_when_sizes_are_given_then_they_override_the_config(config: Path, capsys: Output) -> None:
-    found = document(capsys, "--config", config, "--hidden", 80, "--vocab", 1000, "--gated", "--rotary")
-    model = found["model"]
-    assert (model["hidden"], model["vocab"], model["vocab_multiple"]) == (80, 1000, 128)
-    assert (model["is_gated"], model["positions"], model["layers"]) == (True, 0, 4)
-
-
-def test_plan_when_stages_differ_then_each_kind_is_listed_once(config: Path, capsys: Output) -> None:
-    (choice,) = document(capsys, "--config", config, "--pp", 4)["choices"]
+def test_plan_when_stages_differ_then_each_kind_is_listed_once(capsys: Output) -> None:
+    (choice,) = document(capsys, *SIZES, "--pp", 4)["choices"]
     assert [stage["stages"] for stage in choice["stages"]] == [[0], [1, 2], [3]]
     embedding, layer = 128 * 40, stage_params(GPT, ParallelSizes(dp=1, pp=4), 1, "float32")
     numels = [stage["numel"] for stage in choice["stages"]]
@@ -189,8 +176,8 @@ def test_memory_when_stages_differ_then_the_fullest_one_counts(capsys: Output) -
     assert choice["fullest_stage"] == 3
 
 
-def test_plan_when_state_is_on_the_host_then_it_is_not_on_the_device(config: Path, capsys: Output) -> None:
-    words = ("--config", config, "--dp", 4, "--bucket-size", BUCKET, "--offload-fraction", 0, 0.5)
+def test_plan_when_state_is_on_the_host_then_it_is_not_on_the_device(capsys: Output) -> None:
+    words = (*SIZES, "--dp", 4, "--bucket-size", BUCKET, "--offload-fraction", 0, 0.5)
     plain, moved = (each["stages"][0]["bytes"] for each in document(capsys, *words)["choices"])
     assert moved["host_nbytes"] > 0 == plain["host_nbytes"]
     assert moved["host_nbytes"] + moved["lasting_nbytes"] == plain["lasting_nbytes"]
@@ -202,7 +189,7 @@ REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     (("--layers", 4, "--vocab", 128), ("no hidden", "--hidden N")),
     ((*SIZES, "--pp", 3), ("4 (layers)", "--pp 3")),
     ((*SIZES, "--heads", 4, "--tp", 8), ("4 (heads)", "--tp 8")),
-    ((*SIZES, "--heads", 3, "--kv-heads", 1), ("hidden size 64", "3 heads", "kv_channels")),
+    ((*SIZES, "--heads", 3, "--kv-heads", 1), ("hidden size 40", "3 heads", "--head-dim")),
     ((*SIZES, "--ep", 2, "--dp", 2), ("--ep is 2", "--experts N")),
     ((*SIZES, "--ranks", 12, "--tp", 8), ("--ranks 12", "tp 8", "--dp N")),
     ((*SIZES, "--dp", 64, "--bucket-size", 63), ("63 elements", "64 ranks", "--bucket-size 40000000")),
@@ -214,10 +201,9 @@ REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     ((*SIZES, "--offload-fraction", 50), ("offload_fraction is 50", "from 0 to 1")),
     ((*SIZES, "--offload-fraction", -0.1), ("-0.1", "from 0 to 1")),
     ((*SIZES, "--offload-fraction", 0.5, "--dtype", "fp32"), ("--dtype fp32", "offload_fraction=0.5", "bf16")),
-    ((*SIZES, "--optimizer", "muon"), ("--heads N",)),
+    (("--layers", 4, "--hidden", 64, "--vocab", 128, "--optimizer", "muon"), ("--heads N",)),
     ((*SIZES, "--heads", 4, "--optimizer", "muon", "--exp-avg-dtype", "bfloat16"), ("muon", "exp_avg_dtype", "AdamW")),
     ((*SIZES, "--heads", 4, "--optimizer", "muon", "--offload-fraction", 0.5), ("muon", "offload_fraction", "AdamW")),
-    (("--config", "/nowhere/config.json"), ("/nowhere/config.json", "HuggingFace config.json")),
 ]
 
 
@@ -239,6 +225,7 @@ def test_plan_when_something_does_not_fit_then_it_says_what_to_write(
         ("--optimizer", "torch.optim:Adafactor"),
         ("--backward-ms", "1"),
         ("--rank", "0"),
+        ("--config", "config.json"),
     ],
 )
 def test_plan_when_a_flag_or_its_value_cannot_be_then_status_2(words: tuple[str, str], capsys: Output) -> None:
@@ -249,81 +236,17 @@ def test_plan_when_a_flag_or_its_value_cannot_be_then_status_2(words: tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("numel", "words"),
     [
-        ("[1]", ("list", "HuggingFace config.json")),
-        ('{"num_layers": 2.5}', ("'num_layers'", "2.5")),
-        ('{"num_layers": 2, "kv_lora_rank": 512}', ("'kv_lora_rank'", "512", "Take the key out")),
+        (8_030_261_248, "--llama --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256"),
+        (
+            2_506_172_416,
+            "--llama --tied --layers 18 --hidden 2048 --heads 8 --kv-heads 1 --head-dim 256 --ffn 16384 --vocab 256000",
+        ),
+        (124_439_808 + (50304 - 50257) * 768, "--layers 12 --hidden 768 --vocab 50257 --seq 1024"),
     ],
+    ids=["Llama 3 8B", "Gemma 2B", "GPT-2, whose vocabulary Megatron pads"],
 )
-def test_config_when_it_cannot_be_used_then_says_why(
-    content: str, named: tuple[str, ...], tmp_path: Path, capsys: Output
-) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(content, encoding="utf-8")
-    text = refused(capsys, "--config", file)
-    assert [part for part in named if part not in text] == []
-
-
-def numel_of(given: dict[str, Any]) -> int:
-    return plan_choice(GptSizes(**sizes_in_mapping(given)), Choice(ParallelSizes(dp=1))).fullest.numel
-
-
-#: What HuggingFace writes for a model like Llama, whose class unties by default and so has to say it.
-LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-    "attention_bias": False,
-    "bos_token_id": 128000,
-}
-GEMMA = {
-    "attention_bias": False,
-    "head_dim": 256,
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 18,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "vocab_size": 256000,
-}
-GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
-
-
-def test_config_when_a_models_size_is_known_then_it_has_as_many_params() -> None:
-    """Llama 3 8B and Gemma 2B: the sums of the shapes that their model cards' files hold. Megatron pads GPT-2's
-    vocabulary of 50,257 to 50,304 rows of 768. Gemma's config leaves out that it is tied."""
-    assert numel_of(LLAMA) == 8_030_261_248
-    assert numel_of(GEMMA) == 2_506_172_416
-    assert numel_of(GPT2) == 124_439_808 + (50304 - 50257) * 768
-
-
-def test_config_when_it_is_megatrons_arguments_then_switches_are_read() -> None:
-    given = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "padded_vocab_size": 128,
-        "untie_embeddings_and_output_weights": True,
-        "swiglu": True,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "group_query_attention": False,
-        "num_query_groups": 1,
-        "seq_length": 512,
-        "max_position_embeddings": 1024,
-        "mtp_num_layers": None,
-    }
-    switches = {"is_gated": True, "is_tied": False, "has_bias": False, "is_rms": True}
-    sizes = {"layers": 2, "hidden": 64, "vocab": 128, "vocab_multiple": 0, "seq": 512, "positions": 0}
-    assert sizes_in_mapping(given) == sizes | switches
+def test_plan_when_a_models_size_is_known_then_it_has_as_many_params(numel: int, words: str, capsys: Output) -> None:
+    """The sums of the shapes that the files of these models hold."""
+    assert document(capsys, *words.split())["choices"][0]["stages"][0]["numel"] == numel

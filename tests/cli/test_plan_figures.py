@@ -58,11 +58,11 @@ SHAPES = {
     "pp 2, tied": (GPT, ParallelSizes(dp=1, pp=2)),
     "pp 2, untied": (replace(GPT, is_tied=False), ParallelSizes(dp=1, pp=2)),
     "as llama": (
-        replace(GPT, kv_heads=2, is_gated=True, is_rms=True, has_bias=False, is_tied=False, positions=0),
+        replace(GPT, kv_heads=2, is_gated=True, is_rms=True, has_bias=False, is_tied=False, is_rotary=True),
         ParallelSizes(dp=1, tp=2),
     ),
     "as qwen": (
-        replace(GPT, is_gated=True, is_rms=True, has_bias=False, has_qkv_bias=True, positions=0),
+        replace(GPT, is_gated=True, is_rms=True, has_bias=False, has_qkv_bias=True, is_rotary=True),
         ParallelSizes(dp=2),
     ),
     "experts": (replace(GPT, experts=4, expert_ffn=48), ParallelSizes(dp=2)),
@@ -155,11 +155,11 @@ def real_model(gpt: GptSizes, cut: ParallelSizes) -> torch.nn.Module:
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(gpt.experts or None, normalization=normalization),
         vocab_size=gpt.padded_vocab(cut.tp),
-        max_sequence_length=gpt.num_positions or gpt.seq,
+        max_sequence_length=gpt.seq,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=gpt.is_tied,
-        position_embedding_type="learned_absolute" if gpt.num_positions else "rope",
+        position_embedding_type="rope" if gpt.is_rotary else "learned_absolute",
     )
 
 

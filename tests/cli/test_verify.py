@@ -17,7 +17,7 @@ from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, Te
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import open_checkpoint, write_checkpoint
 from megatron_distopt.cli.show import size_text
-from megatron_distopt.cli.verify import box_text, check_chunks, non_finite, stored_in
+from megatron_distopt.cli.verify import check_chunks, non_finite, stored_in
 from megatron_distopt.layout import Box
 from tests.support.checkpoint_commands import (
     EMBEDDING,
@@ -67,32 +67,17 @@ def test_verify_when_a_byte_of_a_value_changed_then_file_and_param_are_named(cop
     assert re.sub(r"CRC-32 [0-9a-f]{8},", "CRC-32 X,", found[0][2]) == (
         f"{file.name} has CRC-32 X, not {file.crc32:08x}; 1 param damaged:"
     )
-    assert found[1:] == [[f"{QKV} [0:12, 0:6] of exp_avg"], ["1 problem: load an earlier checkpoint"]]
+    assert found[1:] == [[f"{QKV} (exp_avg)"], ["1 problem: load an earlier checkpoint"]]
 
 
 #: What happens to `.metadata`; the loader of torch refuses all of them, ours reads none.
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "first instruction flipped": lambda path: _flip(path, 0.0),
-    "flipped at the start": lambda path: _flip(path, 0.01),
-    "flipped in the middle": lambda path: _flip(path, 0.5),
-    "flipped at the end": lambda path: _flip(path, 0.99),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
-    "empty": lambda path: path.write_bytes(b""),
     "missing": lambda path: path.unlink(),
     "of another checkpoint": lambda path: path.write_bytes(
         path.read_bytes().replace(b"exp_avg/scale", b"exp_avg/scalf")
     ),
 }
-
-
-#: Bytes of a pickle before the first that says something: protocol and length, of which the loader reads any.
-_HEAD = 11
-
-
-def _flip(path: Path, place: float) -> None:
-    content = bytearray(path.read_bytes())
-    content[max(_HEAD, int(len(content) * place))] ^= 0x10
-    path.write_bytes(bytes(content))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -125,21 +110,21 @@ def test_verify_when_files_are_missing_and_short_then_their_params_are_named(cop
     manifest = read_manifest(copied)
     short, missing = manifest.files[0], manifest.files[2]
     (copied / missing.name).unlink()
-    last = stored_in(manifest)[0][-1]
-    begin, kind = last.chunk.start, kind_of(last.key)
+    key, last = stored_in(manifest)[0][-1]
+    begin = last.start
     (copied / short.name).write_bytes((copied / short.name).read_bytes()[:begin])
     found = problems(capsys, copied)
     assert found[:2] == [
         ["problem", "files", f"{short.name} has {begin:,} bytes, not {short.nbytes:,}; 1 param damaged:"],
-        [f"{name_of(last.key)} {box_text(last.chunk.box)} of {kind}"],
+        [f"{name_of(key)} ({kind_of(key)})"],
     ]
     start = found.index(["problem", "files", f"{missing.name} is missing; 13 params damaged:"])
-    assert found[start + 1] == ["decoder.layers.0.input_layernorm.weight [0:6]"]
+    assert found[start + 1] == ["decoder.layers.0.input_layernorm.weight (main, exp_avg, exp_avg_sq)"]
     assert found[start + 9 :] == [["and 5 more: --json has all"], ["2 problems: load an earlier checkpoint"]]
     status, outcome = document(capsys, "verify", copied)
     listed = outcome["problems"]
     assert (status, outcome["is_whole"], [each["subject"] for each in listed]) == (1, False, [short.name, missing.name])  # type: ignore[attr-defined]
-    assert len(listed[1]["lost"]) == 13 and f"main/{EMBEDDING}" in listed[1]["keys"]  # type: ignore[index]
+    assert f"main/{EMBEDDING}" in listed[1]["keys"]  # type: ignore[index]
 
 
 def test_verify_when_a_value_is_not_finite_then_its_place_in_the_whole_tensor(copied: Path, capsys: Output) -> None:
@@ -153,8 +138,8 @@ def test_verify_when_a_value_is_not_finite_then_its_place_in_the_whole_tensor(co
     write_checkpoint(copied, changed(open_checkpoint(copied), spoiled))
     file = read_manifest(copied).files[0].name
     conv, qkv, verdict = (row[-1] for row in problems(capsys, copied))
-    assert conv.startswith(f"exp_avg/conv.weight holds -inf at [1, 3, 4], in chunk [0:3, 0:4, 0:5] in {file}; 2 of ")
-    assert qkv == f"main/{QKV} holds nan at [7, 2], in chunk [0:24, 0:6] in {file}"
+    assert conv.startswith(f"exp_avg/conv.weight holds -inf at [1, 3, 4] in {file}; 2 of ")
+    assert qkv == f"main/{QKV} holds nan at [7, 2] in {file}"
     assert verdict == "2 problems: load an earlier checkpoint"
 
 

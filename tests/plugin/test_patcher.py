@@ -11,7 +11,7 @@ import pytest
 
 from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
 from megatron_distopt.hosts.patch_points import PatchPoint
-from megatron_distopt.plugin.install import Patch, apply
+from megatron_distopt.plugin.install import apply
 from tests.support.refusals import assert_mentions
 
 HOST = """
@@ -57,14 +57,14 @@ def snapshot(*modules: Any) -> list[tuple[object, object]]:
 
 def refused(*patch_points: PatchPoint) -> DistOptError:
     with pytest.raises(DistOptError) as error:
-        apply([Patch(patch_point, ours) for patch_point in patch_points])
+        apply([(patch_point, ours) for patch_point in patch_points])
     return error.value
 
 
 def test_apply_when_the_patch_point_fits_then_ours_is_called_and_modules_that_imported_by_value_are_rebound(
     host: Any, trainer: Any
 ) -> None:
-    apply([Patch(OPTIMIZER, ours)])
+    apply([(OPTIMIZER, ours)])
     assert trainer.make_optimizer is host.make_optimizer
     assert trainer.make_optimizer("config", []) == "ours in place of host's for config"
     assert trainer.make_scheduler is host.make_scheduler
@@ -76,7 +76,7 @@ def test_apply_when_a_module_has_another_object_of_that_name_then_it_is_left_alo
 ) -> None:
     own = module_of("fake_other", monkeypatch, HOST)
     before = own.make_optimizer
-    undo = apply([Patch(OPTIMIZER, ours)])
+    undo = apply([(OPTIMIZER, ours)])
     assert own.make_optimizer is before
     late = module_of("fake_late", monkeypatch, HOST)
     of_late = late.make_optimizer
@@ -88,7 +88,7 @@ def test_undo_when_a_module_imported_ours_by_value_since_then_it_has_the_origina
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(host)
-    undo = apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])
+    undo = apply([(OPTIMIZER, ours), (SCHEDULER, ours)])
     late = module_of("fake_late", monkeypatch, "from fake_host import make_optimizer, make_scheduler")
     assert snapshot(late) == snapshot(host) != before
     undo()
@@ -100,7 +100,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes
     patch_point: PatchPoint, host: Any, trainer: Any
 ) -> None:
     before = snapshot(host, trainer)
-    undo = apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])
+    undo = apply([(OPTIMIZER, ours), (SCHEDULER, ours)])
     installed = getattr(host, patch_point.attribute)
     setattr(host, patch_point.attribute, ours(installed))
     replaced = snapshot(host, trainer)
@@ -116,7 +116,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes
 def test_apply_when_undone_then_it_can_be_applied_and_undone_again(host: Any, trainer: Any) -> None:
     before = snapshot(host, trainer)
     for _ in range(2):
-        undo = apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])
+        undo = apply([(OPTIMIZER, ours), (SCHEDULER, ours)])
         assert not {name for names in before for name in names} & {name for names in snapshot(host) for name in names}
         # Not "ours in place of ours": the second time, too, it is the host's function that is replaced.
         assert trainer.make_optimizer("config", []) == "ours in place of host's for config"
@@ -130,7 +130,7 @@ def test_apply_when_modules_hold_the_function_under_other_names_then_every_name_
     code = "from fake_host import make_optimizer, make_optimizer as build\nheld = [build]"
     importer = module_of("fake_importer", monkeypatch, code)
     original = host.make_optimizer
-    undo = apply([Patch(OPTIMIZER, ours)])
+    undo = apply([(OPTIMIZER, ours)])
     assert importer.build is importer.make_optimizer is host.make_optimizer is not original
     # Only names of modules: what a container holds is somebody's own business.
     assert importer.held == [original]
@@ -140,11 +140,11 @@ def test_apply_when_modules_hold_the_function_under_other_names_then_every_name_
 
 def test_undo_when_called_twice_then_the_second_does_nothing(host: Any, trainer: Any) -> None:
     before = snapshot(host, trainer)
-    undo = apply([Patch(OPTIMIZER, ours)])
+    undo = apply([(OPTIMIZER, ours)])
     undo()
     undo()
     assert snapshot(host, trainer) == before
-    again = apply([Patch(OPTIMIZER, ours)])
+    again = apply([(OPTIMIZER, ours)])
     installed = snapshot(host, trainer)
     undo()
     assert snapshot(host, trainer) == installed
@@ -166,7 +166,7 @@ def test_apply_when_the_second_patch_point_does_not_fit_then_the_first_is_not_re
     before = snapshot(host, trainer)
     made: list[object] = []
     with pytest.raises(DistOptError):
-        apply([Patch(OPTIMIZER, made.append), Patch(second, ours)])
+        apply([(OPTIMIZER, made.append), (second, ours)])
     assert snapshot(host, trainer) == before
     assert made == []
 
@@ -180,11 +180,11 @@ def test_apply_when_the_second_replacement_cannot_be_made_then_the_first_is_not_
         raise RuntimeError("cannot be made")
 
     with pytest.raises(RuntimeError, match=r"^cannot be made$"):
-        apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, fail)])
+        apply([(OPTIMIZER, ours), (SCHEDULER, fail)])
     assert seen == [host.make_scheduler, *before]
     assert snapshot(host, trainer) == before
     # Nothing is left behind that would be taken for somebody else's.
-    apply([Patch(OPTIMIZER, ours), Patch(SCHEDULER, ours)])()
+    apply([(OPTIMIZER, ours), (SCHEDULER, ours)])()
     assert snapshot(host, trainer) == before
 
 
@@ -231,7 +231,7 @@ def test_apply_when_the_patch_point_does_not_fit_then_refused(name: str, host: A
 
 @pytest.mark.parametrize("parameters", [(), ("config",), ("config", "model_chunks", "no_weight_decay")])
 def test_apply_when_the_signature_starts_as_declared_then_accepted(parameters: tuple[str, ...], host: Any) -> None:
-    apply([Patch(PatchPoint("fake_host", "make_optimizer", parameters), ours)])
+    apply([(PatchPoint("fake_host", "make_optimizer", parameters), ours)])
     assert host.make_optimizer("config", []) == "ours in place of host's for config"
 
 
@@ -247,7 +247,7 @@ def test_apply_when_somebody_else_replaced_the_function_then_refused_with_their_
 
 
 def test_apply_when_it_is_applied_already_then_refused(host: Any) -> None:
-    undo = apply([Patch(OPTIMIZER, ours)])
+    undo = apply([(OPTIMIZER, ours)])
     installed = host.make_optimizer
     assert_mentions(refused(OPTIMIZER), "fake_host.make_optimizer", f"{__name__}'s", REMEDY)
     assert host.make_optimizer is installed
@@ -266,5 +266,5 @@ def test_apply_when_a_loaded_module_computes_its_attributes_then_it_is_not_asked
 ) -> None:
     monkeypatch.setitem(sys.modules, "fake_lazy", CannotLookUp("fake_lazy"))
     monkeypatch.setitem(sys.modules, "fake_not_a_module", object())
-    apply([Patch(OPTIMIZER, ours)])
+    apply([(OPTIMIZER, ours)])
     assert host.make_optimizer("config", []) == "ours in place of host's for config"

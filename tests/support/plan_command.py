@@ -8,24 +8,15 @@ from typing import Any
 import pytest
 
 from megatron_distopt.cli import main as cli
-from megatron_distopt.cli.plan_arguments import sizes_in_mapping
 from megatron_distopt.cli.plan_model import GptSizes
 
-__all__ = ["BUCKET", "CONFIG", "GPT", "SIZES", "Output", "document", "refused", "run"]
+__all__ = ["BUCKET", "GPT", "SIZES", "Output", "document", "refused", "run"]
 
 Output = pytest.CaptureFixture[str]
-#: The model of the real runs, as a config of Megatron names it.
-CONFIG = {
-    "num_layers": 4,
-    "hidden_size": 40,
-    "num_attention_heads": 4,
-    "padded_vocab_size": 128,
-    "max_position_embeddings": 16,
-    "ffn_hidden_size": 160,
-}
-GPT = GptSizes(**sizes_in_mapping(CONFIG))
+#: The model of the real runs.
+GPT = GptSizes(layers=4, hidden=40, heads=4, vocab=128, seq=16)
+SIZES = ("--layers", 4, "--hidden", 40, "--heads", 4, "--vocab", 128, "--seq", 16)
 BUCKET = 30_000
-SIZES = ("--layers", 4, "--hidden", 64, "--vocab", 128)
 
 
 def run(capsys: Output, *words: object) -> tuple[int, list[str], str]:
