@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.buffers.sharded_buffer import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError
-from megatron_distopt.layout import Bucket, BufferLayout, Span
+from megatron_distopt.layout import BufferLayout, Span
 
 #: Elements of 16 bits that a device loads or stores at a time.
 _VECTOR_NUMEL = 8
@@ -119,7 +119,7 @@ def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_PackedP
     owned_of: dict[tuple[int, int], Span] = {}  # by number of the slot and rank
     for number, slot in enumerate(layout.slots):
         bucket = layout.buckets[slot.bucket]
-        for rank in _owners(bucket, slot.in_buffer, layout.num_shards) if slot.name in names else ():
+        for rank in bucket.holders(slot.in_buffer, layout.num_shards) if slot.name in names else ():
             owned = slot.in_buffer.intersect(bucket.shard(rank, layout.num_shards)) or Span(0, 0)
             before = owned_of.get((number - 1, rank))
             if before is not None and layout.slots[number - 1].bucket == slot.bucket:
@@ -127,14 +127,8 @@ def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_PackedP
             else:
                 filled[rank] += (owned.start - filled[rank]) % _VECTOR_NUMEL
             in_part = Span(0, owned.numel).moved_by(filled[rank])
-            pieces.append(
-                _PackedPiece(slot.name, number, rank, owned.relative_to(slot.in_buffer.start), owned, in_part)
-            )
+            in_param = owned.relative_to(slot.in_buffer.start)
+            pieces.append(_PackedPiece(slot.name, number, rank, in_param, owned, in_part))
             filled[rank] += owned.numel
             owned_of[number, rank] = owned
     return tuple(pieces)
-
-
-def _owners(bucket: Bucket, in_buffer: Span, num_shards: int) -> range:
-    in_bucket, shard_numel = in_buffer.relative_to(bucket.in_buffer.start), bucket.in_buffer.numel // num_shards
-    return range(in_bucket.start // shard_numel, (in_bucket.stop - 1) // shard_numel + 1)

@@ -54,8 +54,6 @@ _MOVING = {
     *(getattr(torch.Tensor, name) for name in ("type", "contiguous", "requires_grad_", "detach_")),
     vars(torch._C.TensorBase)["data"].__get__,
 }
-
-
 #: module.to(...) converts gradients in place; `GradSlot.take` brings them back.
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
@@ -154,7 +152,6 @@ class GradSlot:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the param has no gradient."""
         return self.param.grad is None
 
     def take(self) -> None:

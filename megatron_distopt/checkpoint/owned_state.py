@@ -20,8 +20,7 @@ from megatron_distopt.checkpoint.manifest import key_of, kind_of
 from megatron_distopt.checkpoint.whole_model import Share
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Placement
-from megatron_distopt.optimizer.owners.owned_param import OwnedParam
-from megatron_distopt.optimizer.owners.whole_params import owned_params
+from megatron_distopt.optimizer.owners.whole_params import OwnedParam, owned_params
 
 #: The part of the param, and the place in its state.
 _KIND = re.compile(r"owned:(?:(\d+of\d+):)?(.*)", re.DOTALL)

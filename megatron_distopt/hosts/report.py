@@ -14,7 +14,7 @@ from megatron_distopt.hosts.fixes import applied_fixes
 from megatron_distopt.optimizer.accelerator import find_accelerator, stats_dtype
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, measure_memory
 from megatron_distopt.version import VERSION
 

@@ -70,6 +70,11 @@ class Bucket:
         numel = self.in_buffer.numel // num_shards
         return Span(rank * numel, (rank + 1) * numel).moved_by(self.in_buffer.start)
 
+    def holders(self, in_buffer: Span, num_shards: int) -> range:
+        """The ranks that own some of a stretch of it, which is not empty."""
+        numel, in_bucket = self.in_buffer.numel // num_shards, in_buffer.relative_to(self.in_buffer.start)
+        return range(in_bucket.start // numel, (in_bucket.stop - 1) // numel + 1)
+
 
 @dataclass(frozen=True)
 class BufferLayout:
@@ -84,10 +89,6 @@ class BufferLayout:
             raise LayoutError(f"num_shards is {self.num_shards}. Give the data-parallel size, at least 1.")
         if not self.buckets:
             raise LayoutError("The buffer has no bucket. Drop a buffer without params.")
-        self._prove_buckets()
-        self._prove_slots()
-
-    def _prove_buckets(self) -> None:
         start = 0
         for index, bucket in enumerate(self.buckets):
             if bucket.in_buffer.numel % self.num_shards:
@@ -101,8 +102,6 @@ class BufferLayout:
                     "the buckets in order and without gaps."
                 )
             start = bucket.in_buffer.stop
-
-    def _prove_slots(self) -> None:
         if len({slot.name for slot in self.slots}) != len(self.slots):
             raise LayoutError("Two params of a buffer have the same name. Give full names.")
         for left, right in pairwise(self.slots):
@@ -135,12 +134,10 @@ class BufferLayout:
 
     @cached_property
     def slot_of(self) -> dict[str, ParamSlot]:
-        """Slot by parameter name."""
         return {slot.name: slot for slot in self.slots}
 
     @cached_property
     def slots_of_bucket(self) -> tuple[tuple[ParamSlot, ...], ...]:
-        """Slots by index of their bucket."""
         slots: list[list[ParamSlot]] = [[] for _ in self.buckets]
         for slot in self.slots:
             slots[slot.bucket].append(slot)
@@ -192,11 +189,7 @@ def lay_out(
 
 
 def default_bucket_size(numel: int, num_shards: int) -> int:
-    """The bucket size where none is given and communication is overlapped with backward, in elements.
-
-    Args:
-        numel: of the buffer.
-        num_shards: size of the data-parallel group.
+    """The bucket size where none is given and communication is overlapped with backward, in elements of `numel`.
 
     >>> default_bucket_size(100_000_000, 4), default_bucket_size(1000, 4), default_bucket_size(10**10, 4)
     (12500000, 524288, 40000000)
@@ -208,13 +201,9 @@ def default_bucket_size(numel: int, num_shards: int) -> int:
 def adopt(
     slots: Iterable[ParamSlot], bucket_spans: Sequence[Span], *, num_shards: int, numel_unpadded: Sequence[int]
 ) -> BufferLayout:
-    """The layout of buffers that a host made, in whatever order the host lists it.
+    """The layout of buffers that a host made, from slots in any order and spans in the buffer, in order.
 
-    Args:
-        slots: one for each param.
-        bucket_spans: of the buffer, in order.
-        num_shards: size of the data-parallel group.
-        numel_unpadded: elements of each bucket up to the end of its last param.
+    `numel_unpadded` are the elements of each bucket up to the end of its last param.
     """
     buckets = [Bucket(i, span, numel) for i, (span, numel) in enumerate(zip(bucket_spans, numel_unpadded, strict=True))]
     ordered = sorted(slots, key=lambda slot: slot.in_buffer)
@@ -230,20 +219,17 @@ def choose_buckets(layouts: Sequence[BufferLayout], fraction: float) -> list[fro
         layouts: of the buffers of 16-bit params, in the order in which their gradients arrive in backward.
         fraction: of their elements, padding included; from 0 to 1.
 
-    >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec(name, 64) for name in "abcd"], num_shards=2, bucket_size=64)
     >>> [sorted(*choose_buckets([layout], fraction)) for fraction in (0.0, 0.25, 0.26, 1.0)]
     [[], [0], [0, 1], [0, 1, 2, 3]]
     """
     wanted = fraction * sum(layout.numel for layout in layouts)
-    chosen: list[set[int]] = [set() for _ in layouts]
-    taken = 0
-    for buckets, layout in zip(chosen, layouts, strict=True):
-        for bucket in layout.buckets:
-            if taken < wanted:
-                buckets.add(bucket.index)
-                taken += bucket.in_buffer.numel
-    return [frozenset(each) for each in chosen]
+    chosen, taken = list[frozenset[int]](), 0
+    for layout in layouts:
+        reached = [taken + bucket.in_buffer.start for bucket in layout.buckets]
+        chosen.append(frozenset(index for index, numel in enumerate(reached) if numel < wanted))
+        taken += layout.numel
+    return chosen
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -6,6 +6,7 @@ tests/sim/test_plan_on_host.py compare the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import astuple, dataclass
 from itertools import groupby
@@ -58,7 +59,6 @@ class Footprint:
         return self.param_nbytes + self.grad_nbytes + self.main_nbytes + self.moment_nbytes - self.host_nbytes
 
     def plus(self, other: Footprint) -> Footprint:
-        """The footprint of two buffers together."""
         return Footprint(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
@@ -70,11 +70,10 @@ def footprint_of(
     on_host: Collection[int] = (),
     muon_params: Collection[str] = (),
 ) -> Footprint:
-    """What a rank holds for one grad buffer and its param buffer.
+    """What a rank of the data-parallel group holds for one grad buffer and its param buffer.
 
     Args:
-        layout: of both buffers.
-        rank: in the data-parallel group.
+        layout, rank: of both buffers, in the group.
         widths: bytes an element of what is on the device; the state on the host is fp32.
         key_of: from a param's name; neighbours with equal keys are one flat param.
         on_host: indices of the buckets whose state is on the host, see `choose_buckets`.
@@ -86,37 +85,27 @@ def footprint_of(
     >>> held.param_nbytes, held.grad_nbytes, held.main_nbytes, held.moment_nbytes
     (320, 640, 320, 644)
     """
-    main = moments = host = staging = owned_numel = num_flat_params = 0
     flat_params = plan_flat_params(owned_shards(layout, rank), key_of)
+    form_of_host = Widths(widths.param, widths.grad, main=_FP32_NBYTES)
+    found = Counter(param_nbytes=layout.numel * widths.param, grad_nbytes=layout.numel * widths.grad)
     for bucket, members in groupby(flat_params, key=lambda flat: flat.bucket):
-        in_bucket, is_on_host = list(members), bucket in on_host
-        form = Widths(widths.param, widths.grad, main=_FP32_NBYTES) if is_on_host else widths
-        bucket_main = bucket_moments = 0
+        in_bucket, form = list(members), form_of_host if bucket in on_host else widths
         for flat in in_bucket:
             numel = flat.in_buffer.numel
             num_blocks = -(-numel // BLOCK_NUMEL)
-            bucket_main += numel * form.main + num_blocks * form.main_scales
-            if flat.shards[0].name in muon_params:
-                bucket_moments += numel * _FP32_NBYTES
-            else:
-                bucket_moments += numel * form.moments + num_blocks * form.moment_scales + _COUNTER_NBYTES
-            owned_numel += numel
-        if is_on_host:
-            host += bucket_main + bucket_moments
+            main, moments = numel * form.main + num_blocks * form.main_scales, numel * _FP32_NBYTES
+            if flat.shards[0].name not in muon_params:
+                moments = numel * form.moments + num_blocks * form.moment_scales + _COUNTER_NBYTES
+            found.update(num_flat_params=1, main_nbytes=main, moment_nbytes=moments)
+            if bucket in on_host:
+                found["host_nbytes"] += main + moments
+            if widths.grad < _FP32_NBYTES:
+                found["step_nbytes"] += numel * _FP32_NBYTES
+        if bucket in on_host:
             # The pinned tensors of a bucket span the padding between its flat params.
             staged = in_bucket[-1].in_buffer.stop - in_bucket[0].in_buffer.start
-            staging += staged * (_FP32_NBYTES + widths.param)
-        main, moments, num_flat_params = main + bucket_main, moments + bucket_moments, num_flat_params + len(in_bucket)
-    return Footprint(
-        param_nbytes=layout.numel * widths.param,
-        grad_nbytes=layout.numel * widths.grad,
-        main_nbytes=main,
-        moment_nbytes=moments,
-        host_nbytes=host,
-        staging_nbytes=staging,
-        step_nbytes=owned_numel * _FP32_NBYTES if widths.grad < _FP32_NBYTES else 0,
-        num_flat_params=num_flat_params,
-    )
+            found["staging_nbytes"] += staged * (_FP32_NBYTES + widths.param)
+    return Footprint(**found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +116,6 @@ class Sent:
     nbytes: int
 
     def plus(self, other: Sent | None) -> Sent:
-        """The sum of both."""
         return self if other is None else Sent(self.count + other.count, self.nbytes + other.nbytes)
 
 

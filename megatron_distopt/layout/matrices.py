@@ -7,7 +7,7 @@ the matrix. A fused param is several matrices, each of which is orthogonalized b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -43,7 +43,6 @@ class MatrixBlock:
     """A contiguous stretch of a flattened param that consists of whole matrices, and of as few as possible."""
 
     in_param: Span
-    matrices: range  # their numbers among the matrices of the param
     shapes: tuple[tuple[int, int], ...]  # rows and columns of each
 
 
@@ -95,12 +94,10 @@ class MatrixSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of all matrices."""
         return self.rows * self.cols
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of each matrix."""
         lengths = [size * self.repeats for size in self.sizes] or [(self.rows, self.cols)[self.dim]]
         return tuple((each, self.cols) if self.dim == 0 else (self.rows, each) for each in lengths)
 
@@ -117,27 +114,9 @@ class MatrixSpec:
         """
         shapes = self.shapes
         if len(shapes) > 1 and (self.dim == 1 or self.repeats > 1):
-            return (MatrixBlock(Span(0, self.numel), range(len(shapes)), shapes),)
-        stops = list(accumulate(rows * cols for rows, cols in shapes))
-        spans = map(Span, [0, *stops], stops)
-        return tuple(
-            MatrixBlock(span, range(number, number + 1), (shape,))
-            for number, (span, shape) in enumerate(zip(spans, shapes, strict=True))
-        )
-
-    @property
-    def bands(self) -> tuple[tuple[int, Box], ...]:
-        """Boxes of the view that tile it, each with the number of the matrix that it belongs to.
-
-        >>> MatrixSpec(4, 3, sizes=(1, 1), repeats=2).bands[1:3]
-        ((1, Box(offsets=(1, 0), sizes=(1, 3))), (0, Box(offsets=(2, 0), sizes=(1, 3))))
-        """
-        sizes = (self.sizes or ((self.rows, self.cols)[self.dim],)) * self.repeats
-        bands = [
-            Box((start, 0), (size, self.cols)) if self.dim == 0 else Box((0, start), (self.rows, size))
-            for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
-        ]
-        return tuple((number % (len(self.sizes) or 1), band) for number, band in enumerate(bands))
+            return (MatrixBlock(Span(0, self.numel), shapes),)
+        spans = _one_after_the_other([rows * cols for rows, cols in shapes])
+        return tuple(MatrixBlock(span, (shape,)) for span, shape in zip(spans, shapes, strict=True))
 
     def pieces(self, in_param: Span) -> Iterator[MatrixPiece]:
         """Cuts a stretch of the flattened param by matrix.
@@ -145,27 +124,26 @@ class MatrixSpec:
         >>> [(each.matrix, each.in_param) for each in MatrixSpec(4, 3, sizes=(2, 2)).pieces(Span(4, 9))]
         [(0, Span(start=4, stop=6)), (1, Span(start=6, stop=9))]
         """
-        bands, start = self.bands, in_param.start
-        for number, band in bands if self.dim == 0 else ():
-            whole = Span(band.offsets[0] * self.cols, band.stops[0] * self.cols)
-            stretch = whole.intersect(in_param)
-            if stretch is not None:
-                yield MatrixPiece(number, stretch, (1, stretch.numel), Box.whole((1, stretch.numel)))
-        for box in boxes((self.rows, self.cols), in_param) if self.dim == 1 else ():
+        sizes = (self.sizes or ((self.rows, self.cols)[self.dim],)) * self.repeats
+        bands = [(number % (len(self.sizes) or 1), band) for number, band in enumerate(_one_after_the_other(sizes))]
+        if self.dim == 0:
+            for number, rows in bands:
+                stretch = Span(rows.start * self.cols, rows.stop * self.cols).intersect(in_param)
+                if stretch is not None:
+                    yield MatrixPiece(number, stretch, (1, stretch.numel), Box.whole((1, stretch.numel)))
+            return
+        start = in_param.start
+        for box in boxes((self.rows, self.cols), in_param):
             stretch = Span(start, start + box.numel)
             start = stretch.stop
-            for number, band in bands:
-                inside = box.intersect(band)
+            for number, cols in bands:
+                inside = box.intersect(Box((0, cols.start), (self.rows, cols.numel)))
                 if inside is not None:
                     yield MatrixPiece(number, stretch, box.sizes, inside.relative_to(box.offsets))
 
     @classmethod
     def of(cls, param: ParamSpec) -> MatrixSpec:
-        """One matrix for each pair of indices before the last two: a 2-D param is one, experts in 3-D are several.
-
-        Raises:
-            LayoutError: the param has fewer than two dimensions.
-        """
+        """One matrix for each pair of indices before the last two: a 2-D param is one, experts in 3-D are several."""
         if len(param.shape) < 2:
             raise LayoutError(
                 f"Param {param.name!r} has shape {param.shape} and is no matrix, which has at least 2 dimensions. "
@@ -176,8 +154,13 @@ class MatrixSpec:
         return cls(count * rows, cols, sizes=(rows,) * count if count > 1 else ())
 
 
+def _one_after_the_other(numels: Sequence[int]) -> list[Span]:
+    stops = list(accumulate(numels))
+    return list(map(Span, [0, *stops], stops))
+
+
 def update_cost(shape: tuple[int, int]) -> int:
-    """What a matrix of so many rows and columns costs its owner, in any unit.
+    """What a matrix costs its owner, in any unit.
 
     The products of Muon's iteration multiply its elements by its shorter side. What a class of optimizers needs for a
     whole param is not known; taken for a matrix of one row it costs its elements.

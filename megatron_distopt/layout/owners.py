@@ -20,45 +20,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import groupby
 
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.layout.buckets import BufferLayout
+from megatron_distopt.layout.buckets import Bucket, BufferLayout
 from megatron_distopt.layout.matrices import MatrixBlock, MatrixSpec, update_cost
 from megatron_distopt.layout.shards import owned_shards
 from megatron_distopt.layout.spans import Span
 
 #: How far above the bound the cost of a rank may come before a matrix goes to a rank that has less of it.
 _TOLERANCE = 1.03
-
-
-@dataclass(frozen=True, slots=True)
-class EqualPieces:
-    """Neighbouring ranks that own equally long pieces of a stretch of a bucket."""
-
-    ranks: range
-    numel: int
-
-
-def pieces_of(layout: BufferLayout, bucket: int, in_buffer: Span) -> tuple[EqualPieces, ...]:
-    """The pieces of a stretch of a bucket, which is not empty, by rank: at most a first one, whole shards, a last one.
-
-    >>> from megatron_distopt.layout import ParamSpec, lay_out
-    >>> layout = lay_out([ParamSpec("a", 1), ParamSpec("b", 6)], num_shards=4, alignment_numel=1)
-    >>> [(each.ranks, each.numel) for each in pieces_of(layout, 0, Span(1, 7))]
-    [(range(0, 1), 1), (range(1, 3), 2), (range(3, 4), 1)]
-    """
-    whole = layout.buckets[bucket].in_buffer
-    shard_numel = whole.numel // layout.num_shards
-    in_bucket = in_buffer.relative_to(whole.start)
-    first, last = in_bucket.start // shard_numel, (in_bucket.stop - 1) // shard_numel
-    if first == last:
-        return (EqualPieces(range(first, first + 1), in_bucket.numel),)
-    found = (
-        EqualPieces(range(first, first + 1), (first + 1) * shard_numel - in_bucket.start),
-        EqualPieces(range(first + 1, last), shard_numel),
-        EqualPieces(range(last, last + 1), in_bucket.stop - last * shard_numel),
-    )
-    return tuple(each for each in found if each.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +68,11 @@ class OwnerPlan:
 
     @cached_property
     def owners_of(self) -> dict[str, tuple[MatrixOwner, ...]]:
-        """The owners of the blocks of each matrix param, by its name."""
-        by_name: dict[str, tuple[MatrixOwner, ...]] = {}
-        for owner in self.owners:
-            by_name[owner.name] = (*by_name.get(owner.name, ()), owner)
-        return by_name
+        """By the name of each matrix param."""
+        return {name: tuple(owners) for name, owners in groupby(self.owners, key=lambda owner: owner.name)}
 
     @cached_property
     def num_rounds(self) -> int:
-        """Rounds of travel; 0 where nothing travels."""
         return max((owner.round + 1 for owner in self.owners if owner.round is not None), default=0)
 
     @property
@@ -117,7 +84,6 @@ class OwnerPlan:
         return max(costs.values()) * self.layout.num_shards / costs.total() if costs else 1.0
 
     def owned_by(self, rank: int) -> tuple[MatrixOwner, ...]:
-        """What a rank updates, in buffer order."""
         return tuple(owner for owner in self.owners if owner.rank == rank)
 
     def leaving(self, rank: int) -> tuple[Travel, ...]:
@@ -132,14 +98,13 @@ class OwnerPlan:
 
     def arriving(self, rank: int) -> tuple[Travel, ...]:
         """The pieces that a matrix owner receives, in buffer order; it sends their updates."""
+        buckets, num_shards = self.layout.buckets, self.layout.num_shards
         return tuple(
             travel
             for owner in self.owned_by(rank)
-            for holder in _holders(pieces_of(self.layout, owner.bucket, owner.in_buffer))
+            for holder in buckets[owner.bucket].holders(owner.in_buffer, num_shards)
             if holder != rank
-            for travel in _travel(
-                owner, holder, self.layout.buckets[owner.bucket].shard(holder, self.layout.num_shards)
-            )
+            for travel in _travel(owner, holder, buckets[owner.bucket].shard(holder, num_shards))
         )
 
 
@@ -150,19 +115,10 @@ def _travel(owner: MatrixOwner, holder: int, in_buffer: Span) -> Iterator[Travel
         yield Travel(owner.name, owner.round, holder, owner.rank, in_block, piece)
 
 
-def _holders(pieces: Sequence[EqualPieces]) -> range:
-    return range(pieces[0].ranks.start, pieces[-1].ranks.stop)
-
-
 def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> OwnerPlan:
-    """Chooses the matrix owners, see [Note: balance]. It depends on its arguments alone, so all ranks choose alike.
+    """Chooses the owners of matrices, by name of their param, see [Note: balance].
 
-    Args:
-        layout: of the buffer.
-        matrices: by name of their param; all other params are updated element by element.
-
-    Raises:
-        LayoutError: a param is not in the layout, or has another number of elements than its matrices.
+    It depends on its arguments alone, so all ranks choose alike. All other params are updated element by element.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 4), ParamSpec("b", 8)], num_shards=2, alignment_numel=1)
@@ -186,25 +142,26 @@ def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> Own
         for block in matrices[slot.name].blocks
     ]
     costs = [sum(update_cost(matrices[slot.name].whole(shape)) for shape in block.shapes) for slot, block, _ in blocks]
-    pieces = [pieces_of(layout, slot.bucket, in_buffer) for slot, _, in_buffer in blocks]
-    ranks = _choose_ranks(pieces, costs, layout.num_shards)
+    stretches = [(layout.buckets[slot.bucket], in_buffer) for slot, _, in_buffer in blocks]
     rounds: Counter[int] = Counter()
     owners = []
-    for (slot, block, in_buffer), cost, of_block, rank in zip(blocks, costs, pieces, ranks, strict=True):
-        travels = _holders(of_block) != range(rank, rank + 1)
+    ranks = _choose_ranks(stretches, costs, layout.num_shards)
+    for (slot, block, in_buffer), (bucket, _), cost, rank in zip(blocks, stretches, costs, ranks, strict=True):
+        travels = bucket.holders(in_buffer, layout.num_shards) != range(rank, rank + 1)
         number = rounds[rank] if travels else None
         owners.append(MatrixOwner(slot.name, block, slot.bucket, in_buffer, rank, cost, number))
         rounds[rank] += travels
     return OwnerPlan(layout, tuple(owners))
 
 
-def _choose_ranks(pieces: Sequence[tuple[EqualPieces, ...]], costs: Sequence[int], num_ranks: int) -> list[int]:
-    """The owner of each block."""
+def _choose_ranks(stretches: Sequence[tuple[Bucket, Span]], costs: Sequence[int], num_ranks: int) -> list[int]:
+    """The owner of each block, which is a stretch of a bucket."""
     bound = max(sum(costs) / num_ranks, max(costs, default=0)) * _TOLERANCE
     loads, ranks = [0] * num_ranks, dict[int, int]()
+    all_holders = [bucket.holders(in_buffer, num_ranks) for bucket, in_buffer in stretches]
     costliest_first = sorted(range(len(costs)), key=lambda number: -costs[number])
     for number in costliest_first:
-        holders = _holders(pieces[number])
+        holders = all_holders[number]
         if len(holders) == 1 and loads[holders[0]] + costs[number] <= bound:
             ranks[number] = holders[0]
             loads[holders[0]] += costs[number]
@@ -214,9 +171,7 @@ def _choose_ranks(pieces: Sequence[tuple[EqualPieces, ...]], costs: Sequence[int
     for number in costliest_first:
         if number in ranks:
             continue
-        longest = max(piece.numel for piece in pieces[number])
-        with_longest = [rank for piece in pieces[number] if piece.numel == longest for rank in piece.ranks]
-        for candidates in (with_longest, _holders(pieces[number])):
+        for candidates in (_with_longest_piece(*stretches[number], num_ranks), all_holders[number]):
             rank = min(candidates, key=loads.__getitem__)
             if loads[rank] + costs[number] <= bound:
                 break
@@ -228,3 +183,14 @@ def _choose_ranks(pieces: Sequence[tuple[EqualPieces, ...]], costs: Sequence[int
         ranks[number] = rank
         loads[rank] += costs[number]
     return [ranks[number] for number in range(len(costs))]
+
+
+def _with_longest_piece(bucket: Bucket, in_buffer: Span, num_ranks: int) -> list[int]:
+    """The ranks with the longest piece of a stretch; all between the first and the last one have whole shards of it."""
+    holders = bucket.holders(in_buffer, num_ranks)
+    numel_of = dict.fromkeys(holders, bucket.in_buffer.numel // num_ranks)
+    for rank in (holders[0], holders[-1]):
+        piece = bucket.shard(rank, num_ranks).intersect(in_buffer)
+        numel_of[rank] = 0 if piece is None else piece.numel
+    longest = max(numel_of.values())
+    return [rank for rank, numel in numel_of.items() if numel == longest]

@@ -55,22 +55,14 @@ def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
 
 def _owned_in_bucket(layout: BufferLayout, starts: list[int], bucket: Bucket, rank: int) -> Iterator[ParamShard]:
     shard = bucket.shard(rank, layout.num_shards)
-    first = max(bisect_right(starts, shard.start) - 1, 0)
-    for index in range(first, len(layout.slots)):
+    for index in range(max(bisect_right(starts, shard.start) - 1, 0), len(starts)):
         slot = layout.slots[index]
         if slot.in_buffer.start >= shard.stop:
             return
         owned = slot.in_buffer.intersect(shard)
         if owned is not None:
-            yield ParamShard(
-                name=slot.name,
-                rank=rank,
-                bucket=bucket.index,
-                in_param=owned.relative_to(slot.in_buffer.start),
-                in_buffer=owned,
-                in_bucket=owned.relative_to(bucket.in_buffer.start),
-                in_shard=owned.relative_to(shard.start),
-            )
+            origins = slot.in_buffer.start, 0, bucket.in_buffer.start, shard.start
+            yield ParamShard(slot.name, rank, bucket.index, *map(owned.relative_to, origins))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     def relative_to(self, origin: int) -> Span:
@@ -51,12 +50,10 @@ class Span:
         return Span(self.start + distance, self.stop + distance)
 
     def intersect(self, other: Span) -> Span | None:
-        """The elements in both, or None where there are none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
     def as_slice(self) -> slice:
-        """The same elements as a slice, which indexes a 1-D tensor."""
         return slice(self.start, self.stop)
 
 
@@ -81,21 +78,17 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All elements of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """End of every dimension, exclusive."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements in both, or None where there are none."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         stops = tuple(map(min, self.stops, other.stops))
         if any(offset >= stop for offset, stop in zip(offsets, stops, strict=True)):
@@ -103,7 +96,6 @@ class Box:
         return Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same elements, counted from `origin`."""
         return Box(tuple(offset - start for offset, start in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def moved_by(self, distance: int, dim: int) -> Box:
@@ -113,21 +105,13 @@ class Box:
         return Box(tuple(offsets), self.sizes)
 
     def as_slices(self) -> tuple[slice, ...]:
-        """The same elements as slices, which index an N-D tensor."""
         return tuple(slice(offset, stop) for offset, stop in zip(self.offsets, self.stops, strict=True))
 
 
 def boxes(shape: Sequence[int], span: Span) -> tuple[Box, ...]:
-    """Cuts a stretch of the flattened tensor into at most 2N-1 boxes of N dimensions.
+    """Cuts a stretch of a flattened tensor of any shape into at most 2N-1 boxes of N dimensions.
 
     Each box is contiguous in the flattened tensor, and they come in its order.
-
-    Args:
-        shape: of the tensor; `()` for one element.
-        span: of the flattened tensor.
-
-    Raises:
-        LayoutError: the span leaves the tensor.
 
     >>> [box.sizes for box in boxes((3, 4), Span(2, 11))]
     [(1, 2), (1, 4), (1, 3)]
@@ -201,7 +185,6 @@ class Placement:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the param of the whole model."""
         if self.dim is None:
             return self.shape
         return tuple(numel * self.size if dim == self.dim else numel for dim, numel in enumerate(self.shape))
@@ -227,12 +210,10 @@ class Placement:
 
     def _bands(self) -> tuple[tuple[Box, int], ...]:
         """Boxes of this rank's param that stay in one piece in the whole param, and how far each moves along `dim`."""
-        whole = Box.whole(self.shape)
         if self.dim is None:
-            return ((whole, 0),)
+            return ((Box.whole(self.shape), 0),)
         height = self.shape[self.dim] // self.stride
-        sizes = tuple(height if dim == self.dim else numel for dim, numel in enumerate(self.shape))
-        first = Box((0,) * len(sizes), sizes)
+        first = Box.whole([height if dim == self.dim else numel for dim, numel in enumerate(self.shape)])
         return tuple(
             (first.moved_by(k * height, self.dim), (k * (self.size - 1) + self.rank) * height)
             for k in range(self.stride)

@@ -28,8 +28,8 @@ from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import CUDA, find_accelerator, has_torch_fused
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.low_precision.one_pass import has_kernel
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
 
 #: Sources that can update what is on the host. They keep the same state; those of other packages do not.
 _ON_HOST = ("torch_fused", "torch_foreach")
@@ -47,8 +47,18 @@ class _AdamSource:
     must_compile: Callable[[], str | None] = lambda: None
 
 
-def best_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
-    """The last one of every list, torch's for-each AdamW, runs everywhere."""
+def choose_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
+    """The best one that is there; the last one of every list, torch's for-each AdamW, runs everywhere.
+
+    Raises:
+        ConfigError: one was asked for by name, and is not there.
+    """
+    if config.adam != "auto":
+        missing = _ADAMS[config.adam].missing(device_type)
+        if missing is not None:
+            rule, remedy = "be usable when it is asked for by name", "Install it, or write adam='auto'"
+            raise ConfigError(refusal(f"adam {config.adam!r}", missing, rule, remedy))
+        return _chosen(config.adam, config, ("asked for by name",))
     passed_over: list[str] = []
     *better, last = _PREFERENCES.get(device_type, _PREFERENCE_ELSEWHERE)
     for name in better:
@@ -73,14 +83,6 @@ def adam_on_host(config: DistOptConfig, options: Mapping[str, Any] | None = None
     if for_each or not has_torch_fused(CPU):
         return partial(torch.optim.AdamW if is_decoupled else torch.optim.Adam, **given, foreach=True)
     return partial(blocked_adam.AdamW if is_decoupled else blocked_adam.Adam, **given, fused=True)
-
-
-def named_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
-    reason = _ADAMS[config.adam].missing(device_type)
-    if reason is not None:
-        rule, remedy = "be usable when it is asked for by name", "Install it, or write adam='auto'"
-        raise ConfigError(refusal(f"adam {config.adam!r}", reason, rule, remedy))
-    return _chosen(config.adam, config, ("asked for by name",))
 
 
 def low_precision_adam(config: DistOptConfig, device_type: str, options: Mapping[str, Any] | None = None) -> Build:
@@ -131,20 +133,13 @@ def _is_installed(package: str) -> bool:
         return package in sys.modules
 
 
-def _missing_transformer_engine(device_type: str) -> str | None:
-    return _needs_cuda(device_type) or _missing_symbol("transformer_engine.pytorch.optimizers", "FusedAdam")
-
-
-def _folders(package: str) -> list[str]:
-    if package in sys.modules:
-        return list(getattr(sys.modules[package], "__path__", []))
-    spec = find_spec(package)
-    return [] if spec is None else list(spec.submodule_search_locations or [])
-
-
 def _missing_apex(device_type: str) -> str | None:
     """NVIDIA apex is not on PyPI; the project of that name there is another one and is told apart by its folders."""
-    folders = _folders("apex")
+    if "apex" in sys.modules:
+        folders = list(getattr(sys.modules["apex"], "__path__", []))
+    else:
+        spec = find_spec("apex")
+        folders = [] if spec is None else list(spec.submodule_search_locations or [])
     if folders and not any((Path(folder) / "optimizers").is_dir() for folder in folders):
         remedy = "pip uninstall apex, then build NVIDIA apex from its sources"
         return f"the installed 'apex' is not NVIDIA's but an unrelated project of that name from PyPI; {remedy}"
@@ -185,16 +180,10 @@ def adam_options(config: DistOptConfig) -> dict[str, Any]:
     return {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
 
 
-def _build_torch(groups: Groups, config: DistOptConfig, **implementation: Any) -> Optimizer:
-    adam = torch.optim.AdamW if config.is_decoupled else torch.optim.Adam
-    return adam(groups, **adam_options(config), **implementation)
-
-
 def _build_fused(groups: Groups, config: DistOptConfig) -> Optimizer:
-    if not all(param.device.type == CPU for group in groups for param in group["params"]):
-        return _build_torch(groups, config, fused=True)
-    adam = blocked_adam.AdamW if config.is_decoupled else blocked_adam.Adam
-    return adam(groups, **adam_options(config), fused=True)
+    if all(param.device.type == CPU for group in groups for param in group["params"]):
+        return adam_on_host(config)(groups)
+    return (torch.optim.AdamW if config.is_decoupled else torch.optim.Adam)(groups, **adam_options(config), fused=True)
 
 
 #: Options of torch's Adam in a param group that other implementations ignore, with the value that they behave as.
@@ -223,7 +212,7 @@ def _builder(name: str, module: str, symbol: str, mode: str) -> Callable[[Groups
 
 _ADAMS = {
     "transformer_engine": _AdamSource(
-        _missing_transformer_engine,
+        lambda device: _needs_cuda(device) or _missing_symbol("transformer_engine.pytorch.optimizers", "FusedAdam"),
         _builder("transformer_engine", "transformer_engine.pytorch.optimizers", "FusedAdam", "adam_w_mode"),
     ),
     "apex": _AdamSource(_missing_apex, _builder("apex", "apex.optimizers", "FusedAdam", "adam_w_mode")),
@@ -237,7 +226,7 @@ _ADAMS = {
     ),
     "torch_fused": _AdamSource(_missing_torch_fused, _build_fused),
     "torch_foreach": _AdamSource(
-        lambda device_type: None, lambda groups, config: _build_torch(groups, config, foreach=True)
+        lambda device: None, lambda groups, config: adam_on_host(config, for_each=True)(groups)
     ),
 }
 

@@ -21,14 +21,13 @@ from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, u
 from megatron_distopt.optimizer.adam import (
     adam_on_host,
     adam_options,
-    best_adam,
+    choose_adam,
     low_precision_adam,
-    named_adam,
     updated_by,
 )
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.owners.given import build_alike, check_new
 from megatron_distopt.optimizer.owners.trial import Candidate, Updates, check_updates, find_updates
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams
@@ -69,9 +68,7 @@ def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams 
         return InnerChoice("torch_sgd", here, on_host=on_host)
     if config.optimizer != "adam":
         return _user_class(config, device_type, params)
-    if config.adam != "auto":
-        return named_adam(config, device_type)
-    return best_adam(config, device_type)
+    return choose_adam(config, device_type)
 
 
 def adopt_instance(
@@ -94,7 +91,7 @@ def adopt_instance(
     return replace(
         chosen,
         why=("an instance was given", *chosen.why),
-        defaults=tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items())),
+        defaults=_listed(instance.defaults),
         on_host=build if has_plain_groups else None,
     )
 
@@ -136,16 +133,24 @@ def fused_instance(instance: Optimizer, config: DistOptConfig, device_type: str)
     if known is None or has_chosen or has_refused or config.adam != "auto" or not has_torch_fused(device_type):
         return None
     name, on_cpu = known
-    defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
     on_host = _fused_build(on_cpu, instance)
     build = on_host if device_type == CPU else _fused_build(type(instance), instance)
-    return InnerChoice(name, build, (f"{type(instance).__name__} was given",), defaults, on_host)
+    return InnerChoice(name, build, (f"{type(instance).__name__} was given",), _listed(instance.defaults), on_host)
 
 
 def _fused_build(chosen: type[Optimizer], instance: Optimizer) -> Build:
     accepted = inspect.signature(chosen).parameters
     options = {key: value for key, value in instance.defaults.items() if key in accepted and key not in IMPLEMENTATION}
-    return partial(_build_fused, chosen, options)
+
+    def build(groups: Groups) -> Optimizer:
+        plain = [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in groups]
+        return chosen(plain, **options, fused=True)  # type: ignore[call-arg]
+
+    return build
+
+
+def _listed(defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{key}={value!r}" for key, value in sorted(defaults.items()))
 
 
 def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_type: str) -> InnerChoice:
@@ -153,12 +158,11 @@ def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_t
         check_compatible(config, {Feature.NOT_ADAM: type(instance).__name__})
     options = {key: instance.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
     options["decoupled"] = instance.defaults.get("decoupled_weight_decay", type(instance) is torch.optim.AdamW)
-    defaults = tuple(f"{key}={value!r}" for key, value in sorted(instance.defaults.items()))
     reason = f"{type(instance).__name__} was given, and the precision of the state asks for it"
     why = reason, updated_by(config, device_type)
     _check_codes(config, device_type)
     build = low_precision_adam(config, device_type, options)
-    return InnerChoice(LOW_PRECISION, build, why, defaults, adam_on_host(config, options))
+    return InnerChoice(LOW_PRECISION, build, why, _listed(instance.defaults), adam_on_host(config, options))
 
 
 def _check_codes(config: DistOptConfig, device_type: str) -> None:
@@ -171,11 +175,6 @@ def _check_codes(config: DistOptConfig, device_type: str) -> None:
         raise ConfigError(refusal(name, f"{value!r} on {device_type}", rule, remedy))
 
 
-def _build_fused(chosen: type[Optimizer], options: dict[str, Any], groups: Groups) -> Optimizer:
-    plain = [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in groups]
-    return chosen(plain, **options, fused=True)  # type: ignore[call-arg]
-
-
 def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optimizer:
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
     if has_torch_fused(device_type):
@@ -184,11 +183,18 @@ def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optim
 
 
 def _user_class(config: DistOptConfig, device_type: str, params: TrainedParams | None) -> InnerChoice:
-    chosen = _import_optimizer(config.optimizer)
-    options = _accepted(chosen, {**adam_options(config), "momentum": config.momentum})
+    module_name, _, class_name = config.optimizer.partition(":")
+    try:
+        chosen = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        rule, remedy = "be importable as module:Class", "Check the spelling and the PYTHONPATH"
+        raise ConfigError(refusal("optimizer", f"{config.optimizer!r} ({error})", rule, remedy)) from error
+    if not (isinstance(chosen, type) and issubclass(chosen, Optimizer)):
+        rule, remedy = "name a subclass of torch.optim.Optimizer", "Give a class such as torch.optim:Adagrad"
+        raise ConfigError(refusal("optimizer", repr(config.optimizer), rule, remedy))
     _check_not_distributed_itself(chosen)
-    build, device = partial(chosen, **_with_own_pairs(chosen, options)), usable_device(device_type)
-    return _by_updates(Candidate(chosen, build, config.optimizer, device=device or torch.device(CPU)), config, params)
+    build = partial(chosen, **_with_own_pairs(chosen, {**adam_options(config), "momentum": config.momentum}))
+    return _by_updates(Candidate(chosen, build, config.optimizer, device=usable_device(device_type)), config, params)
 
 
 def _accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,19 +210,6 @@ def _with_own_pairs(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict
     ours = {each.name: each.default for each in fields(DistOptConfig)}
     return {
         name: value
-        for name, value in options.items()
+        for name, value in _accepted(chosen, options).items()
         if isinstance(defaults.get(name), tuple) == isinstance(value, tuple) or value != ours[name]
     }
-
-
-def _import_optimizer(name: str) -> type[Optimizer]:
-    module_name, _, class_name = name.partition(":")
-    try:
-        chosen = getattr(import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        rule, remedy = "be importable as module:Class", "Check the spelling and the PYTHONPATH"
-        raise ConfigError(refusal("optimizer", f"{name!r} ({error})", rule, remedy)) from error
-    if not (isinstance(chosen, type) and issubclass(chosen, Optimizer)):
-        rule, remedy = "name a subclass of torch.optim.Optimizer", "Give a class such as torch.optim:Adagrad"
-        raise ConfigError(refusal("optimizer", repr(name), rule, remedy))
-    return chosen

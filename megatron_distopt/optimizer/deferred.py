@@ -50,13 +50,9 @@ class Notice:
 class DeferredCheck:
     """The statistics of a step whose check is deferred; see [Note: deferred check].
 
-    Args:
-        numbers: float64 [3 + len(flat_params)]: sum of squares, zeros and ranks with something that is not
-            finite, over all ranks; then 1 for each flat param of this rank whose gradient is not finite. They may be
-            overwritten as soon as the constructor returns, in the order of the device's queue.
-        flat_params: of this rank.
-        counts_zeros: whether zeros were counted.
-        notice: what was added up with the statistics.
+    `numbers` are float64 [3 + len(flat_params)]: sum of squares, zeros and ranks with something that is not finite,
+    over all ranks; then 1 for each flat param of this rank whose gradient is not finite. They may be overwritten as
+    soon as the constructor returns, in the order of the device's queue.
     """
 
     def __init__(
@@ -87,10 +83,7 @@ class DeferredCheck:
         return _nonfinite_of(self._copy, self._plans)
 
     def act_on_notice(self) -> None:
-        """Collective: acts on what ranks told each other, once; waits for the device.
-
-        Raises: as `Notice.act`.
-        """
+        """Collective: acts, once, on what ranks told each other, and raises as `Notice.act`; waits for the device."""
         notice, self._notice = self._notice, None
         if notice is not None:
             told, act = notice
@@ -124,18 +117,17 @@ class HostCopy:
 
 
 def _nonfinite_of(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> list[str]:
-    return [_described(plan) for plan, flag in zip(plans, numbers.values[3:], strict=True) if flag]
+    found = [plan.shards for plan, flag in zip(plans, numbers.values[3:], strict=True) if flag]
+    return [
+        first.name if not others else f"among {len(others) + 1} params from {first.name} to {others[-1].name}"
+        for first, *others in found
+    ]
 
 
 def _report_nonfinite(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> None:
     if numbers.values[2] > 0:
         where = ", ".join(_nonfinite_of(numbers, plans)) or "other ranks alone"
         _log.error("the gradient of the last step was inf or nan on %s; that step changed nothing", where)
-
-
-def _described(plan: FlatParamPlan[FlatParamKey]) -> str:
-    names = [shard.name for shard in plan.shards]
-    return names[0] if len(names) == 1 else f"among {len(names)} params from {names[0]} to {names[-1]}"
 
 
 def found_inf_of(numbers: Tensor) -> Tensor:
@@ -149,16 +141,7 @@ def deferred_norm(numbers: Tensor, divisor: float) -> Tensor:
 
 
 def deferred_divisor(numbers: Tensor, divisor: float, clip_grad: float) -> float | Tensor:
-    """`divisor * clip_divisor(norm, clip_grad)` on the device.
-
-    Args:
-        numbers: see `DeferredCheck`.
-        divisor: of the gradient without clipping.
-        clip_grad: 0 for no clipping.
-
-    Returns:
-        fp32 0-D, rounded once as it is elsewhere; `divisor` itself without clipping.
-    """
+    """`divisor * clip_divisor(norm, clip_grad)` on the device: fp32 0-D, rounded once as it is elsewhere."""
     if clip_grad <= 0:
         return divisor
     norm, one = deferred_norm(numbers, divisor), _constant(1.0, numbers)

@@ -9,7 +9,6 @@ that the host names exclude it (`FlatParamKey.excluded_from_norm`).
 which costs nothing there, and is made again in float64 where it is not finite. Elsewhere a look would make the CPU wait
 for the device; there each element is squared in float64 in the first place, in the same single read of 4 bytes. Devices
 without float64 take so large a gradient for an infinite one, and `nonfinite_params` says so.
-
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class GradStats:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every gradient on every rank is finite."""
         return self.num_nonfinite_ranks == 0
 
     def norm(self, divisor: float) -> float:
@@ -105,16 +103,7 @@ def local_numbers(
 
 
 def sum_with(stats: Tensor, extra: Tensor | None, group: Group) -> Tensor:
-    """Collective: adds up statistics over the group, and other numbers in the same all-reduce.
-
-    Args:
-        stats: 1-D.
-        extra: 1-D, of the same dtype and device; replaced by its sums. None for nothing.
-        group: over which.
-
-    Returns:
-        The sums of `stats`.
-    """
+    """Collective: the sums of `stats`, 1-D, over the group; `extra`, added up in the same all-reduce, gets its own."""
     if group.size == 1:
         return stats
     if extra is None:

@@ -53,13 +53,9 @@ class FlatOptimizer(Optimizer):
         return False
 
     def new_moment(self, main: Tensor, kind: str) -> Tensor | None:
-        """Zeros in the form of its own in which a moment is kept, to be filled and handed to `restore`.
+        """Zeros in the form of its own in which a moment of a main param is kept, to be filled and given to `restore`.
 
         The present one stays, because it may be what is loaded. None where moments have the form in which they come.
-
-        Args:
-            main: its main param.
-            kind: "exp_avg" or "exp_avg_sq".
         """
         return None
 
@@ -132,11 +128,8 @@ def step_divided(
     torch's kernels divide they write the quotient back, so `grads` hold it afterwards either way; the kernel of
     low_precision/one_pass.py leaves them as they are.
 
-    Args:
-        grads: the `.grad` of all params of the inner optimizer.
-        divisor: a tensor is 0-D, fp32 and on the device of the grads.
-        found_inf: fp32 0-D on their device; where it is 1 nothing is changed, not even the count of updates. Only for
-            an optimizer that `skips_by_itself`.
+    `divisor` and `found_inf` are fp32 0-D on the device of the grads, which are the `.grad` of all params. Where
+    `found_inf` is 1 nothing is changed, not even the count of updates; only for what `skips_by_itself`.
     """
     if _has_some_momentum(inner):  # once without the fused kernel, and so without its division
         for group in inner.param_groups:
@@ -173,11 +166,7 @@ def update_mains(
 ) -> None:
     """`step_divided` with the gradients as values; torch's classes find them in `.grad`, for as long as this takes.
 
-    Args:
-        inner: holds `mains`, and perhaps others, which have no gradient.
-        mains: main params.
-        grads: fp32, of the same shapes; None for one that is not updated.
-        divisor, found_inf: as of `step_divided`.
+    A gradient is None for a main param that is not updated; other params of `inner` have none.
     """
     if isinstance(inner, FlatOptimizer) and inner.update_with(mains, grads, divisor, found_inf):
         return
@@ -241,16 +230,11 @@ def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:
 
 
 def moment_to_fill(inner: Optimizer, main: Tensor, kind: str, dtype: torch.dtype) -> Tensor | None:
-    """Memory for a moment that is about to be loaded; all of it has to be filled.
-
-    Args:
-        inner: holds `main`.
-        main: 1-D.
-        kind: of the moment.
-        dtype: that it was saved in, which is kept where the inner optimizer does not decide.
+    """Memory for a moment that is about to be loaded from one of a dtype; all of it has to be filled.
 
     Returns:
-        The present moment where it fits, or zeros in the form of the inner optimizer; None where neither is there.
+        Zeros in the form of the inner optimizer where it decides, or else the present moment where it has the dtype;
+        None where neither is there.
     """
     made = inner.new_moment(main, kind) if isinstance(inner, FlatOptimizer) else None
     if made is not None:
@@ -271,14 +255,9 @@ def count_updates(inner: Optimizer) -> int | None:
 def restore(
     inner: Optimizer, group: dict[str, Any], main: Tensor, moments: Mapping[str, Tensor], step: int | None
 ) -> None:
-    """Gives one main param its state back, in the form that the class of `inner` wants it.
+    """Gives a main param, which is in `group`, its state back, in the form that the class of `inner` wants it.
 
-    Args:
-        inner: holds `main` in `group`.
-        group: one of its param groups.
-        main: 1-D.
-        moments: by key, as large as `main`; taken over, not copied.
-        step: updates so far; None for a class that does not count them.
+    Moments are as large as `main` and not copied. `step` counts updates; None for a class that does not.
     """
     state: dict[str, Any] = dict(moments)
     if step is not None and is_torchs(inner):
@@ -294,14 +273,7 @@ def restore(
 
 
 def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Mapping[Span, Tensor]) -> None:
-    """Replaces one main param by several that are views of it, state included.
-
-    Args:
-        inner: holds `main` in `group`.
-        group: one of its param groups.
-        main: 1-D; it leaves the group.
-        parts: by their elements of `main`, in order.
-    """
+    """Replaces a main param in `group` by parts, in order, that are views of some of its elements, state included."""
     index = next(number for number, each in enumerate(group["params"]) if each is main)
     group["params"][index : index + 1] = list(parts.values())
     state = inner.state.pop(main, {})

@@ -28,11 +28,9 @@ class LossScale(Protocol):
     def update(self, found_nonfinite: bool) -> None:
         """Once a step, with what all ranks agreed on."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What has to survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict()` back."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class ConstantLossScale:

@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.device import pinned
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, part_of
-from megatron_distopt.optimizer.low_precision.state_precision import FULL, Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import FULL, LowPrecisionTensor, Precision, part_of
 from megatron_distopt.optimizer.low_precision.stored_values import IN_PHASE, RemainderValues, phase_of, zeros_in_phase
 
 #: By flat param of one optimizer its fp32 gradient, 1-D, see `main_grads`; None for one that is not updated.

@@ -111,9 +111,7 @@ def check_offload(
 
 
 def greatest_fraction(fits: Callable[[float], bool]) -> float:
-    """The greatest hundredth with which something fits; whatever fits, fits with every smaller fraction, too.
-
-    Buckets are whole, so that the fraction cannot be computed from bytes alone; it is searched for.
+    """The greatest hundredth with which something fits; as buckets are whole, it is searched for.
 
     >>> greatest_fraction(lambda fraction: fraction <= 0.3), greatest_fraction(lambda fraction: fraction < 2)
     (0.3, 1.0)
@@ -147,15 +145,12 @@ def _numbers_in(path: str) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
-#: Flat params on the host, with what they have there.
-_Members = Sequence[tuple[FlatParam, OnHost]]
-
-
 @dataclass(frozen=True, eq=False)
 class GradsToHost:
     """Gradients on their way to the host, and what they are to be divided by."""
 
-    buckets: Sequence[tuple[_Members, Callable[[], None]]]  # of a bucket, and a call that waits for their gradients
+    # Flat params of a bucket with what they have on the host, and a call that waits for their gradients.
+    buckets: Sequence[tuple[Sequence[tuple[FlatParam, OnHost]], Callable[[], None]]]
     divisor: float | Tensor  # of the gradients, where it is known already
     numbers: HostCopy | None  # divisor and non-finite flag, where they are on their way as well
     groups: Groups  # options of the param groups, as they are before the device's update
@@ -208,8 +203,8 @@ class HostUpdates:
         for bucket, arrived in on_the_way.buckets:
             arrived()
             for number, (group, options) in enumerate(zip(inner.param_groups, on_the_way.groups, strict=True)):
-                group.update(options)
-                group["params"] = [flat.main for flat, _ in bucket if flat.plan.key.group == number]
+                members = [flat.main for flat, _ in bucket if flat.plan.key.group == number]
+                group.update({**options, "params": members})
             arrivals = [host.arrived for _, host in bucket]
             update_mains(inner, [flat.main for flat, _ in bucket], arrivals, divisor)
             for flat, host in () if rounds_itself(inner) else bucket:
@@ -249,10 +244,9 @@ def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Queues a copy of the second of every pair of 1-D tensors into the first, neighbours in both memories at once."""
     stretches: list[list[tuple[Tensor, Tensor]]] = []
     for pair in pairs:
-        if stretches and all(map(_follows, pair, stretches[-1][-1])):
-            stretches[-1].append(pair)
-        else:
-            stretches.append([pair])
+        if not (stretches and all(map(_follows, pair, stretches[-1][-1]))):
+            stretches.append([])
+        stretches[-1].append(pair)
     for stretch in stretches:
         numel = sum(into.numel() for into, _ in stretch)
         into, source = (tensor.as_strided((numel,), (1,), tensor.storage_offset()) for tensor in stretch[0])

@@ -48,8 +48,7 @@ from megatron_distopt.optimizer.inner import (
     split_state,
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, memory_of
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, Precision, memory_of
 from megatron_distopt.optimizer.low_precision.stored_values import PlainValues
 from megatron_distopt.optimizer.main_params import (
     FlatParam,

@@ -60,7 +60,6 @@ class StepDecision:
 
     @property
     def stats(self) -> GradStats:
-        """The statistics."""
         return self.measured.stats if isinstance(self.measured, DeferredCheck) else self.measured
 
     @property
@@ -129,23 +128,18 @@ def make_step(optimizers: Sequence[ShardedOptimizer], group: Group) -> tuple[Ste
 def measure(
     optimizers: Sequence[ShardedOptimizer], grads: Sequence[MainGrads], group: Group, notice: Notice | None = None
 ) -> GradStats | DeferredCheck:
-    """Collective: measures the gradients of all the optimizers with one all-reduce.
+    """Collective: measures the gradients of all the optimizers with one all-reduce; for the arguments see `make_step`.
 
-    Args:
-        optimizers: as of `make_step`.
-        grads: by optimizer, `ShardedOptimizer.main_grads`.
-        group: all ranks that hold a part of the model.
-        notice: what ranks tell each other in the same all-reduce. They act on it now, or in the next step where the
-            check is deferred.
-
-    Raises: as `Notice.act`, on all ranks.
+    `notice` is what ranks tell each other in the same all-reduce. They act on it now, which may raise on all ranks, or
+    in the next step where the check is deferred.
     """
     if not all(optimizer.defers_check for optimizer in optimizers):
         return measure_now(optimizers, grads, group, notice)
     count_zeros, device = optimizers[0].config.count_zeros, optimizers[0].device
     flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
+    present = [grad for of_one in grads for grad in of_one if grad is not None]
     with profiled("measure gradients"):
-        stats, flags = local_numbers(flat_params, _joined(grads), device, count_zeros=count_zeros)
+        stats, flags = local_numbers(flat_params, present, device, count_zeros=count_zeros)
         numbers = torch.cat([sum_with(stats, None if notice is None else notice.numbers, group), flags])
     return DeferredCheck(numbers, flat_params, counts_zeros=count_zeros, notice=notice)
 
@@ -161,17 +155,14 @@ def measure_now(
     """Collective: `measure` where the CPU has to know the statistics at once, and waits for them."""
     count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
     flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
+    present = [grad for of_one in grads for grad in of_one if grad is not None]
     with profiled("measure gradients"):
-        local = local_stats(flat_params, _joined(grads), optimizers[0].device, count_zeros=count_zeros)
+        local = local_stats(flat_params, present, optimizers[0].device, count_zeros=count_zeros)
         numbers = sum_with(local, None if notice is None else notice.numbers, group)
         sum_of_squares, zeros, nonfinite = numbers.tolist()  # waits for the device
     if notice is not None:
         notice.act(notice.head.tolist())
     return GradStats(sum_of_squares, int(zeros) if count_zeros else None, int(nonfinite))
-
-
-def _joined(grads: Sequence[MainGrads]) -> list[Tensor]:
-    return [grad for of_one in grads for grad in of_one if grad is not None]
 
 
 # --- decide: update, skip or raise, and what the gradient is divided by
@@ -232,9 +223,7 @@ def decide(
 def clip_divisor(norm: float, clip_grad: float) -> float:
     """What the gradient is divided by so that its norm is at most `clip_grad`; 1.0 where it already is.
 
-    Args:
-        norm: of the gradient; one that is not finite clips nothing.
-        clip_grad: 0 for no clipping.
+    A norm that is not finite clips nothing, and neither does a `clip_grad` of 0.
 
     Source: `clip_grad_by_total_norm_fp32` of megatron-core, which multiplies by clip_grad / (norm + 1e-6) if below 1.
 
@@ -285,13 +274,9 @@ def write_model(optimizer: ShardedOptimizer) -> None:
 
 
 def act_on_deferred_notice(optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Collective: acts on what ranks told each other in the last step, if its check was deferred and is open.
-
-    Raises: as `Notice.act`, on all ranks.
-    """
-    check = optimizers[0].deferred_check
-    if check is not None:
-        check.act_on_notice()
+    """Collective: acts on what ranks told each other in the last step, if its check is open; raises as `Notice.act`."""
+    if optimizers[0].deferred_check is not None:
+        optimizers[0].deferred_check.act_on_notice()
 
 
 def finish_deferred_check(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.digests import GRADS, DigestKey, digest_of, grad_digests, state_digests
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, as_plain
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, Precision, as_plain
 from tests.checkpoint.test_reshard import LAYOUTS, MODEL
 from tests.support.simulated import KINDS, World
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import GELU, Linear, Module, Sequential
 
 from megatron_distopt import distribute
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from tests.support.spawn import run_ranks
 
 PRECISIONS = {

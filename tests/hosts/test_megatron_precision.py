@@ -21,7 +21,7 @@ import pytest
 
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.checkpoint.whole_model import WholeModel, owned_pieces
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from tests.checkpoint.test_precision_resume import ERRORS, PRECISIONS
 from tests.hosts import promises, test_promise_2023, test_promise_core
 from tests.hosts import test_megatron_2023_reshard as reshard_2023

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import GELU, Linear, Sequential
 
 from megatron_distopt import distribute
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from tests.support.cases import Case
 from tests.support.mini_fork import MiniFork
 from tests.support.spawn import run_ranks

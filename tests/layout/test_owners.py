@@ -23,8 +23,6 @@ from megatron_distopt.layout import (
     owned_shards,
     plan_owners,
 )
-from megatron_distopt.layout import owners as owners_module
-from megatron_distopt.layout.owners import EqualPieces, pieces_of
 from tests.support.large_models import LARGE_MODELS, LargeModel, matrices_of, params_of
 
 Case = tuple[BufferLayout, Mapping[str, MatrixSpec]]
@@ -67,7 +65,7 @@ def test_owners_when_planned_then_every_element_of_a_matrix_belongs_to_one_block
         owners, slot = plan.owners_of[name], layout.slot_of[name]
         assert (owners[0].in_buffer.start, owners[-1].in_buffer.stop) == (slot.in_buffer.start, slot.in_buffer.stop)
         assert sum(owner.in_buffer.numel for owner in owners) == spec.numel
-        assert [number for owner in owners for number in owner.block.matrices] == [*range(len(spec.shapes))]
+        assert [shape for owner in owners for shape in owner.block.shapes] == [*spec.shapes]
         for owner in owners:
             assert owner.bucket == slot.bucket
             assert owner.in_buffer == owner.block.in_param.moved_by(slot.in_buffer.start)
@@ -76,6 +74,7 @@ def test_owners_when_planned_then_every_element_of_a_matrix_belongs_to_one_block
                 for rank in range(layout.num_shards)
                 if owner.in_buffer.intersect(layout.buckets[slot.bucket].shard(rank, layout.num_shards))
             }
+            assert {*layout.buckets[slot.bucket].holders(owner.in_buffer, layout.num_shards)} == holders
             assert owner.rank in range(layout.num_shards)
             assert (owner.round is None) == (holders == {owner.rank})
     # Checkpoints, main params and collectives do not depend on it, nor does it on the order in which they are listed.
@@ -129,21 +128,6 @@ def test_costs_when_planned_then_no_rank_is_above_what_list_scheduling_guarantee
     # Above the tolerance a matrix goes to the rank with the lowest cost, which is at most the average before it.
     assert max(costs) <= max(1.03 * max(average, most), average + most)
     assert plan.imbalance == pytest.approx(max(costs) / average if matrices else 1.0)
-
-
-@settings(deadline=None)
-@given(case=cases())
-def test_pieces_when_compared_with_the_shards_of_all_ranks_then_the_same(case: Case) -> None:
-    layout, _ = case
-    numel_of = {
-        (shard.name, rank): shard.in_param.numel
-        for rank in range(layout.num_shards)
-        for shard in owned_shards(layout, rank)
-    }
-    for slot in layout.slots:
-        pieces = pieces_of(layout, slot.bucket, slot.in_buffer)
-        by_rank = {(slot.name, rank): piece.numel for piece in pieces for rank in piece.ranks}
-        assert by_rank == {key: numel for key, numel in numel_of.items() if key[0] == slot.name}
 
 
 def test_owner_when_a_matrix_is_whole_then_it_stays_where_it_is() -> None:
@@ -226,26 +210,10 @@ def test_plan_when_the_model_is_large_then_even_and_cheap_at_any_number_of_ranks
 def test_plan_when_a_buffer_is_one_bucket_then_hardly_anything_travels(model: LargeModel) -> None:
     plan = _planned(model, 8, None)
     # A border between two shards cuts one matrix; others travel only for the sake of balance.
-    holders = [pieces_of(plan.layout, owner.bucket, owner.in_buffer) for owner in plan.owners]
-    assert sum(len(pieces) > 1 for pieces in holders) <= 7
+    holders = [plan.layout.buckets[owner.bucket].holders(owner.in_buffer, 8) for owner in plan.owners]
+    assert sum(len(ranks) > 1 for ranks in holders) <= 7
     sent = sum(travel.in_buffer.numel for rank in range(8) for travel in plan.leaving(rank))
     assert 4 * sent / 8 < 0.005 * 6 * plan.layout.numel * 7 / 8  # bytes there and back, and those of the bucket
-
-
-def test_plan_when_ranks_are_4096_then_it_costs_what_two_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = 0
-
-    def count(ranks: range, numel: int) -> EqualPieces:
-        nonlocal made
-        made += 1
-        return EqualPieces(ranks, numel)
-
-    monkeypatch.setattr(owners_module, "EqualPieces", count)
-    model = LARGE_MODELS["LLaMA 7B"]
-    for num_shards in (2, 4096):
-        made = 0
-        _planned(model, num_shards, None)
-        assert made <= 3 * len(matrices_of(model))  # at most three kinds of pieces a matrix
 
 
 def test_imbalance_when_nothing_is_a_matrix_then_even() -> None:

@@ -107,66 +107,41 @@ def test_choose_inner_when_nothing_is_named_then_the_best_that_is_there_and_why(
     assert device_type != "cpu" or not set(PACKAGES) & set(sys.modules)  # none is even looked at
 
 
-@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_choose_inner_when_torch_has_no_fused_kernels_then_foreach(
-    device_type: str, offer: Offer, monkeypatch: pytest.MonkeyPatch
+    offer: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer()
     monkeypatch.setattr("megatron_distopt.optimizer.adam.has_torch_fused", lambda device_type: False)
-    choice = choose_inner(config(), device_type)
-    reason = f"torch {torch.__version__} has no fused AdamW for {device_type}"
-    assert (choice.name, choice.why) == ("torch_foreach", (f"not torch_fused: {reason}",))
+    for device_type in ("cuda", "cpu"):
+        choice = choose_inner(config(), device_type)
+        assert choice.name == "torch_foreach" and "not torch_fused" in choice.why[0]
 
 
-def accelerator(device_type: str) -> dict[str, str]:
-    """DeepSpeed's, which names a device."""
-    return {"deepspeed/accelerator.py": FAKES["deepspeed"]["accelerator.py"].replace("xpu", device_type)}
-
-
-#: What DeepSpeed says of ops that were not built at install time.
-NOT_PREBUILT = ("installed_ops = {'fused_adam': False}", "installed_ops = {}")
-
-
-@pytest.mark.parametrize("installed_ops", NOT_PREBUILT)
 def test_choose_inner_when_deepspeed_is_not_prebuilt_then_it_compiles_only_when_it_is_named_and_built(
-    installed_ops: str, offer: Offer
+    offer: Offer,
 ) -> None:
-    offer("deepspeed", files={"deepspeed/git_version_info.py": installed_ops})
+    offer("deepspeed", files={"deepspeed/git_version_info.py": "installed_ops = {'fused_adam': False}"})
     choice = choose_inner(config(), "xpu")
-    assert choice.name == "torch_fused" and "not built at install time" in choice.why[-1]
+    assert choice.name == "torch_fused" and "deepspeed" in choice.why[-1]
     choice = choose_inner(config(adam="deepspeed"), "xpu")
-    assert (choice.name, choice.why) == ("deepspeed", ("asked for by name",))
+    assert choice.name == "deepspeed"
     assert "deepspeed.ops" not in sys.modules
     built: Any = choice.build([])
     assert type(built) is sys.modules["deepspeed.ops.adam"].FusedAdam
 
 
-#: (named source, device, packages offered, files of theirs, what the refusal has to say).
+#: Named source, device, packages offered, files of theirs, and a word of the reason.
 ABSENT: list[tuple[str, str, tuple[str, ...], dict[str, str], str]] = [
-    ("transformer_engine", "cuda", (), {}, "not installed (No module named 'transformer_engine.pytorch'"),
-    ("transformer_engine", "cpu", (), {}, "has no kernels for cpu"),
-    ("apex", "cuda", (), {}, "not installed (No module named 'apex.optimizers'"),
-    ("apex", "xpu", (), {}, "has no kernels for xpu"),
-    ("apex", "cuda", ("apex",), {}, "built without its CUDA extensions (no amp_C)"),
+    ("transformer_engine", "cuda", (), {}, "not installed"),
+    ("transformer_engine", "cpu", (), {}, "cpu"),
+    ("apex", "xpu", (), {}, "xpu"),
+    ("apex", "cuda", ("apex",), {}, "amp_C"),
     ("deepspeed", "cuda", (), {}, "not installed"),
-    ("deepspeed", "cpu", ("deepspeed",), {}, "accelerator xpu, and the params are on cpu (adam='deepspeed_cpu'"),
-    ("deepspeed", "xpu", ("deepspeed",), accelerator("cpu"), "accelerator cpu, and the params are on xpu"),
-    ("deepspeed_cpu", "cpu", (), {}, "not installed"),
-    ("deepspeed_cpu", "cuda", (), {}, "runs on cpu, not on cuda"),
-    ("torch_fused", "npu", (), {}, f"torch {torch.__version__} has no fused AdamW for npu"),
-    (
-        "transformer_engine",
-        "cuda",
-        ("transformer_engine",),
-        {"transformer_engine/pytorch/optimizers.py": ""},
-        "transformer_engine.pytorch.optimizers has no FusedAdam",
-    ),
-    ("apex", "cuda", ("apex",), {"apex/optimizers/__init__.py": ""}, "apex.optimizers has no FusedAdam"),
-    *(  # an import may raise anything
-        ("apex", "cuda", ("apex", "amp_C"), {"apex/optimizers/__init__.py": f"raise {kind}('no libcudart')"}, reason)
-        for kind in ("OSError", "RuntimeError", "AttributeError")
-        for reason in ["installed, but its import fails (no libcudart)"]
-    ),
+    ("deepspeed", "cpu", ("deepspeed",), {}, "adam='deepspeed_cpu'"),
+    ("deepspeed_cpu", "cuda", (), {}, "cuda"),
+    ("torch_fused", "npu", (), {}, "npu"),
+    ("apex", "cuda", ("apex",), {"apex/optimizers/__init__.py": ""}, "FusedAdam"),
+    ("apex", "cuda", ("apex",), {"apex/optimizers/__init__.py": "raise OSError('no libcudart')"}, "no libcudart"),
 ]
 
 
@@ -175,61 +150,42 @@ def test_choose_inner_when_a_named_source_cannot_be_used_then_refused_and_said_w
     adam: str, device_type: str, offered: tuple[str, ...], files: dict[str, str], reason: str, offer: Offer
 ) -> None:
     offer(*offered, files=files)
-    assert_mentions(refused(device_type, adam=adam), f"adam {adam!r}", reason, "Install it, or write adam='auto'")
+    assert_mentions(refused(device_type, adam=adam), f"adam {adam!r}", reason, "adam='auto'")
 
 
-@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
-def test_choose_inner_when_the_unrelated_apex_is_asked_for_then_refused(
-    device_type: str, offer: Offer, tmp_path: Path
-) -> None:
+def test_choose_inner_when_the_unrelated_apex_is_asked_for_then_refused(offer: Offer, tmp_path: Path) -> None:
     files = {"apex/__init__.py": "raise RuntimeError('a stranger was imported')", "apex/views.py": ""}
     offer("apex", files=files)
     (tmp_path / "apex" / "optimizers" / "__init__.py").unlink()
     (tmp_path / "apex" / "optimizers").rmdir()
-    assert_mentions(refused(device_type, adam="apex"), "not NVIDIA's", "pip uninstall apex")
+    assert_mentions(refused("cuda", adam="apex"), "not NVIDIA's", "pip uninstall apex")
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize(
-    ("adam", "device_type", "mode"),
-    [
-        ("transformer_engine", "cuda", "adam_w_mode"),
-        ("apex", "cuda", "adam_w_mode"),
-        ("deepspeed", "xpu", "adam_w_mode"),
-        ("deepspeed_cpu", "cpu", "adamw_mode"),
-    ],
-)
-def test_build_when_the_source_is_not_torch_then_it_gets_the_options_and_the_kind_of_decay(
-    adam: str, device_type: str, mode: str, decoupled: bool, offer: Offer
+#: Sources that are not torch's: device, and the option that says how weight decay is meant.
+OTHERS = {
+    "transformer_engine": ("cuda", "adam_w_mode"),
+    "apex": ("cuda", "adam_w_mode"),
+    "deepspeed": ("xpu", "adam_w_mode"),
+    "deepspeed_cpu": ("cpu", "adamw_mode"),
+}
+
+
+@pytest.mark.parametrize("adam", OTHERS)
+def test_build_when_the_source_is_not_torch_then_it_gets_the_options_and_refuses_what_it_does_not_look_at(
+    adam: str, offer: Offer
 ) -> None:
     offer(*PACKAGES)
-    choice = choose_inner(config(adam=adam, decay="decoupled" if decoupled else "l2"), device_type)
-    groups: list[dict[str, Any]] = [{"params": []}]
-    built: Any = choice.build(groups)
-    assert (choice.name, choice.why) == (adam, ("asked for by name",))
-    assert built.groups is groups
-    assert built.options == {
-        "lr": 0.25,
-        "betas": (0.5, 0.75),
-        "eps": 1e-3,
-        "weight_decay": 0.125,
-        mode: decoupled,
-    }
-
-
-@pytest.mark.parametrize(
-    ("adam", "device_type"), [("transformer_engine", "cuda"), ("apex", "cuda"), ("deepspeed_cpu", "cpu")]
-)
-@pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
-def test_build_when_a_param_group_has_what_the_source_does_not_look_at_then_refused(
-    option: str, adam: str, device_type: str, offer: Offer
-) -> None:
-    offer(*PACKAGES)
-    choice = choose_inner(config(adam=adam), device_type)
-    choice.build([{"params": [], option: False}])
-    with pytest.raises(ConfigError) as error:
-        choice.build([{"params": []}, {"params": [], option: True}])
-    assert_mentions(error.value, "param group 1", f"{option}=True", adam, "Drop the option")
+    device_type, mode = OTHERS[adam]
+    for decoupled in (True, False):
+        choice = choose_inner(config(adam=adam, decay="decoupled" if decoupled else "l2"), device_type)
+        groups: list[dict[str, Any]] = [{"params": [], "amsgrad": False}]
+        built: Any = choice.build(groups)
+        assert choice.name == adam and built.groups is groups
+        assert built.options == {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.125, mode: decoupled}
+    for option in ("amsgrad", "maximize", "differentiable"):
+        with pytest.raises(ConfigError) as error:
+            choice.build([{"params": []}, {"params": [], option: True}])
+        assert_mentions(error.value, "param group 1", f"{option}=True", adam)
 
 
 def param_with(values: list[float]) -> Tensor:
@@ -295,16 +251,6 @@ def test_step_when_weight_decay_is_decoupled_or_not_then_100_steps_lead_to_the_k
     assert abs(param.item() - expected) < ROUNDING_OF_100_STEPS
 
 
-@pytest.mark.parametrize("adam", ["torch_fused", "torch_foreach"])
-def test_step_when_the_gradient_is_zero_then_decoupled_decay_only_shrinks(adam: str) -> None:
-    param = param_with([8.0, -2.0])
-    inner = build_over(param, DistOptConfig(lr=0.5, weight_decay=0.5, adam=adam))
-    param.grad = torch.zeros(2)
-    inner.step()
-    # 1 - 0.5 * 0.5 = 0.75: every factor is exact in fp32.
-    assert param.tolist() == [6.0, -1.5]
-
-
 #: An older torch does not know the option, so it is not passed where the device has no fused kernels.
 @pytest.mark.parametrize(("device_type", "fused"), [("cpu", True), ("npu", SGD([torch.zeros(1)]).defaults["fused"])])
 def test_choose_inner_when_sgd_then_torchs_with_momentum_and_a_fused_kernel_where_there_is_one(
@@ -325,18 +271,13 @@ def test_choose_inner_when_a_class_is_named_then_it_gets_the_options_that_it_tak
     assert not {"betas", "momentum"} & set(inner.defaults)
 
 
-#: By name of a class, what the refusal has to say.
-UNUSABLE = {
-    "torch.optim:Nope": ("has no attribute 'Nope'", "Check the spelling and the PYTHONPATH"),
-    "no_such_module:Adam": ("No module named 'no_such_module'", "Check the spelling and the PYTHONPATH"),
-    "torch.nn:Linear": ("torch.optim.Optimizer", "Give a class such as torch.optim:Adagrad"),
-    "math:sqrt": ("torch.optim.Optimizer", "Give a class such as torch.optim:Adagrad"),
-}
+#: By name of a class, a word of the refusal.
+UNUSABLE = {"torch.optim:Nope": "Nope", "no_such_module:Adam": "PYTHONPATH", "torch.nn:Linear": "torch.optim:Adagrad"}
 
 
 @pytest.mark.parametrize("optimizer", UNUSABLE)
 def test_choose_inner_when_a_class_cannot_be_used_then_refused(optimizer: str) -> None:
-    assert_mentions(refused("cpu", optimizer=optimizer), repr(optimizer), *UNUSABLE[optimizer])
+    assert_mentions(refused("cpu", optimizer=optimizer), repr(optimizer), UNUSABLE[optimizer])
 
 
 def test_adopt_instance_when_new_then_one_like_it_has_main_params_in_its_groups() -> None:
@@ -346,7 +287,7 @@ def test_adopt_instance_when_new_then_one_like_it_has_main_params_in_its_groups(
     main = param_with([2.0, 3.0])
     choice = adopt_instance(instance)
     inner = choice.build([{"params": [main], "weight_decay": 0.125}, {"params": []}])
-    assert (choice.name, choice.why) == ("Adam", ("an instance was given",))
+    assert choice.name == "Adam"
     assert (type(inner), vars(inner)["note"], inner.defaults) == (Adam, "the user's", instance.defaults)
     assert [[id(param) for param in group["params"]] for group in inner.param_groups] == [[id(main)], []]
     # The user's groups stay those of model params.
@@ -398,10 +339,6 @@ INNER: dict[str, Callable[[Tensor], Optimizer]] = {
 }
 
 
-def fused_or_not(name: str) -> bool:
-    return name.startswith("fused")
-
-
 def three_steps(name: str, divisor: float, *, divide_by_hand: bool) -> Tensor:
     """The param after three steps with the gradients of an undivided loss."""
     param = param_with([1.0, -0.3, 0.7, 1e-3, 5.0])
@@ -414,25 +351,15 @@ def three_steps(name: str, divisor: float, *, divide_by_hand: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("name", INNER)
-@pytest.mark.parametrize("divisor", [0.25, 1.0, 2.0, 65536.0])
-def test_step_divided_when_by_a_power_of_two_then_bit_for_bit_as_by_hand(name: str, divisor: float) -> None:
-    divided = three_steps(name, divisor, divide_by_hand=False)
-    assert torch.equal(divided, three_steps(name, divisor, divide_by_hand=True))
-    assert torch.equal(divided, three_steps(name, 1.0, divide_by_hand=False))
-
-
-@pytest.mark.parametrize("name", INNER)
-def test_step_divided_when_by_any_number_then_as_by_hand(name: str) -> None:
+def test_step_divided_when_by_any_number_then_as_by_hand_and_the_grads_hold_the_quotient(name: str) -> None:
+    for divisor in (0.25, 1.0, 65536.0):  # bit for bit, as they are powers of two
+        divided = three_steps(name, divisor, divide_by_hand=False)
+        assert torch.equal(divided, three_steps(name, divisor, divide_by_hand=True))
     divided = three_steps(name, 3.7, divide_by_hand=False)
     # A kernel may multiply with 1/3.7 instead: two roundings more, 2^-23 each, of a gradient up to 22, three times.
     torch.testing.assert_close(divided, three_steps(name, 3.7, divide_by_hand=True), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", INNER)
-def test_step_divided_when_done_then_grads_hold_the_quotient_and_the_divisor_is_gone(name: str) -> None:
     param = param_with([1.0, 2.0])
     inner = INNER[name](param)
-    assert getattr(inner, "_step_supports_amp_scaling", False) == fused_or_not(name)
     param.grad = torch.tensor([8.0, -4.0])
     step_divided(inner, [param.grad], 8.0)
     assert param.grad.tolist() == [1.0, -0.5]
@@ -454,12 +381,11 @@ def test_step_divided_when_the_step_fails_then_the_divisor_is_gone_all_the_same(
     assert not hasattr(inner, "grad_scale")
 
 
-@pytest.mark.parametrize("name", ["fused Adam", "foreach Adam"])
-def test_step_divided_when_a_rank_owns_nothing_then_the_step_does_nothing(name: str) -> None:
-    options = config(adam="torch_fused" if fused_or_not(name) else "torch_foreach")
-    inner = choose_inner(options, "cpu").build([{"params": []}])
-    step_divided(inner, [], 8.0)
-    assert not inner.state
+def test_step_divided_when_a_rank_owns_nothing_then_the_step_does_nothing() -> None:
+    for adam in ("torch_fused", "torch_foreach"):
+        inner = choose_inner(config(adam=adam), "cpu").build([{"params": []}])
+        step_divided(inner, [], 8.0)
+        assert not inner.state
 
 
 class ForeignDivision(SGD):
@@ -491,14 +417,11 @@ def test_step_divided_when_a_foreign_class_sets_torchs_flag_then_it_is_divided_b
     assert not hasattr(inner, "grad_scale")
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
 def test_choose_inner_when_the_class_is_not_elementwise_then_refused(name: str) -> None:
-    if not hasattr(torch.optim, name):
-        pytest.skip(f"this torch has no {name}")
     with pytest.raises(ConfigError) as error:
         adopt_instance(getattr(torch.optim, name)([torch.zeros(2, 2, requires_grad=True)]))
-    assert name in str(error.value)
-    assert "not elements" in str(error.value) and "such as torch.optim.AdamW" in str(error.value)
+    assert_mentions(error.value, name, "not elements", "torch.optim.AdamW")
     assert name in refused("cpu", optimizer=f"torch.optim:{name}")
 
 
@@ -526,11 +449,9 @@ def test_choose_inner_when_the_class_takes_any_keyword_then_it_gets_all_options(
 
 def test_choose_inner_when_the_class_needs_more_than_groups_then_refused_before_anything_is_moved() -> None:
     name = f"{__name__}:TakesNoMore"
-    missing = "TakesNoMore.__init__() missing 1 required positional argument: 'rank'"
-    assert_mentions(refused("cpu", optimizer=name), name, missing)
-    with pytest.raises(ConfigError) as error:
+    assert_mentions(refused("cpu", optimizer=name), name, "'rank'")
+    with pytest.raises(ConfigError, match=r"TakesNoMore.*'rank'"):
         adopt_instance(TakesNoMore([param_with([1.0])], rank=1))
-    assert_mentions(error.value, "TakesNoMore", missing)
 
 
 def test_adopt_instance_when_its_class_fills_state_when_it_is_built_then_the_state_is_of_the_main_params() -> None:
@@ -548,11 +469,10 @@ def test_adopt_instance_when_its_constructor_takes_any_keyword_then_its_defaults
     assert [(group["lr"], group["weight_decay"]) for group in built.param_groups] == [(0.5, 0.25)]
 
 
-@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])
 def test_choose_inner_when_codes_are_asked_for_and_the_device_has_no_fp16_then_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megatron_distopt.optimizer.choice.has_dtype", lambda device, dtype: False)
-    with pytest.raises(ConfigError, match=f"^Invalid {name}: 'int8' on cpu"):
-        choose_inner(DistOptConfig(**{name: "int8"}), "cpu")
-    assert choose_inner(DistOptConfig(**{name: "bfloat16"}), "cpu").name == "low_precision"
+    with pytest.raises(ConfigError, match="exp_avg_sq_dtype: 'int8' on cpu"):
+        choose_inner(DistOptConfig(exp_avg_sq_dtype="int8"), "cpu")
+    assert choose_inner(DistOptConfig(exp_avg_sq_dtype="bfloat16"), "cpu").name == "low_precision"

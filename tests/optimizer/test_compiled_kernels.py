@@ -14,7 +14,7 @@ import torch
 
 from megatron_distopt.optimizer.low_precision import one_pass
 from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from tests.support.compiled import PREPARE, SOME_UPDATES, TARGETS, UPDATES, Update, compile_for
 
 pytestmark = [

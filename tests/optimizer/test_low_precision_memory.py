@@ -7,7 +7,7 @@ import torch
 from torch.nn import Linear
 
 from megatron_distopt import distribute
-from megatron_distopt.optimizer.low_precision.state_precision import Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 
 #: Enough that the count of updates and the last block do not show in three digits; one rank owns all of it.
 NUMEL = 512 * 512

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megatron_distopt.errors import CheckpointError, ConfigError
 from megatron_distopt.optimizer.choice import adopt_instance
 from megatron_distopt.optimizer.owners.given import build_alike
-from megatron_distopt.optimizer.owners.owned_param import OwnedParam
 from megatron_distopt.optimizer.owners.trial import OF_TORCH, Candidate, Updates, find_updates
+from megatron_distopt.optimizer.owners.whole_params import OwnedParam
 
 Params = Iterable[Tensor]
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import has_torch_fused
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, FlatOptimizer, Groups
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, stored_of
-from megatron_distopt.optimizer.low_precision.one_pass import OnePass
-from megatron_distopt.optimizer.low_precision.state_precision import FULL, Precision
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import FULL, LowPrecisionTensor, Precision, stored_of
+from megatron_distopt.optimizer.low_precision.one_pass import is_taken, update_in_one_pass
 from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, PlainValues, RemainderValues
 
 #: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
@@ -46,12 +45,7 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
     """Adam over flat params, fp32 1-D tensors in low precision or plain, with moments in any precision.
 
     Where torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's fused optimizers do.
-
-    Args:
-        decoupled: False for a decay that is added to the gradient.
-        precision: of the moments.
-        device_type: where state is stored so; elsewhere, as on the host, it is fp32. None for everywhere.
-        by_kernel: whether Triton's kernel may update; torch's operators do otherwise.
+    State is stored in `precision` on devices of `device_type`, or everywhere where that is None; else it is fp32.
     """
 
     rounds_itself = reads_tensors = True
@@ -64,10 +58,10 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
-        decoupled: bool = True,
+        decoupled: bool = True,  # or the decay is added to the gradient
         precision: Precision,
         device_type: str | None = None,
-        by_kernel: bool = True,
+        by_kernel: bool = True,  # whether Triton's kernel may update; torch's operators do otherwise
     ) -> None:
         device_types = {param.device.type for group in params for param in group["params"]}
         self._is_fused = all(map(has_torch_fused, device_types if device_type is None else {device_type}))
@@ -77,7 +71,7 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         for group in self.param_groups:  # torch's AdamW writes True, and the host's Adam reads it (offload.py)
             group["decoupled_weight_decay"] = decoupled
         self.decoupled, self.precision, self._device_type = decoupled, precision, device_type
-        self._one_pass = OnePass(decoupled=decoupled) if by_kernel else None
+        self._by_kernel = by_kernel
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -89,10 +83,9 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
                     updates.append(self._prepared(number, index, main, main.grad))
                 number += 1
         tensors = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        one_pass = self._one_pass
-        self.leaves_grads = one_pass is not None and one_pass.takes(updates, self.param_groups)
-        if one_pass is not None and self.leaves_grads:
-            one_pass.update(updates, self.param_groups, **tensors)
+        self.leaves_grads = self._by_kernel and is_taken(updates, self.param_groups)
+        if self.leaves_grads:
+            update_in_one_pass(updates, self.param_groups, decoupled=self.decoupled, **tensors)
             return
         for index, group in enumerate(self.param_groups):
             members = [update for update in updates if update.group == index]

@@ -165,44 +165,39 @@ def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
     return _uploaded(torch.tensor(values, dtype=torch.float64), device)
 
 
-class OnePass:
-    """Updates flat params by the kernel."""
+def is_taken(updates: Sequence[ParamUpdate], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the kernel makes all updates of a step; never some of them, because it leaves gradients undivided."""
+    if not updates or not has_kernel(updates[0].grad.device):
+        return False
+    is_usual = not any(groups[update.group].get(option) for update in updates for option in ("amsgrad", "maximize"))
+    return is_usual and all(map(_is_served, updates))
 
-    def __init__(self, *, decoupled: bool) -> None:
-        self._decoupled = decoupled
 
-    def takes(self, updates: Sequence[ParamUpdate], groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the kernel makes all updates of a step; never some of them, because it leaves gradients undivided."""
-        if not updates or not has_kernel(updates[0].grad.device):
-            return False
-        is_usual = not any(groups[update.group].get(option) for update in updates for option in ("amsgrad", "maximize"))
-        return is_usual and all(map(_is_served, updates))
-
-    def update(
-        self,
-        updates: Sequence[ParamUpdate],
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Makes updates that it `takes`; `grad_scale` and `found_inf` are as torch's fused optimizers have them."""
-        device = updates[0].grad.device
-        updates = sorted(updates, key=Combination.of)
-        sources, places = grad_addresses([update.grad for update in updates])
-        rows = tuple(Row.of(update, *place) for update, place in zip(updates, places, strict=True))
-        divisor = torch.ones((), device=device) if grad_scale is None else grad_scale
-        found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
-        with current(device):
-            table = Table.of(rows, device)
-            programs, numbers = -(-len(rows) // _PREPARE_BLOCK), _group_numbers(groups, device)
-            arguments = table.cells, *numbers, found_inf, table.scalars, len(rows)
-            launch("prepare", programs, *arguments, BLOCK=_PREPARE_BLOCK)
-            tensors = table.cells, table.owners, table.scalars, divisor, found_inf
-            for combination, first_program, num_programs in table.launches:
-                constants = {name.upper(): form for name, form in combination._asdict().items()}
-                constants |= {"DECOUPLED": self._decoupled, "BLOCKS": BLOCKS, **_OPTIONS}
-                launch("update", num_programs, *tensors, first_program, *sources, **constants)
+def update_in_one_pass(
+    updates: Sequence[ParamUpdate],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    decoupled: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Makes updates that the kernel takes; `grad_scale` and `found_inf` are as torch's fused optimizers have them."""
+    device = updates[0].grad.device
+    updates = sorted(updates, key=Combination.of)
+    sources, places = grad_addresses([update.grad for update in updates])
+    rows = tuple(Row.of(update, *place) for update, place in zip(updates, places, strict=True))
+    divisor = torch.ones((), device=device) if grad_scale is None else grad_scale
+    found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
+    with current(device):
+        table = Table.of(rows, device)
+        programs, numbers = -(-len(rows) // _PREPARE_BLOCK), _group_numbers(groups, device)
+        arguments = table.cells, *numbers, found_inf, table.scalars, len(rows)
+        launch("prepare", programs, *arguments, BLOCK=_PREPARE_BLOCK)
+        tensors = table.cells, table.owners, table.scalars, divisor, found_inf
+        for combination, first_program, num_programs in table.launches:
+            constants = {name.upper(): form for name, form in combination._asdict().items()}
+            constants |= {"DECOUPLED": decoupled, "BLOCKS": BLOCKS, **_OPTIONS}
+            launch("update", num_programs, *tensors, first_program, *sources, **constants)
 
 
 def _group_numbers(groups: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[Tensor, Tensor]:

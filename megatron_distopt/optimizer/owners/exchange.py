@@ -53,11 +53,8 @@ class OwnedBuffer:
 
 
 class ShardValues:
-    """One number for each element that this rank has of some params, by their place in the buffer.
-
-    Args:
-        pieces: span in the buffer and 1-D tensor of each flat param.
-        dtype_of: from the name of a param, also of one of which this rank has no element.
+    """One number for each element that this rank has of some params: span in the buffer and 1-D tensor of each flat
+    param. `dtype_of` knows params of which this rank has no element, too.
     """
 
     def __init__(
@@ -84,11 +81,8 @@ def exchange(
 ) -> None:
     """Collective: updates all blocks of a buffer, each on its owner.
 
-    Args:
-        buffer: the params and their owners.
-        values: of this rank; all of them travel to the owner, and the first one travels back.
-        update: a block.
-        left_out: names of params that are not updated in this step; the same on all ranks.
+    All values of this rank travel to the owner, and the first one travels back. `left_out` names params that are not
+    updated in this step, the same on all ranks.
     """
     _Exchange(buffer, values, update, left_out).run()
 
@@ -170,11 +164,11 @@ class _Exchange:
 
     def _own_piece(self, owner: MatrixOwner | None, block: Tensor, values: ShardValues) -> tuple[Tensor, Tensor] | None:
         """What this rank has itself of a block that it owns, in the block and in the values: one stretch, or none."""
-        layout, rank = self._buffer.plan.layout, self._buffer.group.rank
-        if owner is None:
-            return None
-        own = owner.in_buffer.intersect(layout.buckets[owner.bucket].shard(rank, layout.num_shards))
-        if own is None:
+        layout, own = self._buffer.plan.layout, None
+        if owner is not None:
+            shard = layout.buckets[owner.bucket].shard(self._buffer.group.rank, layout.num_shards)
+            own = owner.in_buffer.intersect(shard)
+        if owner is None or own is None:
             return None
         return block[own.relative_to(owner.in_buffer.start).as_slice()], values.of(own)
 

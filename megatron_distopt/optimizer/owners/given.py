@@ -27,11 +27,7 @@ _COPIED = {*_NUMBERS_AND_TEXTS, FunctionType, BuiltinFunctionType}
 
 
 def check_new(instance: Optimizer) -> None:
-    """Checks that an optimizer has no state, which would be lost.
-
-    Raises:
-        ConfigError
-    """
+    """Checks that an optimizer has no state, which would be lost."""
     # A class that fills its state in the constructor has counts there that are zero, if only one for a group.
     states = [state for state in instance.state.values() if state and isinstance(state, Mapping)]
     steps = [state["step"] for state in states if "step" in state]

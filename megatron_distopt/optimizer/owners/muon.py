@@ -16,7 +16,7 @@ Formulas and their sources are in muon_options.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,8 @@ def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) ->
 def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
     """The second part: roughly U V' of the singular value decomposition U S V', by a Newton-Schulz iteration.
 
-    Args:
-        matrix: 2-D, contiguous, in the dtype in which it travels; may be changed.
-        options: of its param group.
-
-    Returns:
-        of the same shape, not contiguous where the matrix has more rows than columns.
+    The matrix is contiguous, in the dtype in which it travels, and may be changed. The result is not contiguous where
+    it has more rows than columns.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix  # the products are of the shorter side
@@ -70,37 +66,25 @@ def newton_schulz(matrix: Tensor, options: MuonOptions, gram_of: Callable[[Tenso
 def orthogonalize_block(
     update: Tensor, spec: MatrixSpec, block: MatrixBlock, orthogonalize_one: Callable[[Tensor], Tensor]
 ) -> None:
-    """Orthogonalizes each matrix of a block, in place.
+    """Orthogonalizes each matrix of a block of a param, 1-D [block.in_param.numel] and contiguous, in place.
 
-    Args:
-        update: 1-D [block.in_param.numel], contiguous, in the dtype in which it travels.
-        spec: of the param.
-        block: one of its blocks.
-        orthogonalize_one: `orthogonalize` with options, or the same for a matrix that other ranks have parts of.
+    `orthogonalize_one` is `orthogonalize` with options, or the same for a matrix that other ranks have parts of.
     """
-    for matrix, shape in zip(_matrices_of(update, spec, block), block.shapes, strict=True):
+    if len(block.shapes) == 1:
+        matrices: Sequence[Tensor] = [update.view(block.shapes[0])]
+    elif spec.dim == 0:
+        matrices = torch.split(update.view(spec.repeats, -1, spec.cols), list(spec.sizes), dim=1)
+    else:
+        matrices = torch.split(update.view(spec.rows, spec.repeats, -1), list(spec.sizes), dim=2)
+    for matrix, shape in zip(matrices, block.shapes, strict=True):
         # As contiguous as a param of its own: a product of other strides may add up in another order.
         matrix.copy_(orthogonalize_one(matrix.reshape(shape).contiguous()).reshape(matrix.shape))
 
 
-def _matrices_of(update: Tensor, spec: MatrixSpec, block: MatrixBlock) -> list[Tensor]:
-    """Views of the matrices of a block, of two or three dimensions."""
-    if len(block.shapes) == 1:
-        return [update.view(block.shapes[0])]
-    if spec.dim == 0:
-        return list(torch.split(update.view(spec.repeats, -1, spec.cols), list(spec.sizes), dim=1))
-    return list(torch.split(update.view(spec.rows, spec.repeats, -1), list(spec.sizes), dim=2))
-
-
 def apply_update(main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span, options: MuonOptions) -> None:
-    """The third part, element by element: decays a stretch of a param and adds its update.
+    """The third part, element by element: decays a stretch of a param in place, and adds its update.
 
-    Args:
-        main: 1-D [in_param.numel]; changed in place.
-        update: 1-D, of the same elements; may be changed.
-        spec: of the param.
-        in_param: which elements of it these are.
-        options: of its param group.
+    Both are 1-D [in_param.numel]; the update may be changed.
     """
     options.decay(main)
     shapes = [spec.whole(shape) for shape in spec.shapes]

@@ -11,8 +11,7 @@ Source: `torch.optim.Muon` of torch 2.13; `TensorParallelMuon` of megatron-core 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import chain, cycle, islice, repeat
@@ -37,23 +36,14 @@ _MARK, _MEGATRONS_MARK = "ns_steps", "coefficient_type"
 
 
 @dataclass(frozen=True)
-class MuonOptions(ABC):
-    """The options of a param group but its params, of both formulas.
-
-    Raises:
-        ConfigError: an option has a value that cannot work.
-    """
+class _SharedOptions:
+    """Those of both formulas."""
 
     lr: float | Tensor = 1e-3  # a tensor of one element is used as it is
     weight_decay: float = 0.1  # decoupled
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5  # of the iteration
-
-    #: The formula's name, for people.
-    source: ClassVar[str]
-    #: In which a direction is divided by its norm, and travels between ranks.
-    travel_dtype: ClassVar[torch.dtype]
 
     def __post_init__(self) -> None:
         if isinstance(self.lr, Tensor) and self.lr.numel() != 1:
@@ -65,52 +55,8 @@ class MuonOptions(ABC):
             raise _refused("ns_steps", self.ns_steps, f"be from 0 to {_MOST_STEPS}")
 
     @property
-    @abstractmethod
-    def coefficients(self) -> Sequence[Coefficients]:
-        """Those of every step of the iteration."""
-
-    @abstractmethod
-    def norm_of(self, matrix: Tensor) -> Tensor:
-        """The Frobenius norm, as a tensor of one element."""
-
-    @abstractmethod
-    def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
-        """What the iteration begins with, in its dtype; `norm` is that of the matrix, or of the one it is a part of."""
-
-    def matmuls(self) -> AbstractContextManager[None]:
-        """In which the products of the iteration are computed."""
-        return nullcontext()
-
-    @abstractmethod
-    def factor(self, shape: tuple[int, int]) -> float:
-        """What an update is multiplied by beside the learning rate, for a matrix of so many rows and columns."""
-
-    @abstractmethod
-    def decay(self, main: Tensor) -> None:
-        """Decays main params in place."""
-
-    @abstractmethod
-    def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
-        """Adds the update of a matrix of `shape` to main params, in place; the update may be changed, too."""
-
-    @property
     def _lr(self) -> Any:
         return self.lr.squeeze() if isinstance(self.lr, Tensor) else self.lr
-
-
-def formula_of(group: Mapping[str, Any]) -> type[TorchMuonOptions] | type[MegatronMuonOptions]:
-    """The class of the options of a param group of Muon's."""
-    return MegatronMuonOptions if _MEGATRONS_MARK in group else TorchMuonOptions
-
-
-def options_of(group: Mapping[str, Any]) -> MuonOptions:
-    """Those of a param group of Muon's, whatever else is in it.
-
-    Raises:
-        ConfigError: an option has a value that cannot work.
-    """
-    formula = formula_of(group)
-    return formula(**{each.name: group[each.name] for each in fields(formula)})
 
 
 def is_muons_group(group: Mapping[str, Any]) -> bool:
@@ -122,13 +68,8 @@ def _refused(name: str, got: object, rule: str) -> ConfigError:
     return ConfigError(f"Option {name} of Muon is {got}. It must {rule}.")
 
 
-def _check_one_of(name: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise _refused(name, repr(value), f"be one of {', '.join(known)}")
-
-
 @dataclass(frozen=True)
-class TorchMuonOptions(MuonOptions):
+class TorchMuonOptions(_SharedOptions):
     """Names and defaults of `torch.optim.Muon`.
 
     Raises:
@@ -145,7 +86,8 @@ class TorchMuonOptions(MuonOptions):
     #: "Muon is Scalable for LLM Training", 2025, section 2.2).
     adjust_lr_fn: str | None = None
 
-    source: ClassVar[str] = "torch_muon"
+    source: ClassVar[str] = "torch_muon"  # for people
+    #: In which a direction is divided by its norm, and travels between ranks.
     travel_dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -157,25 +99,31 @@ class TorchMuonOptions(MuonOptions):
 
     @property
     def coefficients(self) -> Sequence[Coefficients]:
+        """Those of every step of the iteration."""
         return (self.ns_coefficients,) * self.ns_steps
 
     def norm_of(self, matrix: Tensor) -> Tensor:
-        """In bfloat16."""
+        """The Frobenius norm, as a tensor of one element, in bfloat16."""
         norm: Tensor = matrix.norm()
         return norm
 
     def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
-        """In bfloat16, in place."""
+        """What the iteration begins with; in place. `norm` is that of the matrix, or of the one it is a part of."""
         return matrix.div_(norm.to(matrix.dtype).clamp(min=self.eps))
 
+    def matmuls(self) -> AbstractContextManager[None]:
+        """In which the products of the iteration are computed."""
+        return nullcontext()
+
     def factor(self, shape: tuple[int, int]) -> float:
+        """What an update is multiplied by beside the learning rate, for a matrix of so many rows and columns."""
         return _LR_RATIOS[self.adjust_lr_fn or "original"](*shape)
 
     def decay(self, main: Tensor) -> None:
         main.mul_(1 - self._lr * self.weight_decay)
 
     def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
-        """In one operation."""
+        """Adds the update of a matrix of `shape` to main params, in place."""
         target.add_(update, alpha=-(self._lr * self.factor(shape)))
 
 
@@ -239,7 +187,7 @@ _LEAST_NORM = 1e-15
 
 
 @dataclass(frozen=True)
-class MegatronMuonOptions(MuonOptions):
+class MegatronMuonOptions(_SharedOptions):
     """megatron-core's formula.
 
     Raises:
@@ -259,9 +207,9 @@ class MegatronMuonOptions(MuonOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_one_of(_MEGATRONS_MARK, self.coefficient_type, _SETS)
-        _check_one_of("scale_mode", self.scale_mode, _SCALES)
-        _check_one_of("matmul_precision", self.matmul_precision, _PRECISIONS)
+        for name, known in ((_MEGATRONS_MARK, _SETS), ("scale_mode", _SCALES), ("matmul_precision", _PRECISIONS)):
+            if getattr(self, name) not in known:
+                raise _refused(name, repr(getattr(self, name)), f"be one of {', '.join(known)}")
         fixed = len(_SETS[_FIXED])
         if self.ns_steps < 1 or (self.coefficient_type == _FIXED and self.ns_steps != fixed):
             raise _refused("ns_steps", self.ns_steps, f"be at least 1, and {fixed} with {_FIXED}")
@@ -305,6 +253,24 @@ class MegatronMuonOptions(MuonOptions):
             main.add_(main, alpha=-self.weight_decay * self._lr)
 
     def add(self, update: Tensor, target: Tensor, shape: tuple[int, int]) -> None:
-        """Rounds after each factor."""
+        """Rounds after each factor, and changes the update."""
         update.mul_(_SCALES[self.scale_mode](*shape)).mul_(self.extra_scale_factor)
         target.add_(update, alpha=-self._lr)
+
+
+MuonOptions = TorchMuonOptions | MegatronMuonOptions
+
+
+def formula_of(group: Mapping[str, Any]) -> type[TorchMuonOptions] | type[MegatronMuonOptions]:
+    """The class of the options of a param group of Muon's."""
+    return MegatronMuonOptions if _MEGATRONS_MARK in group else TorchMuonOptions
+
+
+def options_of(group: Mapping[str, Any]) -> MuonOptions:
+    """Those of a param group of Muon's, whatever else is in it.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+    """
+    formula = formula_of(group)
+    return formula(**{each.name: group[each.name] for each in fields(formula)})

@@ -66,11 +66,7 @@ def is_muon(optimizer: object) -> bool:
 
 
 def matrices_in(muon: Optimizer, named: Mapping[str, Tensor]) -> dict[str, MatrixSpec]:
-    """The matrices of the params of a Muon, by name; those without an element are none.
-
-    Raises:
-        LayoutError: a param has not two dimensions, and nobody says of what matrices it consists.
-    """
+    """The matrices of the params of a Muon, by name; those without an element are none."""
     members = {param for group in muon.param_groups for param in group["params"] if param.numel()}
     return {
         name: muon.matrices_of(param) if isinstance(muon, Muon) else matrix_of(name, param)
@@ -80,11 +76,7 @@ def matrices_in(muon: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Matri
 
 
 def matrix_of(name: str, param: Tensor) -> MatrixSpec:
-    """The matrix that a param is.
-
-    Raises:
-        LayoutError: it has not two dimensions.
-    """
+    """The matrix that a param is; it has to have two dimensions."""
     if param.dim() != 2:
         raise LayoutError(
             f"Muon updates params of two dimensions, and {name!r} has shape {list(param.shape)}. Give it to an AdamW "
@@ -124,11 +116,7 @@ def choose_muon(
     defaults: tuple[str, ...] = (),
     source: str = TorchMuonOptions.source,
 ) -> InnerChoice:
-    """Muon for param groups with its options, and another inner optimizer for the others, if there are some.
-
-    Raises:
-        ConfigError: options of the config that Muon does not serve.
-    """
+    """Muon for param groups with its options, and another inner optimizer for the others, if there are some."""
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     build = partial(MuonAndAdam, rest=None if rest is None else rest.build, matrices=matrices)
     if rest is None:
@@ -185,13 +173,10 @@ class MuonAndAdam(InParts):
 
 
 class FlatMuon(Optimizer):
-    """Muon whose params are flat: pieces of matrices that other ranks have the rest of.
+    """Muon whose params are flat, fp32 1-D: pieces of matrices that other ranks have the rest of.
 
-    `step` is collective over the groups of the buffers, also on a rank without params.
-
-    Args:
-        params: param groups of main params, fp32 1-D; the same number of groups on every rank. Options that a group
-            lacks are the defaults of its formula.
+    `step` is collective over the groups of the buffers, also on a rank without params; every rank has as many param
+    groups. Options that a group lacks are the defaults of its formula.
     """
 
     #: Names of params that are not updated in the next step, and are in those after it; the same on all ranks.
@@ -205,16 +190,11 @@ class FlatMuon(Optimizer):
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group; see the class."""
         super().add_param_group({**vars(formula_of(param_group)()), **param_group})
 
     def bind(self, buffers: Sequence[OwnedBuffer], group_of: Mapping[str, int], matrices: Matrices) -> None:
-        """Says what the params are pieces of.
-
-        Args:
-            buffers: in the same order on all ranks.
-            group_of: the number of the param group of every matrix param, whether this rank has a piece or not.
-            matrices: of all of them.
+        """Says what the params are pieces of: buffers, in the same order on all ranks, and by name of every matrix
+        param, whether this rank has a piece of it or not, the number of its param group.
         """
         self._buffers, self._group_of, self._specs = tuple(buffers), dict(group_of), matrices.specs
         cut = [name for each in buffers for name in each.plan.owners_of if matrices.specs[name].cut is not None]
@@ -263,16 +243,9 @@ class FlatMuon(Optimizer):
 
 
 def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:
-    """Collective over `group`: `orthogonalize` for a matrix, see [Note: matrices over tensor-parallel ranks].
+    """Collective over tensor-parallel ranks: `orthogonalize` for a matrix of which each has an equal part.
 
-    Args:
-        part: 2-D, contiguous, in the dtype in which it travels; may be changed.
-        cut: how the ranks share the matrix, each with an equal part.
-        options: of its param group.
-        group: tensor-parallel ranks.
-
-    Returns:
-        this rank's part of the result.
+    Returns this rank's part of the result; see [Note: matrices over tensor-parallel ranks].
     """
     if not cut.is_gathered:
         return _distributed(part, cut, options, group)

@@ -2,7 +2,7 @@
 
 [Note: the trial] Small params are stepped in ways that have to come to the same values. An optimizer of elements: whole
 tensors, and the flat pieces of them that two ranks would own. An optimizer of params: all of them together, and each by
-an optimizer of its own (owned_param.py), with steps in which a param has no gradient. Both: once more with other
+an optimizer of its own (whole_params.py), with steps in which a param has no gradient. Both: once more with other
 gradients for some, while the rest has to stay equal to the bit; and once more with everything saved and loaded in the
 middle. A class may look beyond an element only sometimes. So the trial is repeated with gradients of other sizes, since
 a norm may matter above a threshold alone; with a learning rate of 1, with which estimates over all params begin to move
@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.inner import Build
-from megatron_distopt.optimizer.owners.owned_param import OwnedParam, option_values
+from megatron_distopt.optimizer.owners.whole_params import OwnedParam, option_values
 
 
 class Updates(Enum):
@@ -128,13 +128,16 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
     if known is Updates.ELEMENTS:
         return known
     reasons = [] if known is None else [f"not elements, because torch's {candidate.kind.__name__} needs whole params"]
+    of_dims = [shape for dim in sorted({min(dim, max(_SMALL)) for dim in dims}) for shape in _SMALL[dim]]
     for updates in Updates:
         is_meant = asked in ("auto", updates.value) and known in (None, updates)
         if not is_meant or (updates is Updates.PARAMS and not dims):
             continue
+        # Those of elements begin with small ones, with which most other classes differ.
+        all_shapes = [_SMALL[2], _LARGE] if updates is Updates.ELEMENTS else [of_dims]
         try:
             with _undisturbed(candidate.device):
-                for options, regime, shapes in product(_kinds_of(candidate.groups), _REGIMES, _shapes(updates, dims)):
+                for options, regime, shapes in product(_kinds_of(candidate.groups), _REGIMES, all_shapes):
                     trial = _Trial(candidate, options, regime, _random(shapes, 0, candidate.device))
                     if updates is Updates.ELEMENTS:
                         trial.check_elements(is_told=asked != "auto")
@@ -155,25 +158,24 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
     )
 
 
-def _shapes(updates: Updates, dims: Collection[int]) -> list[_Shapes]:
-    """Of the params of each trial; those of elements begin with small ones, with which most other classes differ."""
-    if updates is Updates.ELEMENTS:
-        return [_SMALL[2], _LARGE]
-    return [[shape for dim in sorted({min(dim, max(_SMALL)) for dim in dims}) for shape in _SMALL[dim]]]
-
-
 class _Trial:
     """Steps of one class with one kind of options, from the same params every time."""
 
     def __init__(self, candidate: Candidate, options: Mapping[str, Any], regime: _Regime, start: list[Tensor]) -> None:
-        self._candidate, self._regime, self._start = candidate, regime, start
-        self._options = _with_lr(candidate, options, regime, start[0])
+        self._build, self._regime, self._start = candidate.build, regime, start
+        group = copy.deepcopy(dict(options))
+        first = self._build([{**group, "params": [start[0].clone().requires_grad_()]}]).param_groups[0]
+        self._options = option_values(first)  # with a learning rate that changes something
+        lr = first.get("lr")
+        if regime.lr is not None and isinstance(lr, (float, int, Tensor)):
+            self._options["lr"] = torch.full_like(lr, regime.lr) if isinstance(lr, Tensor) else regime.lr
+        elif isinstance(lr, (int, float)) and lr < _LEAST_LR:
+            self._options["lr"] = _USUAL_LR
 
     def check_elements(self, *, is_told: bool) -> None:
         start = self._start
         whole = self._run(start)
-        _check_owners(whole.optimizer)
-        _check_state(whole.optimizer)
+        _check_state(whole.optimizer, is_cut=True)
         if not is_told and all(map(torch.equal, start, whole.params)):
             raise _NothingChanged
         cut = int(_PIECE * _flat(start).numel())
@@ -193,8 +195,8 @@ class _Trial:
     def check_params(self) -> None:
         start = self._start
         together = self._run(start, without=_WITHOUT_GRAD)
-        _check_owners(together.optimizer)
-        for key, value in together.first_options.items():
+        _check_state(together.optimizer, is_cut=False)
+        for key, value in self._options.items():
             if repr(value) != repr(together.optimizer.param_groups[0][key]):
                 raise _Differs(f"it changes its option {key!r} for all params of a group")
         alone = [self._run_alone(number, together.grads) for number in range(len(start))]
@@ -225,8 +227,8 @@ class _Trial:
     ) -> _Ran:
         """Steps params together, with gradients that are given or drawn; in some steps without one of them."""
         params = [param.clone().requires_grad_() for param in start]
-        optimizer = self._candidate.build([{**copy.deepcopy(self._options), "params": params}])
-        first, used = dict(option_values(optimizer.param_groups[0])), list[_Grads]()
+        optimizer = self._build([{**copy.deepcopy(self._options), "params": params}])
+        used = list[_Grads]()
         for step in range(_NUM_STEPS):
             drawn = _draw(self._regime, step, params) if grads is None else grads[step]
             used.append([None if (without or {}).get(step) == number else grad for number, grad in enumerate(drawn)])
@@ -235,22 +237,22 @@ class _Trial:
             optimizer.step()
             if is_saved and step == _STEP_OF_SAVE:
                 group, state = optimizer.param_groups[0], optimizer.state
-                optimizer = self._candidate.build([{**copy.deepcopy(option_values(group)), "params": params}])
+                optimizer = self._build([{**copy.deepcopy(option_values(group)), "params": params}])
                 optimizer.state.update({param: copy.deepcopy(state[param]) for param in params if param in state})
-        return _Ran([param.detach() for param in params], optimizer, used, first)
+        return _Ran([param.detach() for param in params], optimizer, used)
 
     def _run_alone(self, number: int, grads: Sequence[_Grads], *, is_saved: bool = False) -> _Ran:
         """Steps one of the params as its owner does."""
         start, options = self._start[number], copy.deepcopy(self._options)
         main = start.flatten().clone()
-        owned = OwnedParam(start.shape, start.device, self._candidate.build, options)
+        owned = OwnedParam(start.shape, start.device, self._build, options)
         for step, of_step in enumerate(grads):
             grad = of_step[number]
             owned.step(main, None if grad is None else grad.flatten(), options)
             if is_saved and step == _STEP_OF_SAVE:
                 description, tensors = owned.split()
                 owned.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
-        return _Ran([main.view(start.shape)], owned.optimizer, grads, options)
+        return _Ran([main.view(start.shape)], owned.optimizer, grads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +262,6 @@ class _Ran:
     params: Sequence[Tensor]
     optimizer: Optimizer
     grads: Sequence[_Grads]  # by step
-    first_options: Mapping[str, Any]  # of the param group, before the first step
 
     def of_first(self, kept: Tensor | None = None) -> dict[str, Any]:
         """The first param, its state and its group, by name; of tensors as large as `kept` the elements where it is."""
@@ -281,17 +282,15 @@ class _Ran:
         }
 
 
-def _check_owners(optimizer: Optimizer) -> None:
-    """Checks that all state is that of a param; a checkpoint holds nothing else."""
-    for owner in optimizer.state:
+def _check_state(optimizer: Optimizer, *, is_cut: bool) -> None:
+    """Checks that all state is that of a param, and where that is cut, that it can be cut like the param or kept once.
+
+    A checkpoint holds nothing else.
+    """
+    for owner, state in optimizer.state.items():
         if not any(owner is param for param in optimizer.param_groups[0]["params"]):
             raise _Differs(f"it keeps {owner!r} in its state beside that of its params")
-
-
-def _check_state(optimizer: Optimizer) -> None:
-    """Checks that a checkpoint can cut what is kept for a param like the param, or hold it once."""
-    for owner, state in optimizer.state.items():
-        for key, value in state.items():
+        for key, value in state.items() if is_cut else ():
             is_kept = value is None or isinstance(value, (bool, int, float, str))
             if not is_kept and not (isinstance(value, Tensor) and (value.numel() == 1 or value.shape == owner.shape)):
                 raise _Differs(f"it keeps {key!r}, which is neither one number nor as large as the param")
@@ -339,30 +338,16 @@ def _draw(regime: _Regime, step: int, params: Sequence[Tensor]) -> list[Tensor]:
     directions, noises = (_random([param.shape for param in params], seed, params[0].device) for seed in (1, 2 + step))
     size = _SIZES[step % len(_SIZES)]
     grads = [size * (direction + 0.5 * noise) for direction, noise in zip(directions, noises, strict=True)]
-    if regime.is_orthogonal:
-        pairs = zip(params, grads, strict=True)
-        grads = [_orthogonal_to(param.detach(), grad) if param.dim() else grad for param, grad in pairs]
+    for number, param in enumerate(params if regime.is_orthogonal else ()):
+        if param.dim():  # without its part along each row of the param, or along a vector
+            rows, of_grad = (each.reshape(len(each) if each.dim() > 1 else 1, -1) for each in (param, grads[number]))
+            along = (rows * of_grad).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
+            grads[number] = (of_grad - along * rows).detach().view(param.shape)
     return [grad * regime.grad_scales[number % 2] for number, grad in enumerate(grads)]
-
-
-def _orthogonal_to(param: Tensor, grad: Tensor) -> Tensor:
-    """A gradient without its part along each row of a param, or along a vector."""
-    rows, of_grad = (each.reshape(len(each) if each.dim() > 1 else 1, -1) for each in (param, grad))
-    along = (rows * of_grad).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
-    return (of_grad - along * rows).view(grad.shape)
 
 
 def _flat(tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
-
-
-def _with_lr(candidate: Candidate, options: Mapping[str, Any], regime: _Regime, param: Tensor) -> dict[str, Any]:
-    """Options with a learning rate that changes something."""
-    copied = copy.deepcopy(dict(options))
-    lr = candidate.build([{**copied, "params": [param.clone().requires_grad_()]}]).param_groups[0].get("lr")
-    if regime.lr is not None and isinstance(lr, (float, int, Tensor)):
-        return {**copied, "lr": torch.full_like(lr, regime.lr) if isinstance(lr, Tensor) else regime.lr}
-    return {**copied, "lr": _USUAL_LR} if isinstance(lr, (int, float)) and lr < _LEAST_LR else copied
 
 
 def _kinds_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -379,19 +364,15 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     """Random states of torch, Python and numpy, hooks of the user on all optimizers, and warnings stay as they are."""
     states = random.getstate(), np.random.get_state()
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # torch calls them for every optimizer
-    hooks = [vars(sys.modules["torch.optim.optimizer"])[name] for name in names]
-    saved = [dict(each) for each in hooks]
-    forked: dict[str, Any] = (
-        {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-    )
+    of_torch = vars(sys.modules["torch.optim.optimizer"])
+    hooks = {name: of_torch[name] for name in names}
+    devices = [] if device.type == CPU else [device]
     try:
-        for each in hooks:
-            each.clear()
-        with torch.random.fork_rng(**forked), torch.enable_grad(), warnings.catch_warnings():
+        of_torch.update({name: {} for name in names})
+        with torch.random.fork_rng(devices, device_type=device.type), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        of_torch.update(hooks)
         random.setstate(states[0])
         np.random.set_state(states[1])
-        for each, before in zip(hooks, saved, strict=True):
-            each.update(before)
