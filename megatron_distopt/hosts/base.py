@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -204,54 +203,54 @@ class HostLossScale:
         self._grad_scaler.load_state_dict(state)
 
 
-@dataclass(frozen=True)
-class StartUp:
-    """What ranks must agree on before the first step."""
-
-    named: Mapping[str, Parameter]  # the params that are updated
-    plan: StepPlan
-    layouts: Sequence[BufferLayout]  # of the buffers
-    grad_dtypes: Sequence[str]  # of the buffers
-    host_options: tuple[str, ...] = ()  # other options of the host that decide what is sent when
-
-
-def compare_ranks(start_up: StartUp, data: Group, everyone: Group, *, may_be_empty: bool = False) -> None:
+def compare_ranks(
+    named: Mapping[str, Parameter],
+    plan: StepPlan,
+    buffers: Sequence[tuple[BufferLayout, torch.dtype]],
+    data: Group,
+    *,
+    host_options: tuple[str, ...] = (),
+    may_be_empty: bool = False,
+) -> None:
     """Collective: compares all that ranks must have alike; a difference in one data-parallel group stops all ranks.
 
-    `may_be_empty`: a param group may have no trained param on any rank.
+    Args:
+        named: the params that are updated.
+        plan: of the step; its statistics are of all ranks of the model.
+        buffers: layout and dtype of grads.
+        data: ranks that hold the same params.
+        host_options: other options of the host that decide what is sent when.
+        may_be_empty: whether a param group may have no trained param on any rank.
     """
-    plan = start_up.plan
+    everyone = plan.stats_group()
     counts = [] if may_be_empty else exchange([len(group.names) for group in plan.groups], everyone)
     # A rank that has no group at all counts as one with empty groups.
     for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
         if not any(column):
             raise LayoutError(f"param group {index} has no params on any of {everyone.size} ranks. Leave it out.")
-    alike_everywhere = [
-        Field("package version", (VERSION,)),
-        Field("options", plan.config.described()),
-        Field("host options", start_up.host_options),
-    ]
-    compare(alike_everywhere, everyone)
-    specs = [spec_of(name, param) for name, param in start_up.named.items()]
+    options = Field("options", plan.config.described())
+    compare([Field("package version", (VERSION,)), options, Field("host options", host_options)], everyone)
+    specs = [spec_of(name, param) for name, param in named.items()]
     groups, members, layout = [], [], []
     for index, group in enumerate(plan.groups):
-        options = ", ".join(f"{key}={value!r}" for key, value in sorted(group.options.items()))
-        groups.append(f"group {index}: {options}")
+        pairs = (f"{key}={value!r}" for key, value in sorted(group.options.items()))
+        groups.append(f"group {index}: {', '.join(pairs)}")
         members += [f"{name} in {index}" for name in group.names]
-    for buffer, dtype in zip(start_up.layouts, start_up.grad_dtypes, strict=True):
-        layout.append(f"{buffer.num_shards} shards of {dtype} grads")
+    for buffer, dtype in buffers:
+        layout.append(f"{buffer.num_shards} shards of {dtype_name(dtype)} grads")
         layout += [*map(str, buffer.buckets), *map(str, buffer.slots)]
-    alike_where_params_are = [
-        Field("param names", tuple(spec.name for spec in specs)),
-        Field("param shapes", tuple(f"{spec.name}{list(spec.shape)}" for spec in specs)),
-        Field("param dtypes", tuple(f"{spec.name} {spec.dtype}" for spec in specs)),
-        Field("param groups", tuple(groups)),
-        Field("param group members", tuple(members)),
-        Field("params excluded from the norm", tuple(filter(plan.excluded_from_norm, start_up.named))),
-        Field("inner optimizer", (plan.choice.name, *plan.choice.defaults)),
-        Field("buffer layout", tuple(layout)),
-    ]
-    raise_together(lambda: compare(alike_where_params_are, data), everyone)
+    of_data_parallel: dict[str, Iterable[str]] = {
+        "param names": [spec.name for spec in specs],
+        "param shapes": [f"{spec.name}{list(spec.shape)}" for spec in specs],
+        "param dtypes": [f"{spec.name} {spec.dtype}" for spec in specs],
+        "param groups": groups,
+        "param group members": members,
+        "params excluded from the norm": filter(plan.excluded_from_norm, named),
+        "inner optimizer": (plan.choice.name, *plan.choice.defaults),
+        "buffer layout": layout,
+    }
+    fields = [Field(title, tuple(values)) for title, values in of_data_parallel.items()]
+    raise_together(lambda: compare(fields, data), everyone)
 
 
 @contextmanager

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.differential import test_idioms
-from tests.hosts import test_promise_2023, test_promise_core
+from tests.hosts import test_plain, test_promise_2023, test_promise_core, test_torch_refusals
 from tests.hosts.promises import Program, Refused
 
 HERE = Path(__file__).parent
 TABLE = (HERE.parents[1] / "docs" / "hosts.md").read_text(encoding="utf-8")
-#: Of plain torch: programs that are compared with torch's own optimizer, and those that are refused.
-TORCH = {**dict.fromkeys(test_idioms.EQUAL, False), **dict.fromkeys(test_idioms.REFUSED, True)}
+#: Of plain torch: cases that are equal to torch's own optimizer, and those that are refused.
+TORCH = {
+    **dict.fromkeys((*test_idioms.EQUAL, *test_plain.CASES), False),
+    **dict.fromkeys((*test_idioms.REFUSED, *test_torch_refusals.START_UP, *test_torch_refusals.TRAINING), True),
+}
 #: Where other cases of plain torch, and older ones of a fork, are functions.
 ELSEWHERE = "".join(path.read_text(encoding="utf-8") for path in sorted(HERE.glob("test_*.py")))
 PROGRAMS = {"2023": test_promise_2023.PROGRAMS, "core": test_promise_core.PROGRAMS}

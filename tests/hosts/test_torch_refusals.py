@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,330 +13,555 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn import Linear, Module, Parameter, Sequential
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD, AdamW, RMSprop
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, RanksDisagreeError
 from tests.support.spawn import run_ranks
 
-SIZE = 2
+SIZE = 4
+CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
+
+#: The class of an error, and what its text has to contain: the values, and the way out.
+Refusal = tuple[type[Exception], tuple[str, ...]]
+Case = tuple[Callable[[int], object], list[Refusal]]
 
 
-def _model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).to(dtype)
+def one_rank(rank: int, kind: type[Exception], *parts: str) -> list[Refusal]:
+    """That rank has its own, the others say which rank it was and repeat it."""
+    others = (RanksDisagreeError, (f"rank {rank} refused", *parts, "Mend what that rank reports"))
+    return [(kind, parts) if each == rank else others for each in range(SIZE)]
 
 
-def _built(**options: Any) -> tuple[Any, Any]:
-    model = _model(options.pop("dtype", torch.float32))
-    return model, distribute(model, torch.optim.AdamW(model.parameters(), lr=0.1), accelerator="torch", **options)
+def everyone(kind: type[Exception], *parts: str) -> list[Refusal]:
+    return [(kind, parts)] * SIZE
 
 
-def _backward(model: nn.Module) -> None:
-    first = next(model.parameters())
-    model(torch.full((2, 6), 1.0 + dist.get_rank(), dtype=first.dtype)).float().square().sum().backward()
+def differing(what: str, theirs: str, ours: str) -> list[Refusal]:
+    """Rank 2 differs."""
+    parts = what, f"rank 2 has {theirs}", f"rank 0 has {ours}", "Start rank(s) 2 with the code and options"
+    return everyone(RanksDisagreeError, *parts)
 
 
-def clip_by_torch() -> None:
-    model, _ = _built()
-    _backward(model)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+# --- at start-up
 
 
-def clip_values_by_torch() -> None:
-    model, _ = _built()
-    _backward(model)
-    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+def linear(rank: int = 0, **options: Any) -> object:
+    return distribute(Linear(2, 2), dataclasses.replace(CONFIG, **options))
 
 
-def grad_read() -> None:
-    model, _ = _built()
-    _backward(model)
-    model[0].weight.grad.norm()
+def grouped(*groups: Any) -> object:
+    """Of a layer, from the names of its params and other options."""
+    model = Linear(2, 2)
+    named = [{**group, "params": [getattr(model, name) for name in group["params"]]} for group in groups]
+    return distribute(model, CONFIG, param_groups=named)
 
 
-def grad_divided() -> None:
-    model, _ = _built()
-    _backward(model)
-    for param in model.parameters():
-        param.grad /= 2
+def _foreign_params(rank: int) -> object:
+    model = Linear(2, 2)
+    return distribute(model, CONFIG, param_groups=[{"params": [*model.parameters(), *Linear(1, 1).parameters()]}])
 
 
-def grad_read_after_step() -> None:
-    model, optimizer = _built()
-    _backward(model)
-    optimizer.step()
-    float(model[0].weight.grad[0, 0])
+def _other_order(rank: int) -> object:
+    model = Module()
+    for name in ("b", "a") if rank == 2 else ("a", "b"):
+        model.add_module(name, Linear(2, 2, bias=False))
+    return distribute(model, CONFIG)
 
 
-def grad_scaler() -> None:
-    model, optimizer = _built()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(model(torch.ones(2, 6)).sum()).backward()
-    scaler.step(optimizer)
+def _second_time(rank: int) -> object:
+    model = Linear(2, 2)
+    first = distribute(model, CONFIG)
+    return first, distribute(model, CONFIG)
 
 
-def another_optimizer_steps() -> None:
-    model, _ = _built()
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    _backward(model)
-    other.step()
+class OtherRMSprop(RMSprop):
+    """Its options are those of RMSprop."""
 
 
-def optimizer_stepped_before() -> None:
+def instance(build: Callable[[Any], Any], *args: Any, **options: Any) -> object:
+    model = Linear(2, 2)
+    return distribute(model, build(model.parameters()), *args, **options)
+
+
+def added(later: Callable[[Sequential], Module]) -> object:
+    """A group that is added later."""
+    model = Sequential(Linear(2, 2), Linear(3, 3), Linear(3, 3))
+    optimizer = distribute(model, RMSprop(model[0].parameters()))
+    optimizer.add_param_group({"params": list(later(model).parameters())})
+    return optimizer
+
+
+def with_variable(rank: int, value: str) -> object:
+    if rank == 2:
+        os.environ["MEGATRON_DISTOPT_NONFINITE"] = value
+    try:
+        return linear()
+    finally:
+        os.environ.pop("MEGATRON_DISTOPT_NONFINITE", None)
+
+
+_GROUPS: list[Any] = []
+
+
+def of_pair(rank: int, model: Module) -> object:
+    """Ranks 0 and 1 hold the same params, ranks 2 and 3 others."""
+    if not _GROUPS:
+        _GROUPS.extend([dist.new_group([0, 1]), dist.new_group([2, 3])])
+    return distribute(model, CONFIG, process_group=_GROUPS[rank // 2], stats_process_group=dist.group.WORLD)
+
+
+class _Twins(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Linear(6, 6), Linear(6, 6)
+
+    def forward(self, values: Tensor) -> Tensor:
+        out: Tensor = self.other(self.one(values))
+        return out
+
+    def tie(self) -> None:
+        self.other.weight.data = self.one.weight.data
+
+
+def _tied_before(rank: int) -> None:
+    model = _Twins()
+    model.tie()
+    distribute(model, AdamW(model.parameters()))
+
+
+def _tensor_parallel_param(rank: int) -> None:
+    model, mesh = _model(), init_device_mesh("cpu", (SIZE,))
+    model[0].weight = Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
+    distribute(model, AdamW(model.parameters()))
+
+
+def _module_buffers_differ(rank: int) -> None:
     model = _model()
-    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.register_buffer("mask", torch.ones(4 if rank == 2 else 3))
+    distribute(model, AdamW(model.parameters()))
+
+
+def _stepped_before(rank: int) -> None:
+    model = _model()
+    adamw = AdamW(model.parameters(), lr=0.1)
     _backward(model)
     adamw.step()
     distribute(model, adamw, accelerator="torch")
 
 
-def unscaled_loss() -> None:
-    model, optimizer = _built(dtype=torch.float16, loss_scale="dynamic")
-    _backward(model)
-    optimizer.step()
+FLOAT64 = ("param 'bias'", "float64", "float32, bfloat16, float16", "Convert or freeze the param")
+GROUPS = ("list of dicts with 'params'", "Write [{'params': [...], 'weight_decay': 0.0}, ...]")
+BY_PARAM = ("Use one that does, such as torch.optim.AdamW or torch.optim.Adafactor",)
+IN_ITS_PAIR = ("param shapes", "rank 3 has bias[3]", "rank 2 has bias[2]", "Start rank(s) 3 with the code and options")
+OF_PAIR = [(RanksDisagreeError, ("rank 2 refused", *IN_ITS_PAIR))] * 2 + [(RanksDisagreeError, IN_ITS_PAIR)] * 2
 
-
-def grads_kept_under_a_loss_scale() -> None:
-    model, optimizer = _built(loss_scale=8.0)
-    for _ in range(2):
-        optimizer.scale_loss(model(torch.ones(2, 6)).sum()).backward()
-        optimizer.step()
-
-
-def optimizer_copied() -> None:
-    copy.deepcopy(_built()[1])
-
-
-def optimizer_pickled() -> None:
-    pickle.dumps(_built()[1])
-
-
-def rank_leaves_out_a_step() -> None:
-    model, optimizer = _built()
-    for number in range(3):
-        optimizer.zero_grad()
-        _backward(model)
-        if number == 1 and dist.get_rank() == 1:
-            continue
-        optimizer.step()
-
-
-def rank_leaves_out_a_step_with_overlap() -> None:
-    model, optimizer = _built(overlap_grad_reduce=True)
-    for number in range(4):
-        optimizer.zero_grad()
-        _backward(model)
-        if number == 2 and dist.get_rank() == 1:
-            continue
-        optimizer.step()
-
-
-def param_converted() -> None:
-    model, optimizer = _built()
-    model.double()
-    _backward_double(model)
-    optimizer.step()
-
-
-def _backward_double(model: nn.Module) -> None:
-    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-
-
-def param_replaced() -> None:
-    model, optimizer = _built()
-    model[0].weight = nn.Parameter(torch.ones(8, 6))
-    _backward(model)
-    optimizer.step()
-
-
-def state_dict_assigned() -> None:
-    model, optimizer = _built()
-    model.load_state_dict({name: value.clone() for name, value in _model().state_dict().items()}, assign=True)
-    _backward(model)
-    optimizer.step()
-
-
-class _Twins(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.other(self.one(values))
-
-
-def tied_by_data_before() -> None:
-    model = _Twins()
-    model.other.weight.data = model.one.weight.data
-    distribute(model, torch.optim.AdamW(model.parameters()))
-
-
-def tied_by_data_afterwards() -> None:
-    model = _Twins()
-    optimizer = distribute(model, torch.optim.AdamW(model.parameters()))
-    model.other.weight.data = model.one.weight.data
-    _backward(model)
-    optimizer.step()
-
-
-def replaced_on_one_rank() -> None:
-    model, optimizer = _built()
-    if dist.get_rank() == 1:
-        model[0].weight = nn.Parameter(torch.ones(8, 6))
-    _backward(model)
-    optimizer.step()
-
-
-def members_edited() -> None:
-    model, optimizer = _built()
-    optimizer.param_groups[0]["params"].pop()
-    _backward(model)
-    optimizer.step()
-
-
-def lazy_module() -> None:
-    model = nn.Sequential(nn.LazyLinear(3))
-    distribute(model, DistOptConfig())
-
-
-def tensor_parallel_param() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    model = _model()
-    mesh = init_device_mesh("cpu", (SIZE,))
-    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
-    distribute(model, torch.optim.AdamW(model.parameters()))
-
-
-def frozen_params_differ() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3 + dist.get_rank()).requires_grad_(False))
-    distribute(model, torch.optim.AdamW(model.parameters()))
-
-
-def module_buffers_differ() -> None:
-    model = _model()
-    model.register_buffer("mask", torch.ones(3 + dist.get_rank()))
-    distribute(model, torch.optim.AdamW(model.parameters()))
-
-
-def begun_anew_on_one_rank_after_clipping() -> None:
-    model, optimizer = _built()
-    _backward(model)
-    optimizer.clip_grad_norm_(1.0)
-    if dist.get_rank() == 1:
-        optimizer.zero_grad()
-    _backward(model)
-    optimizer.step()
-
-
-def cleared_on_one_rank_after_clipping() -> None:
-    model, optimizer = _built()
-    _backward(model)
-    optimizer.clip_grad_norm_(1.0)
-    if dist.get_rank() == 1:
-        model[0].weight.grad = None
-    optimizer.step()
-
-
-def cleared_on_one_rank_after_the_step() -> None:
-    model, optimizer = _built()
-    _backward(model)
-    optimizer.step()
-    if dist.get_rank() == 1:
-        model.zero_grad()
-    _backward(model)
-    optimizer.step()
-
-
-def assigned_after_clipping() -> None:
-    model, optimizer = _built()
-    _backward(model)
-    optimizer.clip_grad_norm_(1.0)
-    model[0].weight.grad = torch.ones(8, 6)
-    optimizer.step()
-
-
-def second_backward_with_overlap() -> None:
-    model, optimizer = _built(overlap_grad_reduce=True)
-    for _ in range(2):
-        optimizer.zero_grad()
-        _backward(model)
-        optimizer.step()
-    optimizer.zero_grad()
-    _backward(model)
-    _backward(model)
-
-
-def other_norm() -> None:
-    model, optimizer = _built()
-    _backward(model)
-    optimizer.clip_grad_norm_(1.0, norm_type=1.0)
-
-
-#: By case, the class on rank 0 and on rank 1, and words that name the place or the remedy.
-CASES: dict[Callable[[], None], tuple[type[Exception], type[Exception], tuple[str, ...]]] = {
-    clip_by_torch: (AccessError, AccessError, ("optimizer.clip_grad_norm_(max_norm)",)),
-    clip_values_by_torch: (AccessError, AccessError, ("optimizer.full_grad(param)",)),
-    grad_read: (AccessError, AccessError, ("'0.weight'", "optimizer.full_grad(param)")),
-    grad_divided: (AccessError, AccessError, ("'0.weight'",)),
-    grad_read_after_step: (AccessError, AccessError, ("'0.weight'",)),
-    grad_scaler: (AccessError, AccessError, ("loss_scale",)),
-    another_optimizer_steps: (AccessError, AccessError, ("'0.weight'",)),
-    optimizer_stepped_before: (ConfigError, ConfigError, ("has state", "before the first step")),
-    unscaled_loss: (ConfigError, ConfigError, ("optimizer.scale_loss(loss).backward()",)),
-    grads_kept_under_a_loss_scale: (ConfigError, ConfigError, ("optimizer.zero_grad()",)),
-    optimizer_copied: (AccessError, AccessError, ("distribute(...)",)),
-    optimizer_pickled: (AccessError, AccessError, ("state_dict()",)),
-    rank_leaves_out_a_step: (RanksDisagreeError, RanksDisagreeError, ("rank 1", "rank 0", "3", "2")),
-    rank_leaves_out_a_step_with_overlap: (RanksDisagreeError, RanksDisagreeError, ("rank 1", "round 3", "zero_grad()")),
-    param_converted: (LayoutError, LayoutError, ("float64", "before distribute(...)")),
-    param_replaced: (LayoutError, LayoutError, ("'0.weight'", "param.copy_(...)")),
-    state_dict_assigned: (LayoutError, LayoutError, ("without assign=True",)),
-    tied_by_data_before: (LayoutError, LayoutError, ("'one.weight'", "'other.weight'", "b.weight = a.weight")),
-    tied_by_data_afterwards: (LayoutError, LayoutError, ("'other.weight'", "b.weight = a.weight")),
-    replaced_on_one_rank: (RanksDisagreeError, LayoutError, ("'0.weight'",)),
-    members_edited: (LayoutError, LayoutError, ("add_param_group", "requires_grad_(False)")),
-    lazy_module: (LayoutError, LayoutError, ("'0.bias'", "one batch")),
-    tensor_parallel_param: (LayoutError, LayoutError, ("DTensor", "'0.weight'")),
-    frozen_params_differ: (RanksDisagreeError, RanksDisagreeError, ("1.bias", "float32[3]", "float32[4]")),
-    module_buffers_differ: (RanksDisagreeError, RanksDisagreeError, ("mask", "[3]", "[4]")),
-    begun_anew_on_one_rank_after_clipping: (RanksDisagreeError, RanksDisagreeError, ("on all ranks",)),
-    cleared_on_one_rank_after_clipping: (LayoutError, LayoutError, ("clip_grad_norm_",)),
-    cleared_on_one_rank_after_the_step: (RanksDisagreeError, RanksDisagreeError, ("optimizer.zero_grad()",)),
-    assigned_after_clipping: (LayoutError, LayoutError, ("'0.weight'", "optimizer.zero_grad()")),
-    second_backward_with_overlap: (LayoutError, LayoutError, ("no_sync()",)),
-    other_norm: (ConfigError, ConfigError, ("norm_type",)),
+START_UP: dict[str, Case] = {
+    # what is given
+    "params for model": (
+        lambda rank: distribute(Linear(2, 2).parameters(), CONFIG),  # type: ignore[arg-type]
+        everyone(ConfigError, "its params", "Write distribute(model, optimizer)"),
+    ),
+    "class of optimizer": (
+        lambda rank: distribute(Linear(2, 2), AdamW),  # type: ignore[arg-type]
+        everyone(ConfigError, "the class AdamW", "Write distribute(model, AdamW(model.parameters(), lr=...))"),
+    ),
+    "groups and an optimizer": (
+        lambda rank: instance(RMSprop, param_groups=[{"params": []}]),
+        everyone(ConfigError, "param_groups", "Give the groups to the optimizer's constructor"),
+    ),
+    "bare list": (
+        lambda rank: distribute(Linear(2, 2), CONFIG, param_groups=[torch.zeros(2)]),  # type: ignore[list-item]
+        everyone(LayoutError, "a Tensor", *GROUPS),
+    ),
+    "group without params": (
+        lambda rank: distribute(Linear(2, 2), CONFIG, param_groups=[{"lr": 0.5}]),
+        everyone(LayoutError, "a dict without 'params'", *GROUPS),
+    ),
+    "empty list": (
+        lambda rank: distribute(Linear(2, 2), CONFIG, param_groups=[]),
+        everyone(LayoutError, "empty", *GROUPS),
+    ),
+    "in two groups": (
+        lambda rank: grouped({"params": ["weight"]}, {"params": ["weight"]}),
+        everyone(LayoutError, "'weight'", "in 2 param groups", "Leave it out of one"),
+    ),
+    "foreign params": (
+        _foreign_params,
+        everyone(LayoutError, "2 params that the model has not", "distribute([model, other_module], ...)"),
+    ),
+    "second time": (
+        _second_time,
+        everyone(LayoutError, "in another distributed optimizer", "Call release() on the other one first"),
+    ),
+    "LBFGS instance": (
+        lambda rank: instance(torch.optim.LBFGS, CONFIG),
+        everyone(ConfigError, "Optimizer LBFGS", *BY_PARAM),
+    ),
+    "SparseAdam by name": (
+        lambda rank: linear(optimizer="torch.optim:SparseAdam"),
+        everyone(ConfigError, "torch.optim:SparseAdam", *BY_PARAM),
+    ),
+    "optimizer stepped before": (_stepped_before, everyone(ConfigError, "has state", "before the first step")),
+    "bucket too small": (
+        lambda rank: linear(bucket_size=3),
+        everyone(ConfigError, "bucket_size is 3", "4 data-parallel ranks", "Write bucket_size=40_000_000"),
+    ),
+    # the model
+    "float64": (lambda rank: distribute(Linear(2, 2).double(), CONFIG), everyone(LayoutError, *FLOAT64)),
+    "fp16 without loss scale": (
+        lambda rank: distribute(Linear(2, 2).half(), CONFIG),
+        everyone(ConfigError, "fp16 params", "Write loss_scale='dynamic'"),
+    ),
+    "nothing trainable": (
+        lambda rank: distribute(Linear(2, 2).requires_grad_(False), CONFIG),
+        everyone(LayoutError, "no trainable param", "Unfreeze something"),
+    ),
+    "on meta": (
+        lambda rank: distribute(Linear(2, 2, device="meta"), CONFIG),
+        everyone(LayoutError, "meta", "cpu", "Move the model with model.to(...) first"),
+    ),
+    "lazy module": (
+        lambda rank: distribute(Sequential(nn.LazyLinear(3)), DistOptConfig()),
+        everyone(LayoutError, "'0.bias'", "one batch"),
+    ),
+    "tied by data before": (
+        _tied_before,
+        everyone(LayoutError, "'one.weight'", "'other.weight'", "b.weight = a.weight"),
+    ),
+    "tensor-parallel param": (_tensor_parallel_param, everyone(LayoutError, "DTensor", "'0.weight'")),
+    # what ranks must have alike
+    "one rank only": (
+        lambda rank: distribute(Linear(2, 2).to(torch.float64 if rank == 2 else torch.float32), CONFIG),
+        one_rank(2, LayoutError, *FLOAT64),
+    ),
+    "other options": (
+        lambda rank: linear(lr=0.5 if rank == 2 else 0.01),
+        differing("options", "lr=0.5", "lr=0.01"),
+    ),
+    "other names": (
+        lambda rank: distribute(Sequential(Linear(2, 2)) if rank == 2 else Linear(2, 2), CONFIG),
+        differing("param names", "0.bias", "bias"),
+    ),
+    "other shape": (
+        lambda rank: distribute(Linear(2, 3 if rank == 2 else 2), CONFIG),
+        differing("param shapes", "bias[3]", "bias[2]"),
+    ),
+    "other dtype": (
+        lambda rank: distribute(Linear(2, 2).to(torch.bfloat16 if rank == 2 else torch.float32), CONFIG),
+        differing("param dtypes", "bias bfloat16", "bias float32"),
+    ),
+    "other order": (_other_order, differing("param names", "a.weight", "b.weight")),
+    "other group options": (
+        lambda rank: grouped({"params": ["weight", "bias"], "weight_decay": 0.5 if rank == 2 else 0.0, "lr_mult": 2.0}),
+        differing("param groups", "group 0: lr_mult=2.0, weight_decay=0.5", "group 0: lr_mult=2.0, weight_decay=0.0"),
+    ),
+    "other members": (
+        lambda rank: grouped(*[{"params": ["weight"]}, {"params": ["bias"]}][:: -1 if rank == 2 else 1]),
+        differing("param group members", "bias in 0", "weight in 0"),
+    ),
+    "other number of groups": (
+        lambda rank: linear() if rank == 2 else grouped({"params": ["weight"]}, {"params": ["bias"]}),
+        differing("param groups", "nothing", "group 1: "),
+    ),
+    "other grad dtype": (
+        lambda rank: linear(grads_in_fp32=rank != 2),
+        differing("options", "grads_in_fp32=False", "grads_in_fp32=True"),
+    ),
+    "other buckets": (
+        lambda rank: linear(bucket_size=100 if rank == 2 else None),
+        differing("options", "bucket_size=100", "bucket_size=None"),
+    ),
+    "other excluded from the norm": (
+        lambda rank: distribute(Linear(2, 2), CONFIG, excluded_from_norm=lambda name: rank == 2 and name == "bias"),
+        differing("params excluded from the norm", "bias", "nothing"),
+    ),
+    "other class of instance": (
+        lambda rank: instance(OtherRMSprop if rank == 2 else RMSprop),
+        differing("inner optimizer", "OtherRMSprop", "RMSprop"),
+    ),
+    "other defaults of instance": (  # the groups are alike; one that is added later would not be
+        lambda rank: instance(lambda params: RMSprop([{"params": params, "lr": 0.1}], lr=0.5 if rank == 2 else 0.1)),
+        differing("inner optimizer", "lr=0.5", "lr=0.1"),
+    ),
+    "other group of instance": (
+        lambda rank: instance(lambda params: RMSprop(params, lr=0.5 if rank == 2 else 0.1)),
+        everyone(RanksDisagreeError, "param groups", "lr=0.5", "lr=0.1", "Start rank(s) 2"),
+    ),
+    "other frozen param": (
+        lambda rank: distribute(Sequential(Linear(6, 8), Linear(8, 3 + (rank == 2)).requires_grad_(False)), CONFIG),
+        everyone(RanksDisagreeError, "1.bias", "float32[3]", "float32[4]"),
+    ),
+    "other module buffer": (_module_buffers_differ, everyone(RanksDisagreeError, "mask", "[3]", "[4]")),
+    "bad variable": (
+        lambda rank: with_variable(rank, "ignore"),
+        one_rank(2, ConfigError, "MEGATRON_DISTOPT_NONFINITE is 'ignore'", "one of raise, skip, log"),
+    ),
+    "other variable": (
+        lambda rank: with_variable(rank, "skip"),
+        differing("options", "nonfinite='skip'", "nonfinite='raise'"),
+    ),
+    "shape in one data group": (lambda rank: of_pair(rank, Linear(2, 3 if rank == 3 else 2)), OF_PAIR),
+    "float64 in one data group": (
+        lambda rank: of_pair(rank, Linear(2, 2).to(torch.float64 if rank == 3 else torch.float32)),
+        one_rank(3, LayoutError, *FLOAT64),
+    ),
+    # a group that is added later
+    "foreign group later": (
+        lambda rank: added(lambda model: Linear(1, 1)),
+        everyone(LayoutError, "2 params that the model has not", "Register their module in the model first"),
+    ),
+    "known group later": (
+        lambda rank: added(lambda model: model[0]),
+        everyone(LayoutError, "a param that is in another one", "Edit the options of the group that it is in"),
+    ),
+    "other group later": (
+        lambda rank: added(lambda model: model[2 if rank == 2 else 1]),
+        everyone(RanksDisagreeError, "rank 2", "rank 0", "with the code and options of the others"),
+    ),
 }
 
 
-def _raised(case: Callable[[], None]) -> tuple[type[Exception], str] | None:
+# --- in training
+
+
+def _model() -> Sequential:
+    torch.manual_seed(0)
+    return Sequential(Linear(6, 8), Linear(8, 3))
+
+
+def _backward(model: Module, optimizer: Any = None) -> None:
+    dtype = next(model.parameters()).dtype
+    model(torch.full((2, 6), 1.0 + dist.get_rank(), dtype=dtype)).float().square().sum().backward()
+
+
+def trained(
+    *acts: Callable[[Any, Any], object], model: Callable[[], Module] = _model, **options: Any
+) -> Callable[[int], None]:
+    """A model and its optimizer, to which something is done."""
+
+    def case(rank: int) -> None:
+        built = model()
+        optimizer = distribute(built, AdamW(built.parameters(), lr=0.1), accelerator="torch", **options)
+        for act in acts:
+            act(built, optimizer)
+
+    return case
+
+
+def _step(model: Any, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def _whole_step(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    _backward(model)
+    optimizer.step()
+
+
+def _clip(model: Any, optimizer: Any) -> None:
+    optimizer.clip_grad_norm_(1.0)
+
+
+def on_rank_1(act: Callable[[Any, Any], object]) -> Callable[[Any, Any], None]:
+    def acts(model: Any, optimizer: Any) -> None:
+        if dist.get_rank() == 1:
+            act(model, optimizer)
+
+    return acts
+
+
+def _not_on_rank_1(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    _backward(model)
+    if dist.get_rank() != 1:
+        optimizer.step()
+
+
+def _divide_grads(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        param.grad /= 2
+
+
+def _use_grad_scaler(model: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+    scaler.step(optimizer)
+
+
+def _scaled_step(model: Any, optimizer: Any) -> None:
+    optimizer.scale_loss(model(torch.ones(2, 6)).sum()).backward()
+    optimizer.step()
+
+
+def _convert(model: Any, optimizer: Any) -> None:
+    model.double()
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+
+
+def _replace(model: Any, optimizer: Any) -> None:
+    model[0].weight = Parameter(torch.ones(8, 6))
+
+
+def _load_by_assigning(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({name: value.clone() for name, value in _model().state_dict().items()}, assign=True)
+
+
+def _clear_weight(model: Any, optimizer: Any) -> None:
+    model[0].weight.grad = None
+
+
+def _assign_weight(model: Any, optimizer: Any) -> None:
+    model[0].weight.grad = torch.ones(8, 6)
+
+
+def clear(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def _half() -> Module:
+    return _model().half()
+
+
+OF_WEIGHT = everyone(AccessError, "'0.weight'")
+TRAINING: dict[str, Case] = {
+    "clip by torch": (
+        trained(_backward, lambda model, _: clip_grad_norm_(model.parameters(), 1.0)),
+        everyone(AccessError, "optimizer.clip_grad_norm_(max_norm)"),
+    ),
+    "clip values by torch": (
+        trained(_backward, lambda model, _: clip_grad_value_(model.parameters(), 1.0)),
+        everyone(AccessError, "optimizer.full_grad(param)"),
+    ),
+    "grad is read": (
+        trained(_backward, lambda model, _: model[0].weight.grad.norm()),
+        everyone(AccessError, "'0.weight'", "optimizer.full_grad(param)"),
+    ),
+    "grad is read after the step": (
+        trained(_backward, _step, lambda model, _: float(model[0].weight.grad[0, 0])),
+        OF_WEIGHT,
+    ),
+    "grads are divided": (trained(_backward, _divide_grads), OF_WEIGHT),
+    "another optimizer steps": (
+        trained(_backward, lambda model, _: SGD(model.parameters(), lr=0.1).step()),
+        OF_WEIGHT,
+    ),
+    "GradScaler": (trained(_use_grad_scaler), everyone(AccessError, "loss_scale")),
+    "loss is not scaled": (
+        trained(_backward, model=_half, loss_scale="dynamic"),
+        everyone(ConfigError, "optimizer.scale_loss(loss).backward()"),
+    ),
+    "grads kept under a loss scale": (
+        trained(_scaled_step, _scaled_step, loss_scale=8.0),
+        everyone(ConfigError, "optimizer.zero_grad()"),
+    ),
+    "optimizer is copied": (
+        trained(lambda _, optimizer: copy.deepcopy(optimizer)),
+        everyone(AccessError, "distribute(...)"),
+    ),
+    "optimizer is pickled": (
+        trained(lambda _, optimizer: pickle.dumps(optimizer)),
+        everyone(AccessError, "state_dict()"),
+    ),
+    "other norm": (
+        trained(_backward, lambda _, optimizer: optimizer.clip_grad_norm_(1.0, norm_type=1.0)),
+        everyone(ConfigError, "norm_type"),
+    ),
+    # what was done to params and groups
+    "param is converted": (
+        trained(_convert, _step),
+        everyone(LayoutError, "float64", "before distribute(...)"),
+    ),
+    "param is replaced": (trained(_replace, _whole_step), everyone(LayoutError, "'0.weight'", "param.copy_(...)")),
+    "param is replaced on one rank": (
+        trained(on_rank_1(_replace), _whole_step),
+        one_rank(1, LayoutError, "'0.weight'"),
+    ),
+    "state dict is assigned": (
+        trained(_load_by_assigning, _whole_step),
+        everyone(LayoutError, "without assign=True"),
+    ),
+    "tied by data": (
+        trained(lambda model, _: model.tie(), _whole_step, model=_Twins),
+        everyone(LayoutError, "'other.weight'", "b.weight = a.weight"),
+    ),
+    "members are edited": (
+        trained(lambda _, optimizer: optimizer.param_groups[0]["params"].pop(), _whole_step),
+        everyone(LayoutError, "add_param_group", "requires_grad_(False)"),
+    ),
+    # what ranks do
+    "rank leaves out a step": (
+        trained(_whole_step, _not_on_rank_1, _whole_step),
+        everyone(RanksDisagreeError, "rank 1", "rank 0", "3", "2"),
+    ),
+    "rank leaves out a step, overlapped": (
+        trained(_whole_step, _whole_step, _not_on_rank_1, _whole_step, overlap_grad_reduce=True),
+        everyone(RanksDisagreeError, "rank 1", "round 3", "zero_grad()"),
+    ),
+    "begun anew on one rank after clipping": (
+        trained(_backward, _clip, on_rank_1(clear), _backward, _step),
+        everyone(RanksDisagreeError, "on all ranks"),
+    ),
+    "cleared on one rank after clipping": (
+        trained(_backward, _clip, on_rank_1(_clear_weight), _step),
+        everyone(LayoutError, "clip_grad_norm_"),
+    ),
+    "cleared on one rank after the step": (
+        trained(_backward, _step, on_rank_1(lambda model, _: model.zero_grad()), _backward, _step),
+        everyone(RanksDisagreeError, "optimizer.zero_grad()"),
+    ),
+    "assigned after clipping": (
+        trained(_backward, _clip, _assign_weight, _step),
+        everyone(LayoutError, "'0.weight'", "optimizer.zero_grad()"),
+    ),
+    "second backward with overlap": (
+        trained(_whole_step, _whole_step, clear, _backward, _backward, overlap_grad_reduce=True),
+        everyone(LayoutError, "no_sync()"),
+    ),
+}
+
+
+def _raised(case: Callable[[int], object], rank: int) -> tuple[type[Exception], str] | None:
     try:
-        case()
+        case(rank)
     except Exception as error:  # noqa: BLE001 - a raw error is not what was wanted, and is shown
         return type(error), str(error)
     return None
 
 
-def run_all(rank: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for case in CASES:
-        found[case.__name__] = _raised(case)
-        dist.barrier()
+Found = dict[str, dict[str, tuple[type[Exception], str] | None]]
+
+
+def run_all(rank: int, size: int) -> Found:
+    found: Found = {"start-up": {}, "training": {}}
+    for kind, cases in (("start-up", START_UP), ("training", TRAINING)):
+        for name, (case, _) in cases.items():
+            found[kind][name] = _raised(case, rank)
+            dist.barrier()
     return found
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_ranks(run_all, SIZE)
+def results() -> list[Found]:
+    return run_ranks(run_all, SIZE, seconds=300.0)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_optimizer_when_there_is_no_equal_result_then_every_rank_is_told(
-    case: Callable[[], None], results: list[dict[str, Any]]
-) -> None:
-    first, second, words = CASES[case]
-    for found, wanted in zip((result[case.__name__] for result in results), (first, second), strict=True):
-        assert found is not None
-        assert found[0] is wanted, found
-        assert all(word in found[1] for word in words), found[1]
+def check_refusals(found: list[tuple[type[Exception], str] | None], wanted: list[Refusal]) -> None:
+    for each, (kind, parts) in zip(found, wanted, strict=True):
+        assert each is not None
+        assert each[0] is kind, each
+        assert [part for part in parts if part not in each[1]] == [], each[1]
+
+
+@pytest.mark.parametrize("name", START_UP)
+def test_distribute_when_input_is_bad_then_every_rank_says_what_to_write(name: str, results: list[Found]) -> None:
+    check_refusals([result["start-up"][name] for result in results], START_UP[name][1])
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_optimizer_when_there_is_no_equal_result_then_every_rank_is_told(name: str, results: list[Found]) -> None:
+    check_refusals([result["training"][name] for result in results], TRAINING[name][1])

@@ -18,7 +18,6 @@ from megatron.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import (
     CommLog,
     CommTime,
@@ -34,7 +33,7 @@ from megatron_distopt.comm import (
     try_collectives,
 )
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.hosts.base import StartUp, compare_ranks, timed
+from megatron_distopt.hosts.base import compare_ranks, timed
 from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam, RemainderWatch
 from megatron_distopt.hosts.megatron_2023.decisions import Request, Start, num_microbatches_of, plan_start
 from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT, StepTimers
@@ -102,11 +101,9 @@ class BuiltOptimizer(HostDistributedOptimizer):
             models,
         )
         self.start = start.in_buckets(self._params_changed_after_backward(start))
-        layouts = [buffer.layout for buffer in self.start.buffers]
-        dtypes = [dtype_name(buffer.dtype) for buffer in self.start.buffers]
+        layouts = [(buffer.layout, buffer.dtype) for buffer in self.start.buffers]
         host_options = (f"gathers_state={self.gathers_state}",)
-        alike = StartUp(self.start.named, self.start.plan, layouts, dtypes, host_options)
-        compare_ranks(alike, self.start.data, self.everyone)
+        compare_ranks(self.start.named, self.start.plan, layouts, self.start.data, host_options=host_options)
         self.grad_buffers = [take_over(plan, models) for plan in self.start.buffers]
         sharded = [each for buffer in self.grad_buffers for each in buffer.sharded]
         self.sharded = ShardedOptimizer(sharded, self.start.plan)

@@ -23,13 +23,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.base import StartUp, compare_ranks, loss_scale_of, names_by_param, plan_groups
+from megatron_distopt.hosts.base import compare_ranks, loss_scale_of, names_by_param, plan_groups
 from megatron_distopt.hosts.between_steps import GroupMembers, RemainderWatch, not_copied
 from megatron_distopt.hosts.inner_optimizers import (
     config_for_adam,
@@ -145,15 +144,13 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def check_start_up(self) -> None:
         """Collective: what ranks must agree on."""
         raise_together(self.check_between_steps, self.stats_group)
-        buffers = self.sharded.buffers
-        start_up = StartUp(
+        compare_ranks(
             self.named,
             self.sharded.plan,
-            [buffer.layout for buffer in buffers],
-            [dtype_name(buffer.grad.dtype) for buffer in buffers],
-            tuple(f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())),
+            [(buffer.layout, buffer.grad.dtype) for buffer in self.sharded.buffers],
+            Group.of(self.data_parallel_group),
+            host_options=tuple(f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())),
         )
-        compare_ranks(start_up, Group.of(self.data_parallel_group), self.stats_group)
         self.norm_groups = groups_on_all_ranks(self, self.stats_group)
 
     def check_between_steps(self) -> None:

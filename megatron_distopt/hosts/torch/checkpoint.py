@@ -55,9 +55,9 @@ class StateCalls(Optimizer):
         return {param: names[param] for group in self.param_groups for param in group["params"]}
 
     def _torch_params(self) -> TorchParams:
-        name_of, ranks = self._names_of_grouped(), self._model.ranks
+        name_of, model = self._names_of_grouped(), self._model
         names = [[name_of[param] for param in group["params"]] for group in self.param_groups]
-        return TorchParams(self._model.share(), names, self.param_groups, ranks.data, ranks.stats)
+        return TorchParams(model.share(), names, self.param_groups, model.data, model.everyone)
 
     def _check_torchs_format(self, call: str) -> None:
         """Checks that the state has torch's format, which is cut by element.
@@ -80,7 +80,7 @@ class StateCalls(Optimizer):
         """
         self._check_torchs_format("state_dict()")
         self._model.gather.finish()
-        self._follow_user()
+        self._model.params.follow()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state = torch_state_dict(self._torch_params())
@@ -101,13 +101,11 @@ class StateCalls(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
         self._before_state(is_read=False)
-        self._consolidated = None
-        if self._model.may_grow:
+        if self._model.waiting:
             self._model.grow_to(names_with_state(self._torch_params(), state_dict))
         load_torch_state_dict(self._torch_params(), state_dict)
-        for step_hook in self._model.hooks:
-            step_hook.loaded()
-        self._model.forget_changes()
+        self._after_load()
+        self._model.params.forget_followed()
         self._model.params.doubt()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -154,19 +152,7 @@ class StateCalls(Optimizer):
         """Collective: brings the state up to date before it is read, or replaced where `is_read` is false."""
         self._model.gather.finish()
         act_on_deferred_notice([self._model.sharded])
-        raise_together(partial(self._follow_user, is_read=is_read), self._model.ranks.stats, "params")
-
-    def _follow_user(self, *, is_read: bool = True) -> None:
-        """Takes over what the user did to params and options, so that the state belongs to them as they are now.
-
-        What main params cannot follow is refused where the state is read. A load makes it known, unless it fails.
-        """
-        changed = self._model.params.collect()
-        if is_read and changed:
-            self._model.check_can_follow(changed)
-        if changed:
-            self._model.follow(changed)
-        self._model.take_options()
+        raise_together(partial(self._model.params.follow, is_read=is_read), self._model.everyone, "params")
 
     def finish_saving(self) -> None:
         """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
@@ -185,17 +171,17 @@ class StateCalls(Optimizer):
         """
         self.finish_saving()
         self._before_state(is_read=False)
-        if self._model.may_grow and is_checkpoint(Path(folder)):
-            manifest = raise_together(lambda: read_manifest(Path(folder)), self._model.ranks.stats, "load")
+        if self._model.waiting and is_checkpoint(Path(folder)):
+            manifest = raise_together(lambda: read_manifest(Path(folder)), self._model.everyone, "load")
             self._model.grow_to(manifest.names)
-        load_any(Path(folder), self._model.whole(), self._model.ranks.stats)
+        load_any(Path(folder), self._model.whole(), self._model.everyone)
         self._after_load()
+        for theirs, ours in zip(self.param_groups, self._model.sharded.inner.param_groups, strict=True):
+            theirs.update({key: ours[key] for key in ours if key != "params" and key not in IMPLEMENTATION})
+        self._model.gather.gather_now()
+        self._model.params.forget()
 
     def _after_load(self) -> None:
         self._consolidated = None
         for step_hook in self._model.hooks:
             step_hook.loaded()
-        for theirs, ours in zip(self.param_groups, self._model.sharded.inner.param_groups, strict=True):
-            theirs.update({key: ours[key] for key in ours if key != "params" and key not in IMPLEMENTATION})
-        self._model.gather.gather_now()
-        self._model.params.forget()

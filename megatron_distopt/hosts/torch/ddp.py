@@ -13,7 +13,6 @@ own optimizer would use each rank's own gradients, and the params of the ranks w
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
@@ -28,8 +27,8 @@ from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
 _PREPARES = "_distopt_prepares"
 
 
-class _Known:
-    """All instances of DistributedDataParallel of this process."""
+class _AllDDP:
+    """All instances of DistributedDataParallel of this process; nothing is watched before the first optimizer."""
 
     def __init__(self) -> None:
         self.models: WeakSet[DistributedDataParallel] = WeakSet()
@@ -44,17 +43,15 @@ class _Known:
         self._is_watching = True
         for each in gc.get_objects():
             if DistributedDataParallel in type(each).__mro__ and hasattr(each, "module"):
-                self._add(each)
-        register_module_module_registration_hook(self._registered)
+                self._add(each, "module")
+        register_module_module_registration_hook(self._add)
 
-    def _registered(self, module: Module, name: str, child: Module | None) -> None:
+    def _add(self, module: Module, name: str, child: Module | None = None) -> None:
+        """Called with each module that is made part of another one."""
         if name == "module" and isinstance(module, DistributedDataParallel):
-            self._add(module)
-
-    def _add(self, model: DistributedDataParallel) -> None:
-        self.models.add(model)
-        self.count += 1
-        model.register_forward_pre_hook(_before_forward)
+            self.models.add(module)
+            self.count += 1
+            module.register_forward_pre_hook(_before_forward)
 
 
 def _before_forward(model: Module, _: Any) -> None:
@@ -63,7 +60,7 @@ def _before_forward(model: Module, _: Any) -> None:
         setattr(model, _PREPARES, model.require_backward_grad_sync)
 
 
-_known = _Known()
+_all_ddp = _AllDDP()
 
 
 class DDPWatch:
@@ -81,12 +78,17 @@ class DDPWatch:
         self._count = 0
         #: The same for the params to whose gradients backward has added since the last step.
         self.used: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
-        _known.watch()
+        _all_ddp.watch()
 
     def has(self, param: Parameter) -> bool:
         """Whether DDP averages the gradient of a param."""
-        if self._count != _known.count:
-            self._look()
+        if self._count != _all_ddp.count:  # the first backward after one was made
+            self._count, self._models_of = _all_ddp.count, {}
+            for model in _all_ddp.models:
+                for name, each in model.module.named_parameters():
+                    # One that was frozen when DDP was made is never one of its params.
+                    if each.requires_grad and name not in model.parameters_to_ignore:
+                        self._models_of[id(each)] = (*self._models_of.get(id(each), ()), ref(model))
         models = self._models_of.get(id(param))
         return models is not None and any(model() is not None for model in models)
 
@@ -94,42 +96,32 @@ class DDPWatch:
         """Notes that backward has added to the gradient of a param that DDP has."""
         self.used[id(param)] = self._models_of[id(param)]
 
-    def _look(self) -> None:
-        """Finds the params of all instances, at the first backward after one was made.
-
-        A param that was frozen when DDP was made is never one of its params.
-        """
-        self._count, self._models_of = _known.count, {}
-        for model in _known.models:
-            for name, param in model.module.named_parameters():
-                if param.requires_grad and name not in model.parameters_to_ignore:
-                    self._models_of[id(param)] = (*self._models_of.get(id(param), ()), ref(model))
-
-    def complaints(self) -> Iterator[DistOptError]:
+    def complaint(self) -> DistOptError | None:
         """What was wrong with the backward passes since the last step; asked before a step."""
-        are_averaged = (any(getattr(model(), _PREPARES, False) for model in models) for models in self.used.values())
-        if not all(are_averaged):
-            yield LayoutError(
+        if not self.used:
+            return None
+        if not all(any(getattr(model(), _PREPARES, False) for model in models) for models in self.used.values()):
+            return LayoutError(
                 "A model is in DistributedDataParallel, which did not average its gradients. Call the wrapped model "
                 "outside of its no_sync() for the last backward of a step, or do not wrap the model."
             )
-        elif self.used and self._overlaps:
-            yield ConfigError(
+        if self._overlaps:
+            return ConfigError(
                 "overlap_grad_reduce is True for a model in DistributedDataParallel, which averages gradients by "
                 "itself. Leave overlap_grad_reduce out, or do not wrap the model."
             )
-        elif self.used and self._must_repeat:
+        if self._must_repeat:
             # DDP fills its buckets anew after its first backward, and a ring adds up in an order that depends on them.
-            yield ConfigError(
+            return ConfigError(
                 "deterministic needs gradients that are summed in one order, and DistributedDataParallel sums those "
                 "of its first backward in another one. Do not wrap the model: distribute(...) averages gradients by "
                 "itself."
             )
+        return None
 
     def end_round(self) -> None:
         """Forgets what was prepared: the next backward needs a forward pass of its own."""
-        for models in self.used.values():
-            for model in (each() for each in models):
-                if model is not None:
-                    setattr(model, _PREPARES, False)
+        for model in (each() for models in self.used.values() for each in models):
+            if model is not None:
+                setattr(model, _PREPARES, False)
         self.used.clear()

@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.comm import Group, ProcessGroup, allow_shared_memory, raise_together, try_collectives
-from megatron_distopt.config import DistOptConfig, with_options
+from megatron_distopt.comm import (
+    Field,
+    Group,
+    ProcessGroup,
+    Reduction,
+    allow_shared_memory,
+    compare,
+    raise_together,
+    try_collectives,
+)
+from megatron_distopt.config import DistOptConfig, config_from_environment, with_options
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
-from megatron_distopt.hosts.base import StartUp, compare_ranks
+from megatron_distopt.hosts.base import as_torch_groups, check_bucket_size, compare_ranks, named_params, reduce_dtype_of
+from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.report import announce, describe, sharded_over
-from megatron_distopt.hosts.torch.model import Ranks, ShardedModel, compare_models
-from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer, owner_of
-from megatron_distopt.hosts.torch.plan import Plan, decide
+from megatron_distopt.hosts.torch.model import ModelPlan, ShardedModel, check_trained, group_names, plan_sets
+from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
+from megatron_distopt.hosts.torch.params import is_updated
 from megatron_distopt.layout import Placement
+from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
+from megatron_distopt.optimizer.choice import adopt_instance, choose_inner, fused_instance
+from megatron_distopt.optimizer.deterministic import check_deterministic
+from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
+from megatron_distopt.optimizer.offload import check_offload
+from megatron_distopt.optimizer.owners.given import check_new
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, adopt_muon, is_muon, matrices_in
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import StepPlan
 
 
@@ -83,65 +108,56 @@ def distribute(
     Raises:
         ConfigError, LayoutError, RanksDisagreeError: on all ranks, before anything is allocated.
     """
-    data = Group.of(process_group)
-    ranks = Ranks(data, Group.of(stats_process_group or process_group))
+    data, everyone = Group.of(process_group), Group.of(stats_process_group or process_group)
 
-    def planned() -> tuple[Plan, tuple[Optimizer, ...]]:
-        chunks, optimizers, merged = _checked(model, optimizer, config, param_groups, options)
-        return _planned(chunks, optimizers, merged, param_groups, data, placement), optimizers
+    def planned() -> tuple[ModelPlan, tuple[Optimizer, ...]]:
+        """What this rank decides by itself."""
+        chunks, given, merged = _checked(model, optimizer, config, param_groups, options)
+        merged = config_from_environment(os.environ, merged)
+        # Reverse of registration is roughly the order in which backward finishes gradients.
+        named = dict(reversed(named_params(chunks).items()))
+        for name, param in named.items():
+            _check_param(name, param)
+        torch_groups = _torch_groups(given, param_groups, named)
+        trained = _trained(named, torch_groups)
+        check_trained(trained, merged)
+        check_own_memory(named)
+        device = check_devices({param.device for param in trained.values()}, find_accelerator(merged.accelerator))
+        if device.type == CPU and data.backend == "nccl":
+            rule, remedy = "carry tensors of the model's device", "Move the model to the GPU, or use backend 'gloo'"
+            raise ConfigError(refusal("process group", f"nccl for a model on {device}", rule, remedy))
+        check_deterministic(merged, device, data)
+        check_bucket_size(merged, data.size, "bucket_size=40_000_000")
+        choice = _choose(given, merged, device, named, data)
+        sets = plan_sets(trained, merged, data.size)
+        check_offload([(each.layout, each.dtype) for each in sets], merged, device, choice)
+        groups = [group_names(group, trained) for group in torch_groups]
+        for group in groups:
+            for name in group.names if choice.updates_whole_params or is_muons_group(group.options) else ():
+                _check_whole(placement(name, named[name]), choice.name)
+        scale = make_loss_scale(merged, device)
+        step = StepPlan(groups, choice, merged, scale, lambda: everyone, data.size, excluded_from_norm)
+        how = Reduction(reduce_dtype=reduce_dtype_of(merged, [each.grad_dtype for each in sets]))
+        plan = ModelPlan(chunks, named, torch_groups, sets, step, data, device, how, placement, broadcast_buffers)
+        return plan, given
 
     # The plan lives as long as the model, which must not keep the user's optimizers: they lead to ours.
-    plan, given = raise_together(planned, ranks.stats)
-    step_plan = StepPlan(
-        plan.groups,
-        plan.choice,
-        plan.config,
-        make_loss_scale(plan.config, plan.device),
-        lambda: ranks.stats,
-        data.size,
-        excluded_from_norm,
-    )
-    _compare(plan, step_plan, ranks)
-    allow_shared_memory(data, plan.config.shared_memory)
-    raise_together(lambda: try_collectives(plan.device, data, plan.how), ranks.stats)
-    sharded = ShardedModel(plan, step_plan, ranks, placement=placement, broadcast_buffers=broadcast_buffers)
-    if ranks.stats.rank == 0:
-        announce(_described(sharded, plan, data))
+    plan, given = raise_together(planned, everyone)
+    _compare(plan, everyone)
+    own = plan.step.config
+    allow_shared_memory(data, own.shared_memory)
+    raise_together(lambda: try_collectives(plan.device, data, plan.how), everyone)
+    sharded = ShardedModel(plan)
+    if everyone.rank == 0:
+        groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
+        overlaps = {"grads": own.overlap_grad_reduce, "params": own.overlap_param_gather}
+        overlap = ", ".join(f"{what} {'overlapped' if is_on else 'not overlapped'}" for what, is_on in overlaps.items())
+        more = (groups, f"overlap    {overlap}")
+        announce(describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more))
     return TorchDistributedOptimizer(sharded, plan.torch_groups, given)
 
 
-def _planned(
-    chunks: Sequence[Module],
-    optimizers: tuple[Optimizer, ...],
-    config: DistOptConfig,
-    param_groups: Sequence[Mapping[str, Any]] | None,
-    data: Group,
-    placement: Callable[[str, Parameter], Placement],
-) -> Plan:
-    for chunk in chunks:
-        for name, param in chunk.named_parameters():
-            _check_free(name, param)
-    plan = decide(chunks, optimizers, config, param_groups, data)
-    is_whole = plan.choice.updates_whole_params
-    whole = {name for group in plan.groups if is_whole or is_muons_group(group.options) for name in group.names}
-    for name in sorted(whole):
-        _check_whole(placement(name, plan.named[name]), plan.choice.name)
-    return plan
-
-
-def _check_whole(place: Placement, optimizer: str) -> None:
-    if place.dim is not None:
-        got = f"cut along dimension {place.dim}"
-        rule = f"be whole on every data-parallel rank where {optimizer} updates it"
-        raise LayoutError(refusal(f"param {place.name!r}", got, rule, "Give it to AdamW, or train without cutting it"))
-
-
-def _check_free(name: str, param: Parameter) -> None:
-    if owner_of(param) is not None:
-        gc.collect()  # it may be gone but for a cycle
-    if owner_of(param) is not None:
-        rule, remedy = "belong to one distributed optimizer", "Call release() on the other one first"
-        raise LayoutError(refusal(f"param {name!r}", "in another distributed optimizer", rule, remedy))
+# --- what was given
 
 
 def _checked(
@@ -160,53 +176,125 @@ def _checked(
         raise ConfigError(refusal("model", got, rule, remedy))
     if isinstance(optimizer, DistOptConfig) and config is None:
         optimizer, config = None, optimizer
-    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
-    for each in optimizers if optimizer is not None else ():
-        _check_optimizer(each)
-    if not optimizers:
+    is_given = optimizer is not None
+    given = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,) if is_given else ()
+    if is_given and not given:
         remedy = "Write distribute(model, [torch.optim.Muon(...), torch.optim.AdamW(...)])"
         raise ConfigError(refusal("optimizer", "an empty list", "hold optimizers", remedy))
+    for each in given:
+        _check_optimizer(each, is_alone=len(given) == 1)
     if config is not None and not isinstance(config, DistOptConfig):
         remedy = "Write distribute(model, optimizer, DistOptConfig(...))"
         raise ConfigError(refusal("config", f"a {type(config).__name__}", "be a DistOptConfig", remedy))
-    if optimizer is not None and param_groups is not None:
+    if is_given and param_groups is not None:
         remedy = "Give the groups to the optimizer's constructor"
         raise ConfigError(refusal("param_groups", "given together with an optimizer", "be the optimizer's own", remedy))
-    given = () if optimizer is None else optimizers
-    for each in given if len(given) > 1 else ():
-        _check_without_hooks(each)
     return chunks, given, with_options(config or DistOptConfig(), options)
 
 
-def _check_without_hooks(optimizer: Optimizer) -> None:
-    """Hooks of one of several optimizers would be called with another one."""
-    kinds = [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]
-    if any(vars(optimizer)[name] for name in kinds):
-        got, rule = f"hooks of {type(optimizer).__name__}, one of several optimizers", "be of all params together"
-        remedy = "Register them on what distribute(...) returns"
-        raise ConfigError(refusal("hooks", got, rule, remedy))
-
-
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, *, is_alone: bool) -> None:
     if not isinstance(optimizer, Optimizer):
         name = optimizer.__name__ if isinstance(optimizer, type) else "torch.optim.AdamW"
         remedy = f"Write distribute(model, {name}(model.parameters(), lr=...))"
         got = f"the class {name}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
         raise ConfigError(refusal("optimizer", got, "be a torch.optim.Optimizer or a DistOptConfig", remedy))
+    kinds = [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]
+    if not is_alone and any(vars(optimizer)[name] for name in kinds):
+        # Hooks of one of several optimizers would be called with another one.
+        got, rule = f"hooks of {type(optimizer).__name__}, one of several optimizers", "be of all params together"
+        remedy = "Register them on what distribute(...) returns"
+        raise ConfigError(refusal("hooks", got, rule, remedy))
 
 
-def _compare(plan: Plan, step_plan: StepPlan, ranks: Ranks) -> None:
-    """Collective: a difference between ranks stops all of them."""
+def _check_param(name: str, param: Parameter) -> None:
+    """Refuses a param of another optimizer of ours, and those that torch itself cannot treat as plain tensors."""
+    if is_updated(param):
+        gc.collect()  # the optimizer may be gone but for a cycle
+    if is_updated(param):
+        rule, remedy = "belong to one distributed optimizer", "Call release() on the other one first"
+        raise LayoutError(refusal(f"param {name!r}", "in another distributed optimizer", rule, remedy))
+    if isinstance(param, UninitializedParameter):
+        remedy = "Run one batch through the model before distribute(...)"
+        raise LayoutError(refusal(f"param {name!r}", "not initialized (a lazy module)", "have a shape", remedy))
+    if is_traceable_wrapper_subclass(param):
+        got, rule = f"a {type(param.data).__name__}", "be a plain tensor, whole on every data-parallel rank"
+        remedy = "Take the model out of FSDP, tensor parallelism or quantization before distribute(...)"
+        raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))
+
+
+# --- what is decided
+
+
+def _torch_groups(
+    optimizers: tuple[Optimizer, ...],
+    given: Sequence[Mapping[str, Any]] | None,
+    named: Mapping[str, Parameter],
+) -> list[dict[str, Any]]:
+    """The user's groups; one of the whole model, frozen params included, where there are none."""
+    if given is None and optimizers:
+        # Of one optimizer the list itself, which may grow; of several the dicts, whose options schedulers write.
+        groups = optimizers[0].param_groups
+        groups = groups if len(optimizers) == 1 else [group for each in optimizers for group in each.param_groups]
+    else:
+        groups = as_torch_groups(given if given is not None else [{"params": list(named.values())}])
+    known, seen = set(named.values()), Counter(param for group in groups for param in group["params"])
+    foreign = sum(param not in known for param in seen)
+    if foreign:
+        remedy = "Call distribute([model, other_module], ...) with every module whose params the optimizer has"
+        raise LayoutError(refusal("param groups", f"{foreign} params that the model has not", "be of it", remedy))
+    twice = [name for name, param in named.items() if seen[param] > 1]
+    if twice:
+        remedy = "Leave it out of one of them"
+        raise LayoutError(refusal(f"param {twice[0]!r}", "in 2 param groups", "be in at most 1", remedy))
+    return groups
+
+
+def _trained(named: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]]) -> dict[str, Parameter]:
+    """The params that train: those in a group that are neither frozen nor empty. As in torch, others are left alone."""
+    grouped = {param for group in groups for param in group["params"]}
+    return {
+        name: param
+        for name, param in named.items()
+        if param in grouped and param.requires_grad and param.numel() and not param.is_sparse
+    }
+
+
+def _choose(
+    given: Sequence[Optimizer], config: DistOptConfig, device: torch.device, named: Mapping[str, Parameter], data: Group
+) -> InnerChoice:
+    """The inner optimizer for what the user gave."""
+    params = TrainedParams({name: tuple(param.shape) for name, param in named.items()}, lambda name: data)
+    if not given:
+        return choose_inner(config, device.type, params)
+    for each in given:
+        check_new(each)
+    if len(given) > 1 or is_muon(given[0]):
+        specs = {key: spec for each in given if is_muon(each) for key, spec in matrices_in(each, named).items()}
+        return adopt_muon(given, Matrices(specs, lambda name: data), config, device.type)
+    return fused_instance(given[0], config, device.type) or adopt_instance(given[0], params, config)
+
+
+def _check_whole(place: Placement, optimizer: str) -> None:
+    if place.dim is not None:
+        got = f"cut along dimension {place.dim}"
+        rule = f"be whole on every data-parallel rank where {optimizer} updates it"
+        raise LayoutError(refusal(f"param {place.name!r}", got, rule, "Give it to AdamW, or train without cutting it"))
+
+
+def _compare(plan: ModelPlan, everyone: Group) -> None:
+    """Collective: a difference between ranks stops all of them.
+
+    Compared are also frozen params and module buffers, which all ranks begin with alike.
+    """
+
+    def described(name: str, tensor: Tensor) -> str:
+        return f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
     trained = {name: param for each in plan.sets for name, param in each.named.items()}
-    layouts = [each.layout for each in plan.sets]
-    grad_dtypes = [dtype_name(each.grad_dtype) for each in plan.sets]
-    start_up = StartUp(trained, step_plan, layouts, grad_dtypes)
-    compare_ranks(start_up, ranks.data, ranks.stats, may_be_empty=True)  # groups of frozen params
-    raise_together(lambda: compare_models(plan.named, plan.chunks, ranks.data), ranks.stats)
-
-
-def _described(sharded: ShardedModel, plan: Plan, data: Group) -> str:
-    overlaps = {"grads": plan.config.overlap_grad_reduce, "params": plan.config.overlap_param_gather}
-    overlap = ", ".join(f"{what} {'overlapped' if is_on else 'not overlapped'}" for what, is_on in overlaps.items())
-    groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
-    return describe("a torch program", ("distribute",), [sharded.sharded], plan.device, groups, f"overlap    {overlap}")
+    buffers = [(each.layout, each.grad_dtype) for each in plan.sets]
+    compare_ranks(trained, plan.step, buffers, plan.data, may_be_empty=True)  # groups of frozen params
+    kinds = {name: "trained" if param.requires_grad else "frozen" for name, param in plan.named.items()}
+    params = tuple(f"{described(name, param)}, {kinds[name]}" for name, param in plan.named.items())
+    of_modules = tuple(described(*each) for chunk in plan.chunks for each in chunk.named_buffers())
+    fields = [Field("params of the model", params), Field("module buffers", of_modules)]
+    raise_together(lambda: compare(fields, plan.data), everyone)

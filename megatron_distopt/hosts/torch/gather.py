@@ -13,6 +13,7 @@ has changed, and compile again; when that begins, all gathers are waited for, an
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -62,11 +63,16 @@ class _PendingMixin:
         return param.__reduce_ex__(protocol)
 
 
+def _gather_of(param: Any) -> ParamGather | None:
+    """What a param waits for."""
+    gather = _pending.get(id(param))
+    return None if gather is None else gather()
+
+
 def _wait_for(values: Iterable[Any]) -> None:
     for value in values:
-        if isinstance(value, Parameter) and id(value) in _pending:
-            gather = _pending[id(value)]()
-            if gather is not None:
+        if isinstance(value, Parameter):
+            if gather := _gather_of(value):
                 gather.wait_for(value)
         elif isinstance(value, (list, tuple)):
             _wait_for(value)
@@ -76,20 +82,15 @@ def _wait_for(values: Iterable[Any]) -> None:
 
 def _settled(param: Any) -> Parameter:
     """Waits until the values of a param are there and its class is restored."""
-    gather = _pending[id(param)]() if id(param) in _pending else None
-    if gather is not None:
+    if gather := _gather_of(param):
         gather.finish()
     settled: Parameter = param
     return settled
 
 
-_pending_classes: dict[type[Parameter], type[Parameter]] = {}
-
-
+@functools.cache
 def _pending_class(usual: type[Parameter]) -> type[Parameter]:
-    if usual not in _pending_classes:
-        _pending_classes[usual] = type("PendingParameter", (_PendingMixin, usual), {"__module__": __name__})
-    return _pending_classes[usual]
+    return type("PendingParameter", (_PendingMixin, usual), {"__module__": __name__})
 
 
 class ParamGather:
@@ -102,6 +103,7 @@ class ParamGather:
         self._params_of_bucket: dict[int, list[Parameter]] = {}
         #: By bucket that is pending, its params and their classes.
         self._usual: dict[int, list[tuple[Parameter, type[Parameter]]]] = {}
+        #: Whether torch.compile reads params, see [Note: compiled models].
         self._is_compiled = False
         if communicator.overlaps_params:
             _gathers.add(self)
@@ -113,23 +115,22 @@ class ParamGather:
         self._names |= {param: name for name, param in named.items()}
         for name, param in named.items():
             self._params_of_bucket.setdefault(self._communicator.gather_of(name), []).append(param)
-        for handle in self._handles:
-            handle.remove()
-        modules = {module: None for chunk in self._chunks for module in chunk.modules()}
-        self._handles = []
-        for module in modules:
+        self._remove_hooks()
+        for module in {module: None for chunk in self._chunks for module in chunk.modules()}:
             own = [param for param in module.parameters(recurse=False) if param in self._names]
             if own and not isinstance(module, torch.jit.ScriptModule):  # a script module takes no hooks
                 # In front of whatever else is hooked there, which may read params.
-                hook = module.register_forward_pre_hook(_BeforeForward(own), prepend=True)
-                self._handles.append(hook)
+                self._handles.append(module.register_forward_pre_hook(_BeforeForward(own), prepend=True))
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def release(self) -> None:
         """Ends this: the params are torch's again."""
         self.finish()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove_hooks()
 
     def gather(self) -> None:
         """Collective: gathers what the owners have updated; where that is overlapped, it is only begun."""
@@ -178,12 +179,6 @@ class ParamGather:
             self._restore(number)
         return time
 
-    def compiler_starts(self) -> None:
-        """Waits for all gathers, now and from then on in `step()`; see [Note: compiled models]."""
-        if self._usual:
-            self._is_compiled = True
-            self.finish()
-
 
 class _BeforeForward:
     """Waits for a module's own params before its forward pass; a copy of the module waits for the same params."""
@@ -203,5 +198,8 @@ class _BeforeForward:
 
 
 def _compiler_starts(*_: Any) -> None:
+    """Waits for all gathers, now and from then on in `step()`; see [Note: compiled models]."""
     for gather in list(_gathers):
-        gather.compiler_starts()
+        if gather._usual:
+            gather._is_compiled = True
+            gather.finish()

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import GradSlot, ShardedBuffer
 from megatron_distopt.comm import NO_TIME, CommTime, Communicator, sum_over
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
 from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
@@ -40,46 +41,37 @@ class Phase(Enum):
 
 
 class Grads:
-    """The grad buffers of one model on this rank.
+    """The grad buffers of one model on this rank, which a communicator reduces."""
 
-    Args:
-        communicator: of the model; reduces the buffers.
-        loss_scale: is in the gradients, as the number of ranks is in their sums.
-        needs_scaling: whether every backward has to begin at a loss that `scaled` returned.
-        is_deterministic: whether they have to be repeated to the bit.
-    """
-
-    def __init__(
-        self, communicator: Communicator, loss_scale: LossScale, *, needs_scaling: bool, is_deterministic: bool
-    ) -> None:
-        self._communicator, self._loss_scale, self._needs_scaling = communicator, loss_scale, needs_scaling
-        self._data = communicator.group
+    def __init__(self, communicator: Communicator, loss_scale: LossScale, config: DistOptConfig) -> None:
+        self._communicator, self._loss_scale, self._data = communicator, loss_scale, communicator.group
+        #: Whether every backward has to begin at a loss that `scaled` returned.
+        self._needs_scaling = config.loss_scale not in (None, 1, 1.0)
+        must_repeat = config.deterministic and self._data.size > 2
+        self._ddp = DDPWatch(overlaps=communicator.overlaps_grads, must_repeat=must_repeat)
+        #: The gradient of each param, in the order of the buffers.
+        self.slots: list[GradSlot] = []
         self._buffers: list[ShardedBuffer] = []
-        self._ddp = DDPWatch(
-            overlaps=communicator.overlaps_grads, must_repeat=is_deterministic and communicator.group.size > 2
-        )
+        self._owned: dict[str, Span] = {}  # elements of a param; none of most params of a large model
         self._handles: list[RemovableHandle] = []
-        self._owned: dict[str, Span] = {}
+        #: Rounds so far, see [Note: phases of a gradient].
+        self.num_rounds = 0
+        self.phase = Phase.LOCAL
         self._is_scaled = self._has_arrived = False
         #: Whether the gradients of this round were read before the step; the same on all ranks.
         self._was_reduced = False
+        #: By slot, whether this rank has a gradient of it; as of the last reduction.
+        self.present: list[bool] = []
         #: Gradients of the round before that were not cleared, and a number for those still kept, see `_mark_of`.
         self._kept: set[str] = set()
         self.kept = 0
         #: Gradients that have been zeroed in place since they were reduced.
         self._zeroed: set[str] = set()
-        #: The gradient of each param, in the order of the buffers.
-        self.slots: list[GradSlot] = []
-        self.phase = Phase.LOCAL
-        #: By slot, whether this rank has a gradient of it; as of the last reduction.
-        self.present: list[bool] = []
         #: By what users have clipped the sums since they were reduced, or since the step.
         self._clip = 1.0
         #: Of the last step, whose sums stay in the buffers until the next backward.
         self._decision: StepDecision | None = None
         self._is_divided_in_place = False
-        #: Rounds so far, see [Note: phases of a gradient].
-        self.num_rounds = 0
         #: Called after a round was dropped while its buckets were under way. Collective, as dropping it is.
         self.on_drop: Callable[[], None] = lambda: None
         #: Errors of this rank that are to be raised on all ranks.
@@ -183,9 +175,9 @@ class Grads:
             )
         for buffer in self._buffers:
             divisor = self._divisor_of(buffer)
-            for name in [each.name for each in buffer.layout.slots if each.name in kept]:
-                kept[name].take()
-                flat, owned = kept[name].view.view(-1), self._owned.get(name, Span(0, 0))
+            for slot in [kept[each.name] for each in buffer.layout.slots if each.name in kept]:
+                slot.take()
+                flat, owned = slot.view.view(-1), self._owned.get(slot.name, Span(0, 0))
                 flat[: owned.start].zero_()
                 flat[owned.stop :].zero_()
                 flat[owned.as_slice()].mul_(self._data.size / divisor)
@@ -194,8 +186,7 @@ class Grads:
     def reduce(self) -> CommTime:
         """Collective: reduces gradients for the step; afterwards each rank's shards hold the sums."""
         if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
-            self._check_reduced()
-            self.present = [slot.param.grad is not None for slot in self.slots]
+            self._take_grads(for_step=True)
             return NO_TIME
         return self._reduce(for_step=True)
 
@@ -217,8 +208,16 @@ class Grads:
         except ConfigError as error:
             self.complaints.append(error)
         self.kept = self._mark() if self._kept else 0
-        if self._ddp.used:
-            self.complaints += self._ddp.complaints()
+        if complaint := self._ddp.complaint():
+            self.complaints.append(complaint)
+        self._take_grads(for_step=for_step)
+        time = self._communicator.finish_grads()
+        self.phase, self._clip = Phase.REDUCED, 1.0
+        self._zeroed.clear()
+        return time
+
+    def _take_grads(self, *, for_step: bool) -> None:
+        """Makes a missing gradient zero, and takes one that the user assigned, unless it is or is being reduced."""
         self.present, outside = [], []
         with torch._C.DisableTorchFunctionSubclass():  # a LocalGrad asks Python before each of its attributes
             for slot in self.slots:
@@ -227,11 +226,28 @@ class Grads:
                 if grad is not slot.shown or grad.data_ptr() != slot.address:
                     outside.append(slot)
         for slot in outside:
-            self._contribute(slot, for_step=for_step)
-        time = self._communicator.finish_grads()
-        self.phase, self._clip = Phase.REDUCED, 1.0
-        self._zeroed.clear()
-        return time
+            is_assigned = slot.param.grad is not slot.shown
+            if self._communicator.is_reducing(slot.name):
+                if is_assigned:
+                    self._complain(
+                        f"The grad of param {slot.name!r} was assigned or cleared after backward, when its bucket was "
+                        "under way. Clear gradients with optimizer.zero_grad(), or write overlap_grad_reduce=False."
+                    )
+            elif slot.is_missing:
+                slot.view.zero_()
+            elif self.phase is Phase.REDUCED:
+                if is_assigned:
+                    self._complain(
+                        f"The grad of param {slot.name!r} was assigned after clip_grad_norm_ or full_grad. Assign it "
+                        "first, or call optimizer.zero_grad() in between."
+                    )
+            elif for_step and self._ddp.has(slot.param):
+                slot.copy()
+            else:
+                slot.take()
+
+    def _complain(self, text: str) -> None:
+        self.complaints.append(LayoutError(text))
 
     def _is_local_somewhere(self) -> bool:
         """Collective: whether any rank has contributions that are not reduced.
@@ -246,11 +262,9 @@ class Grads:
         sum_over(sums, self._data)
         local, total, squares = sums.tolist()
         if self._was_reduced and self._data.size * squares != total**2:
-            self.complaints.append(
-                LayoutError(
-                    "Gradients were cleared on some ranks after clip_grad_norm_ or full_grad. Clear gradients before, "
-                    "or on all ranks alike."
-                )
+            self._complain(
+                "Gradients were cleared on some ranks after clip_grad_norm_ or full_grad. Clear gradients before, or "
+                "on all ranks alike."
             )
         return bool(local)
 
@@ -277,40 +291,10 @@ class Grads:
             self._clip *= divisor
 
     def raise_complaint(self) -> None:
-        """Raises the first error of this rank that all ranks are to raise, if there is one."""
+        """Raises the first error of this rank that all ranks are to raise."""
         complaints, self.complaints = self.complaints, []
         if complaints:
             raise complaints[0]
-
-    def _check_reduced(self) -> None:
-        """Checks that gradients were at most cleared, and not assigned, after clip_grad_norm_ or full_grad."""
-        for slot in self.slots:
-            if slot.is_missing:
-                slot.view.zero_()
-            elif slot.param.grad is not slot.shown:
-                self.complaints.append(
-                    LayoutError(
-                        f"The grad of param {slot.name!r} was assigned after clip_grad_norm_ or full_grad. Assign it "
-                        "first, or call optimizer.zero_grad() in between."
-                    )
-                )
-
-    def _contribute(self, slot: GradSlot, *, for_step: bool) -> None:
-        """Makes a missing gradient zero, and takes one that the user assigned, unless its bucket is under way."""
-        if self._communicator.is_reducing(slot.name):
-            if slot.param.grad is not slot.shown:
-                self.complaints.append(
-                    LayoutError(
-                        f"The grad of param {slot.name!r} was assigned or cleared after backward, when its bucket was "
-                        "under way. Clear gradients with optimizer.zero_grad(), or write overlap_grad_reduce=False."
-                    )
-                )
-        elif slot.is_missing:
-            slot.view.zero_()
-        elif for_step and self._ddp.has(slot.param):
-            slot.copy()
-        else:
-            slot.take()
 
     def _mark(self) -> int:
         return _mark_of([slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots])
@@ -324,25 +308,19 @@ class Grads:
     def end_round(self, decision: StepDecision, *, in_place: bool) -> None:
         """Ends the round after a step that was made or skipped.
 
-        Args:
-            decision: about the step.
-            in_place: whether the inner optimizer leaves the quotient in the fp32 gradients that it is given.
+        `in_place`: whether the inner optimizer leaves the quotient in the fp32 gradients that it is given.
         """
         self._decision, self._is_divided_in_place, self._clip = decision, in_place, 1.0
-        self.num_rounds += 1
         self.phase, self._was_reduced = Phase.STEPPED, False
-        self._forget_backward()
+        self._next_round()
 
-    def _forget_backward(self) -> None:
+    def _next_round(self) -> None:
+        self.num_rounds += 1
         self._has_arrived = self._is_scaled = False
         self._ddp.end_round()
 
     def averaged(self, slot: GradSlot) -> Tensor:
-        """Returns the elements of a reduced gradient that this rank owns, divided, and zeros elsewhere.
-
-        Args:
-            slot: of the param; the result is fp32, in its shape.
-        """
+        """The elements of a reduced gradient that this rank owns, divided, and zeros elsewhere: fp32, as the param."""
         buffer = next(buffer for buffer in self._buffers if slot.name in buffer.layout.slot_of)
         whole, owned = torch.zeros(slot.view.numel(), device=slot.view.device), self._owned.get(slot.name, Span(0, 0))
         if not slot.is_missing:
@@ -366,8 +344,7 @@ class Grads:
         if self._communicator.has_arrived:
             self._communicator.finish_grads()
             self.on_drop()
-        self.num_rounds += 1
-        self._forget_backward()
+        self._next_round()
 
 
 def _mark_of(is_kept: Sequence[bool]) -> int:

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
-from weakref import ReferenceType, finalize, ref
+from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_distopt.buffers import GradSlot
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import Field, compare, raise_together, sum_over
 from megatron_distopt.compatibility import Feature, check_compatible
@@ -23,20 +21,11 @@ from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
-from megatron_distopt.hosts.torch.model import ShardedModel
+from megatron_distopt.hosts.torch.model import ShardedModel, group_names
 from megatron_distopt.hosts.torch.step import announce_drop, step_model
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
 from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now
-
-#: By param, the optimizer that updates it.
-_owners: MutableMapping[Parameter, ReferenceType[TorchDistributedOptimizer]] = WeakIdKeyDictionary()
-
-
-def owner_of(param: Parameter) -> TorchDistributedOptimizer | None:
-    """The optimizer of ours that updates a param; None where there is none, or it is gone."""
-    owner = _owners.get(param)
-    return None if owner is None else owner()
 
 
 class TorchDistributedOptimizer(StateCalls):
@@ -53,13 +42,6 @@ class TorchDistributedOptimizer(StateCalls):
     """
 
     def __init__(self, model: ShardedModel, groups: list[dict[str, Any]], given: Sequence[Optimizer]) -> None:
-        """
-        Args:
-            model: on this rank.
-            groups: with params of the model; those of `given` where there are some.
-            given: the user's optimizers, whose classes are inside. The methods of a single one lead here from now on,
-                and those of several are refused.
-        """
         self._model, self._given = model, given
         # Of several optimizers none, as torch would put them into the groups of the others.
         defaults = [each.defaults for each in given] or [model.sharded.inner.defaults]
@@ -68,20 +50,12 @@ class TorchDistributedOptimizer(StateCalls):
         self.param_groups = groups
         self.last_step: StepDecision | None = None
         if model.config.log_digests is not None:
-            model.hooks = (DigestLog(model.config, model.whole, model.ranks.stats),)
+            model.hooks = (DigestLog(model.config, model.whole, model.everyone),)
         model.grads.on_drop = partial(announce_drop, model)
-        self._saver = Saver(model.config, model.ranks.stats)
-        self._own()
+        self._saver = Saver(model.config, model.everyone)
         finalize(self, model.release).atexit = False  # peers may be gone by then
         for each in given:
-            each.state.clear()
-            each.state = _StateElsewhere()  # type: ignore[assignment]
-            _lead_here(each, self) if len(given) == 1 else _refuse_calls(each)
-
-    def _own(self) -> None:
-        self._num_owned = len(self._model.grads.slots)
-        for slot in self._model.grads.slots:
-            _owners[slot.param] = ref(self)
+            _redirect(each, self, is_alone=len(given) == 1)
 
     # --- what torch's class has
 
@@ -110,8 +84,6 @@ class TorchDistributedOptimizer(StateCalls):
                 loss = closure()
         self._consolidated = None
         self.last_step = step_model(self._model)
-        if self._num_owned != len(self._model.grads.slots):  # params have begun to train
-            self._own()
         for each in self._given:
             vars(each)["_opt_called"] = True  # torch's schedulers look for it
         return loss
@@ -122,8 +94,7 @@ class TorchDistributedOptimizer(StateCalls):
         Collective with `overlap_grad_reduce`, where backward ran and no step followed.
         """
         self._model.grads.clear(set_to_none=set_to_none)
-        ours = {slot.param for slot in self._model.grads.slots}
-        for param in (param for group in self.param_groups for param in group["params"] if param not in ours):
+        for param in self._model.waiting.values():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
@@ -147,32 +118,27 @@ class TorchDistributedOptimizer(StateCalls):
             check_compatible(self._model.config, features)
         (group,) = as_torch_groups([param_group])
         self._consolidated = None
-        ranks = self._model.ranks
-        raise_together(lambda: self._check_added(group), ranks.stats, "add_param_group")
-        raise_together(lambda: compare([self._described(group)], ranks.data), ranks.stats, "add_param_group")
+        model = self._model
+        described = raise_together(lambda: self._check_added(group), model.everyone, "add_param_group")
+        raise_together(lambda: compare([described], model.data), model.everyone, "add_param_group")
         super().add_param_group(group)
-        self._model.learn_members()
-        known = {slot.param for slot in self._model.grads.slots}
-        names = named_params(self._model.chunks)
-        added = {name: param for name, param in names.items() if any(param is each for each in group["params"])}
-        self._model.grow({n: p for n, p in added.items() if p.requires_grad and p not in known and p.numel()})
-        self._own()
+        model.params.learn_members()
+        model.find_waiting()
+        added = group_names(group, model.waiting).names
+        model.grow([name for name in added if model.waiting[name].requires_grad and model.waiting[name].numel()])
 
-    def _described(self, group: Mapping[str, Any]) -> Field:
+    def _check_added(self, group: Mapping[str, Any]) -> Field:
+        """Checks a further group; returns what all ranks must add alike."""
         name_of = {param: name for name, param in named_params(self._model.chunks).items()}
-        options = (f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
-        return Field("param group that is added", (*options, *(name_of[param] for param in group["params"])))
-
-    def _check_added(self, group: Mapping[str, Any]) -> None:
-        known = set(named_params(self._model.chunks).values())
-        grouped = {param for each in self.param_groups for param in each["params"]}
-        foreign = sum(param not in known for param in group["params"])
+        foreign = sum(param not in name_of for param in group["params"])
         if foreign:
             remedy = "Register their module in the model first, or call distribute(...) for it"
             raise LayoutError(refusal("param group", f"{foreign} params that the model has not", "be of it", remedy))
-        if any(param in grouped for param in group["params"]):
+        if {param for each in self.param_groups for param in each["params"]}.intersection(group["params"]):
             remedy = "Edit the options of the group that it is in"
             raise LayoutError(refusal("param group", "a param that is in another one", "have new params", remedy))
+        options = (f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
+        return Field("param group that is added", (*options, *(name_of[param] for param in group["params"])))
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise not_copied("copied")
@@ -185,7 +151,7 @@ class TorchDistributedOptimizer(StateCalls):
     @property
     def data(self) -> Any:
         """The data-parallel group."""
-        return self._model.ranks.data
+        return self._model.data
 
     @property
     def memory(self) -> Memory:
@@ -224,7 +190,7 @@ class TorchDistributedOptimizer(StateCalls):
         model = self._model
         model.admit()
         model.grads.reduce_ahead()
-        norm = measure_now([model.sharded], [model.sharded.main_grads()], model.ranks.stats).norm(model.grads.divisor)
+        norm = measure_now([model.sharded], [model.sharded.main_grads()], model.everyone).norm(model.grads.divisor)
         model.grads.clip(clip_divisor(norm, float(max_norm)))
         return torch.tensor(norm, device=model.device)
 
@@ -245,20 +211,16 @@ class TorchDistributedOptimizer(StateCalls):
         """
         model = self._model
         model.admit()
-        slot = self._slot_of(param)
+        slot = next((slot for slot in model.grads.slots if slot.param is param), None)
+        if slot is None:
+            rule, remedy = "be in a param group", "Unfreeze it and call optimizer.add_param_group({'params': [param]})"
+            raise LayoutError(refusal("param", "one that this optimizer does not update", rule, remedy))
         model.grads.reduce_ahead()
         whole = model.grads.averaged(slot)
         present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
         both = torch.cat([whole.view(-1), present])
-        sum_over(both, model.ranks.data)
+        sum_over(both, model.data)
         return both[:-1].view(whole.shape) if both[-1] > 0 else None
-
-    def _slot_of(self, param: Parameter) -> GradSlot:
-        for slot in self._model.grads.slots:
-            if slot.param is param:
-                return slot
-        remedy = "Unfreeze it and call optimizer.add_param_group({'params': [param]}), or name another one"
-        raise LayoutError(refusal("param", "one that this optimizer does not update", "be in a param group", remedy))
 
     def finish_param_gather(self) -> None:
         """Waits until all params are there; of use with `overlap_param_gather` alone.
@@ -272,38 +234,22 @@ class TorchDistributedOptimizer(StateCalls):
     def reload_model_params(self) -> None:
         """Refreshes all main params from the model params, also where they still round to them."""
         self.finish_param_gather()
-        self._model.follow(self._model.params.collect())
-        self.sharded.reload_model_params()
-        self._model.params.forget()
+        self._model.params.reload()
 
     def release(self) -> None:
         """Ends this optimizer: the params stay what they are and may be given to another one."""
         self._model.release()
-        self._num_owned = 0
-        for slot in self._model.grads.slots:
-            _owners.pop(slot.param, None)
 
 
-def _lead_here(given: Optimizer, ours: TorchDistributedOptimizer) -> None:
-    """Makes the methods of the optimizer that was given call ours: a scheduler may still hold it."""
-
-    def step(closure: Callable[[], Any] | None = None) -> Any:
-        return ours.step(closure)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
-    given.step = step  # type: ignore[method-assign]
-    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
-        setattr(given, name, getattr(ours, name))
-    ours._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
-    ours._optimizer_step_post_hooks = given._optimizer_step_post_hooks
-
-
-#: What a user may call on one of several optimizers that were given. In torch it would act on the params of that one.
+#: What a user may call on an optimizer that was given.
 _CALLS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
 
 
-def _refuse_calls(given: Optimizer) -> None:
-    """Makes the methods of one of several optimizers errors: its groups are still live, for schedulers."""
+def _redirect(given: Optimizer, ours: TorchDistributedOptimizer, *, is_alone: bool) -> None:
+    """Makes the methods of an optimizer that was given call ours: a scheduler may still hold it.
+
+    Those of one of several are errors, as in torch they would act on the params of that one alone.
+    """
 
     def refused(name: str, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
@@ -311,9 +257,16 @@ def _refuse_calls(given: Optimizer) -> None:
             "distribute(...) returned."
         )
 
-    hooks = [name for name in dir(Optimizer) if name.startswith("register_") and name.endswith("_hook")]
-    for name in (*_CALLS, *hooks):
-        call = partial(refused, name)
+    given.state.clear()
+    given.state = _StateElsewhere()  # type: ignore[assignment]
+    if is_alone:
+        calls = {name: partial(getattr(ours, name)) for name in _CALLS}
+        ours._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
+        ours._optimizer_step_post_hooks = given._optimizer_step_post_hooks
+    else:
+        hooks = [name for name in dir(Optimizer) if name.startswith("register_") and name.endswith("_hook")]
+        calls = {name: partial(refused, name) for name in (*_CALLS, *hooks)}
+    for name, call in calls.items():
         call._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
         setattr(given, name, call)
 

@@ -8,6 +8,7 @@ it in the same step, and it costs no collective of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,10 +51,23 @@ def step_model(model: ShardedModel) -> StepDecision:
         model.comm_log.step(reduced, gathered)
     for hook in model.hooks:
         hook.before()
-    decision = _measure_and_update(model)
+    if model.sharded.deferred_check is not None:
+        finish_deferred_check([model.sharded], model.everyone)
+    grads, measured, census = _measure(model)
+    (decision,) = decide([model.sharded], measured, model.everyone, divisors=[model.grads.divisor])
+    is_updated = decision.action is StepAction.UPDATE
+    if is_updated and not all(model.grads.present):
+        # A param with a gradient on some rank gets one everywhere; one without a gradient on any is left alone.
+        is_active = [value > 0 for value in census[HEAD_NUMEL:].tolist()]  # waits for the device
+        model.grads.settle(is_active)
+        if not all(is_active):
+            slots = zip(model.grads.slots, is_active, strict=True)
+            grads = model.sharded.leave_out({slot.name for slot, active in slots if not active})
+    if is_updated:
+        update(model.sharded, grads, decision)
     for hook in model.hooks:
         hook.after(decision)
-    if decision.action is StepAction.UPDATE:
+    if is_updated:
         model.gather.gather()
     if model.module_buffers is not None:
         model.module_buffers.sync()
@@ -71,31 +85,10 @@ def settle(model: ShardedModel) -> CommTime:
     if model.sharded.deferred_check is not None:
         act_on_deferred_notice([model.sharded])
     try:
-        changed = model.params.collect()
-        if changed:
-            model.check_can_follow(changed)
-        model.take_options()
+        model.params.follow(before_step=True)
     except LayoutError as error:
         model.grads.complaints.append(error)
-    else:
-        changed |= model.params.take_doubtful()
-        if changed:
-            model.follow(changed)
     return gathered
-
-
-def _measure_and_update(model: ShardedModel) -> StepDecision:
-    """Collective: the step between reduce-scatter and all-gather."""
-    sharded, everyone = model.sharded, model.ranks.stats
-    if sharded.deferred_check is not None:
-        finish_deferred_check([sharded], everyone)
-    grads, measured, census = _measure(model)
-    (decision,) = decide([sharded], measured, everyone, divisors=[model.grads.divisor])
-    if decision.action is StepAction.UPDATE:
-        if not all(model.grads.present):
-            grads = _leave_out_absent(model, census) or grads
-        update(sharded, grads, decision)
-    return decision
 
 
 def _measure(model: ShardedModel) -> tuple[MainGrads, GradStats | DeferredCheck, Tensor]:
@@ -104,25 +97,13 @@ def _measure(model: ShardedModel) -> tuple[MainGrads, GradStats | DeferredCheck,
 
     A param that may begin to train has to be known at once; if one does, all are measured once more.
     """
-    measure_with = measure_now if model.may_grow else measure
+    measure_with = measure_now if model.waiting else measure
     while True:
         num_params, census = len(model.grads.slots), census_of(model)
         grads = main_grads(model.sharded.flat_params)
-        measured = measure_with([model.sharded], [grads], model.ranks.stats, _notice(model, census))
+        measured = measure_with([model.sharded], [grads], model.everyone, _notice(model, census))
         if len(model.grads.slots) == num_params:
             return grads, measured, census
-
-
-def _leave_out_absent(model: ShardedModel, census: Tensor) -> MainGrads | None:
-    """Leaves params without a gradient on any rank alone; one with a gradient somewhere gets one everywhere.
-
-    Returns:
-        The main grads of the others; None where all params have a gradient on some rank.
-    """
-    active = [value > 0 for value in census[HEAD_NUMEL:].tolist()]  # waits for the device
-    model.grads.settle(active)
-    absent = {slot.name for slot, is_active in zip(model.grads.slots, active, strict=True) if not is_active}
-    return model.sharded.leave_out(absent) if absent else None
 
 
 # --- what ranks tell each other
@@ -132,7 +113,7 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be summed over ranks."""
     grads = model.grads
     number, kept = (2 * grads.num_rounds + is_dropped) % _MODULUS, grads.kept
-    newcomers = len(model.newcomers()) if model.may_grow else 0
+    newcomers = len(model.newcomers()) if model.waiting else 0
     begun = 0 if model.module_buffers is None else len(model.module_buffers.begun())
     numbers = [number, number**2, len(grads.complaints), newcomers, begun, kept, kept**2, *grads.present]
     census = torch.tensor(numbers, dtype=model.sharded.stats_dtype)
@@ -144,43 +125,33 @@ def _notice(model: ShardedModel, census: Tensor) -> Notice:
 
     There the ranks that hold the same ones sum their flags by themselves.
     """
-
-    def act(head: Sequence[float]) -> None:
-        _act_on(model, head)
-
-    data, everyone = model.ranks.data, model.ranks.stats
-    if data.size == everyone.size:  # every rank holds the whole model
-        return Notice(census, census[:HEAD_NUMEL], act)
-    flags = census[_COMMON_NUMEL:].clone()
-    sum_over(flags, data)
-    census[_COMMON_NUMEL:] = flags
-    return Notice(census[:_COMMON_NUMEL], census[:HEAD_NUMEL], act)
+    common = census
+    if model.data.size != model.everyone.size:
+        flags = census[_COMMON_NUMEL:].clone()
+        sum_over(flags, model.data)
+        census[_COMMON_NUMEL:] = flags
+        common = census[:_COMMON_NUMEL]
+    return Notice(common, census[:HEAD_NUMEL], partial(_act_on, model))
 
 
 def _act_on(model: ShardedModel, head: Sequence[float]) -> None:
     """Does what the ranks have told each other; collective where something is not as in every other step.
 
-    Args:
-        model: on this rank.
-        head: sums of the first numbers of the census. Ranks have said the same number where the mean of its squares is
-            the square of its mean.
+    `head` has the sums of the first numbers of the census. Ranks have said the same number where the mean of its
+    squares is the square of its mean.
     """
-    data, everyone = model.ranks.data, model.ranks.stats
     rounds, squares, complaints, newcomers, begun, kept, squares_of_kept = map(int, head)
-    if everyone.size * squares != rounds**2:
-        raise _in_different_rounds(model.grads.num_rounds, everyone)
-    if data.size * squares_of_kept != kept**2:
-        said = exchange(model.grads.kept, data)
-        usual = max(set(said), key=said.count)
-        odd, other = (
-            data.global_rank(r) for r in (next(r for r, k in enumerate(said) if k != usual), said.index(usual))
-        )
+    if model.everyone.size * squares != rounds**2:
+        raise _in_different_rounds(model.grads.num_rounds, model.everyone)
+    if model.data.size * squares_of_kept != kept**2:
+        odd, other = _two_that_differ(exchange(model.grads.kept, model.data))
         raise RanksDisagreeError(
-            f"Gradients were cleared on rank {odd} otherwise than on rank {other} after they were summed. Call "
-            "optimizer.zero_grad() on all ranks, or on none."
+            f"Gradients were cleared on rank {model.data.global_rank(odd)} otherwise than on rank "
+            f"{model.data.global_rank(other)} after they were summed. Call optimizer.zero_grad() on all ranks, or on "
+            "none."
         )
     if complaints:
-        raise_together(model.grads.raise_complaint, everyone, "step")
+        raise_together(model.grads.raise_complaint, model.everyone, "step")
     if begun and model.module_buffers is not None:
         model.module_buffers.learn(model.module_buffers.begun())
     if newcomers:
@@ -195,11 +166,17 @@ def announce_drop(model: ShardedModel) -> None:
     Raises:
         RanksDisagreeError: on all ranks.
     """
-    everyone, census = model.ranks.stats, census_of(model, is_dropped=True)
-    sum_with(census.new_zeros(3), _notice(model, census).numbers, everyone)
+    census = census_of(model, is_dropped=True)
+    sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
     rounds, squares = map(int, census[:2].tolist())
-    if everyone.size * squares != rounds**2:
-        raise _in_different_rounds(model.grads.num_rounds, everyone, is_dropped=True)
+    if model.everyone.size * squares != rounds**2:
+        raise _in_different_rounds(model.grads.num_rounds, model.everyone, is_dropped=True)
+
+
+def _two_that_differ(said: Sequence[int]) -> tuple[int, int]:
+    """Of what ranks said, a rank that said something unusual and one that said the usual; there are both."""
+    usual = max(set(said), key=said.count)
+    return next(rank for rank, each in enumerate(said) if each != usual), said.index(usual)
 
 
 def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) -> RanksDisagreeError:
@@ -212,10 +189,9 @@ def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) ->
             f"A step was made on other ranks while rank {ranks} cleared the gradients of round {own + 1}. Call step() "
             "and zero_grad() on all ranks alike."
         )
-    usual = max(set(rounds), key=rounds.count)
-    odd = next(rank for rank, each in enumerate(rounds) if each != usual)
-    one, other = group.global_rank(odd), group.global_rank(rounds.index(usual))
+    odd, usual = _two_that_differ(rounds)
     return RanksDisagreeError(
-        f"In a step, rank {one} is in round {rounds[odd] + 1} of gradients where rank {other} is in {usual + 1}. Call "
-        "step() on all ranks after each backward, or on none."
+        f"In a step, rank {group.global_rank(odd)} is in round {rounds[odd] + 1} of gradients where rank "
+        f"{group.global_rank(usual)} is in {rounds[usual] + 1}. Call step() on all ranks after each backward, or on "
+        "none."
     )
