@@ -282,17 +282,19 @@ class Memory:
 
 
 def measure_memory(optimizer: ShardedOptimizer) -> Memory:
-    owned, (elsewhere, _) = optimizer.flat_params, _elsewhere(optimizer)
-    owning = [flat for flat in owned if flat.owns_memory]
-    on_host = [(flat, flat.on_host) for flat in owning if flat.on_host is not None]
+    elsewhere = optimizer.inner.state_elsewhere() if isinstance(optimizer.inner, InParts) else (0, 0)
+    moments = {flat: _moments(optimizer, flat) for flat in optimizer.flat_params}
+    moment_nbytes = {flat: sum(map(_nbytes, of_one)) for flat, of_one in moments.items()}
+    main_nbytes = {flat: _main_nbytes(flat) for flat in optimizer.flat_params if flat.owns_memory}
+    on_host = [(flat, flat.on_host) for flat in main_nbytes if flat.on_host is not None]
     return Memory(
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
         grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
-        main_nbytes=sum(_main_nbytes(flat) for flat in owning),
-        moment_nbytes=elsewhere + sum(_nbytes(each) for flat in owned for each in _moments(optimizer, flat)),
-        host_nbytes=sum(_main_nbytes(flat) + sum(map(_nbytes, _moments(optimizer, flat))) for flat, _ in on_host),
+        main_nbytes=sum(main_nbytes.values()),
+        moment_nbytes=elsewhere[0] + sum(moment_nbytes.values()),
+        host_nbytes=sum(main_nbytes[flat] + moment_nbytes[flat] for flat, _ in on_host),
         staging_nbytes=sum(_nbytes(host.model) + _nbytes(host.arrived) for _, host in on_host),
-        undistributed_state_nbytes=_undistributed(optimizer),
+        undistributed_state_nbytes=_undistributed(optimizer, *elsewhere),
     )
 
 
@@ -301,35 +303,26 @@ def _main_nbytes(flat: FlatParam) -> int:
     return 0 if is_model else _nbytes(flat.main)
 
 
-def _undistributed(optimizer: ShardedOptimizer) -> int:
-    moment_nbytes = _moment_nbytes_by_name(optimizer)
+def _undistributed(optimizer: ShardedOptimizer, nbytes: int, numel: int) -> int:
+    """Bytes of state of all params, where `nbytes` of `numel` elements are not with flat params.
+
+    A param has as many for an element as the part of the inner optimizer that updates it has at most.
+    """
+    most: dict[Optimizer, float] = {}
+    parts = [part_for(optimizer.inner, group) for group in optimizer.inner.param_groups]
+    for flat in optimizer.flat_params:
+        part, moments = parts[flat.plan.key.group], _moments(optimizer, flat)
+        of_element = sum(_nbytes(each) / each.numel() for each in moments if each.shape == flat.main.shape)
+        most[part] = max(most.get(part, 0), of_element)
+    usual = max(most.values(), default=0)
+    part_of = {name: part for part, group in zip(parts, optimizer.plan.groups, strict=False) for name in group.names}
     total = 0.0
     for buffer in optimizer.buffers:
-        is_own = buffer.param.dtype == torch.float32
-        main_nbytes = 0 if is_own else Precision.of(optimizer.config).nbytes_of_main
-        held = (slot for slot in buffer.layout.slots if buffer.holds(slot.name))
-        total += sum((main_nbytes + moment_nbytes(slot.name)) * slot.in_buffer.numel for slot in held)
+        main = 0 if buffer.param.dtype == torch.float32 else Precision.of(optimizer.config).nbytes_of_main
+        for slot in (slot for slot in buffer.layout.slots if buffer.holds(slot.name)):
+            part = part_of.get(slot.name, optimizer.inner)
+            total += (main + (nbytes / numel if numel else most.get(part, usual))) * slot.in_buffer.numel
     return round(total)
-
-
-def _moment_nbytes_by_name(optimizer: ShardedOptimizer) -> Callable[[str], float]:
-    """Bytes of moments of an element, from a param's name: the most that a part of the inner optimizer has for one."""
-    nbytes, numel = _elsewhere(optimizer)
-    if numel:
-        return lambda name: nbytes / numel
-    parts = [part_for(optimizer.inner, group) for group in optimizer.inner.param_groups]
-    most: dict[Optimizer, float] = {}
-    for flat in optimizer.flat_params:
-        moments = [each for each in _moments(optimizer, flat) if each.shape == flat.main.shape]
-        part = parts[flat.plan.key.group]
-        most[part] = max(most.get(part, 0), sum(_nbytes(each) / each.numel() for each in moments))
-    usual = max(most.values(), default=0)
-    part_of_name = {name: parts[number] for number, group in enumerate(optimizer.plan.groups) for name in group.names}
-    return lambda name: most.get(part_of_name.get(name, optimizer.inner), usual)
-
-
-def _elsewhere(optimizer: ShardedOptimizer) -> tuple[int, int]:
-    return optimizer.inner.state_elsewhere() if isinstance(optimizer.inner, InParts) else (0, 0)
 
 
 def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:

@@ -25,32 +25,22 @@ STEPS, THIRD = 5, 2
 
 
 class User(Protocol):
-    """What a program may touch.
+    """What a program may touch."""
 
-    Args:
-        chunk: the model in its wrappers.
-        part: a module with a weight, whose params are frozen in some programs.
-        optimizer: the host's or ours.
-        inner: the torch optimizer in it.
-        params: of the model, by name.
-        biases: names of two params of one shape.
-        noted: what the program has found.
-    """
-
-    noted: dict[str, Any]
+    noted: dict[str, Any]  # what the program has found
 
     @property
-    def chunk(self) -> Any: ...
+    def chunk(self) -> Any: ...  # the model in its wrappers
     @property
-    def part(self) -> Any: ...
+    def part(self) -> Any: ...  # a module with a weight, whose params are frozen in some programs
     @property
-    def optimizer(self) -> Any: ...
+    def optimizer(self) -> Any: ...  # the host's or ours
     @property
-    def inner(self) -> Any: ...
+    def inner(self) -> Any: ...  # the torch optimizer in it
     @property
-    def params(self) -> dict[str, Any]: ...
+    def params(self) -> dict[str, Any]: ...  # of the model, by name
     @property
-    def biases(self) -> tuple[str, str]: ...
+    def biases(self) -> tuple[str, str]: ...  # names of two params of one shape
 
 
 Act = Callable[[Any], None]
@@ -68,42 +58,25 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Refused:
-    """All ranks raise.
+    """All ranks raise."""
 
-    Args:
-        kinds: class on rank 0 and on rank 1.
-        words: which the text has to have: what was found, and what to do.
-    """
-
-    kinds: tuple[str, str]
-    words: tuple[str, ...]
+    kinds: tuple[str, str]  # class on rank 0 and on rank 1
+    words: tuple[str, ...]  # which the text has to have: what was found, and what to do
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a user does in a training of `STEPS` steps.
+    """What a user does in a training of `STEPS` steps."""
 
-    Args:
-        before: a step, see `at`.
-        expect: what comes of it with ours.
-        at: which step, counted from 0.
-        within: the same step, after backward.
-        build: what happens to the bare model before the host wraps it.
-        wrapped: what happens to the model before the optimizer is built.
-        setting: of the training; the first program of each setting does nothing.
-        base: the host's inner optimizer, where the user can choose it.
-        notes: what `noted` has to be with ours; of a text, its beginning.
-    """
-
-    before: Act | None = None
-    expect: Equal | NoEffect | Refused = field(default_factory=Equal)
-    at: int = THIRD
-    within: Act | None = None
-    build: Act | None = None
-    wrapped: Act | None = None
-    setting: Any = None
-    base: type[torch.optim.Optimizer] = torch.optim.AdamW
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    before: Act | None = None  # a step, see `at`
+    expect: Equal | NoEffect | Refused = field(default_factory=Equal)  # what comes of it with ours
+    at: int = THIRD  # which step, counted from 0
+    within: Act | None = None  # the same step, after backward
+    build: Act | None = None  # what happens to the bare model before the host wraps it
+    wrapped: Act | None = None  # what happens to the model before the optimizer is built
+    setting: Any = None  # of the training; the first program of each setting does nothing
+    base: type[torch.optim.Optimizer] = torch.optim.AdamW  # the host's inner optimizer, where the user can choose it
+    notes: Mapping[str, Any] = field(default_factory=dict)  # what `noted` has to be with ours; of a text, its beginning
 
 
 @dataclass(frozen=True)
@@ -117,32 +90,22 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a program on one rank.
+    """Of a program on one rank."""
 
-    Args:
-        equal: ours and the host's have the same params at the end, to the last bit.
-        as_usual: ours has those of the training without it.
-        matters: the host's has others than without it; False where the host's was not trained with it.
-        error: of ours.
-        noted: of ours.
-    """
-
-    equal: bool
-    as_usual: bool
-    matters: bool
-    error: str
-    noted: Mapping[str, Any]
+    equal: bool  # ours and the host's have the same params at the end, to the last bit
+    as_usual: bool  # ours has those of the training without it
+    matters: bool  # the host's has others than without it; False where the host's was not trained with it
+    error: str  # of ours
+    noted: Mapping[str, Any]  # of ours
 
 
 def run_programs(programs: Mapping[str, Program], train: Callable[[Program, bool], Outcome]) -> dict[str, Result]:
-    """Collective: runs all of them, those of the host first.
-
-    Args:
-        programs: by name.
-        train: runs one, with ours where the second argument is True.
-    """
+    """Collective: runs all of them, those of the host first; `train` runs one, with ours where it is given True."""
     results: dict[str, Result] = {}
-    usual = {program.setting: train(program, False) for program in _first_of_each_setting(programs)}
+    first: dict[Any, Program] = {}  # the trainings in which nothing is done
+    for program in programs.values():
+        first.setdefault(program.setting, program)
+    usual = {setting: train(program, False) for setting, program in first.items()}
     compared = {name: train(program, False) for name, program in programs.items() if isinstance(program.expect, Equal)}
     for name, program in programs.items():
         nothing, ours = usual[program.setting], train(program, True)
@@ -150,14 +113,6 @@ def run_programs(programs: Mapping[str, Program], train: Callable[[Program, bool
         parts = _same(ours, theirs), _same(ours, nothing), not _same(theirs, nothing)
         results[name] = Result(*parts, ours.error, ours.noted)
     return results
-
-
-def _first_of_each_setting(programs: Mapping[str, Program]) -> list[Program]:
-    """The trainings in which nothing is done."""
-    first: dict[Any, Program] = {}
-    for program in programs.values():
-        first.setdefault(program.setting, program)
-    return list(first.values())
 
 
 def _same(one: Outcome, other: Outcome) -> bool:

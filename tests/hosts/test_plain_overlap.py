@@ -48,66 +48,51 @@ class Net(Module):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training.
+    """A training."""
 
-    Args:
-        order: by step and rank, which layers are used, one after the other.
-        recompute: "", "reentrant" or "not reentrant".
-        microbatches: of each step.
-        dtype: of the params.
-    """
-
-    order: Callable[[int, int], list[int]]
-    recompute: str = ""
-    microbatches: int = 1
-    dtype: torch.dtype = torch.float32
+    order: Callable[[int, int], list[int]]  # by step and rank, which layers are used, one after the other
+    recompute: str = ""  # or "reentrant" or "not reentrant"
+    microbatches: int = 1  # of each step
+    dtype: torch.dtype = torch.float32  # of the params
 
 
 def _usual(step: int, rank: int) -> list[int]:
     return list(range(LAYERS))
 
 
-def _backwards(step: int, rank: int) -> list[int]:
-    """Backward meets the layers in the order of registration, which is not that of the buffer."""
-    return list(reversed(range(LAYERS)))
-
-
 def _twice(step: int, rank: int) -> list[int]:
     return [0, 1, 2, 1, 3]
 
 
-def _never(step: int, rank: int) -> list[int]:
-    return [0, 1, 3]
-
-
-def _branch(step: int, rank: int) -> list[int]:
-    """Rank 1 leaves a layer out at every other step."""
-    return [0, 1, 3] if rank == 1 and step % 2 else [0, 1, 2, 3]
-
-
-def _idle(step: int, rank: int) -> list[int]:
-    """Rank 1 has nothing to compute in the first step."""
-    return [] if rank == 1 and step == 0 else [0, 1, 2, 3]
-
-
-def _late_branch(step: int, rank: int) -> list[int]:
-    """Nobody uses a layer in the first two steps, and then one rank does."""
-    return [0, 1, 2, 3] if rank == 2 and step >= 2 else [0, 1, 3]
-
-
 CASES = {
     "usual": Case(_usual),
-    "order is not that of registration": Case(_backwards),
+    # Backward meets the layers in the order of registration, which is not that of the buffer.
+    "order is not that of registration": Case(lambda step, rank: list(reversed(range(LAYERS)))),
     "several microbatches": Case(_usual, microbatches=3),
     "module used twice": Case(_twice),
     "module used twice, recomputed": Case(_twice, recompute="reentrant"),
     "recomputed": Case(_usual, recompute="not reentrant"),
     "recomputed in every microbatch": Case(_twice, recompute="reentrant", microbatches=2),
-    "param without gradient": Case(_never),
-    "branch of one rank": Case(_branch),
-    "branch that comes later": Case(_late_branch),
-    "branch to nothing": Case(_idle),
+    "param without gradient": Case(lambda step, rank: [0, 1, 3]),
+    # Rank 1 leaves a layer out at every other step.
+    "branch of one rank": Case(lambda step, rank: [0, 1, 3] if rank == 1 and step % 2 else [0, 1, 2, 3]),
+    # Nobody uses a layer in the first two steps, and then one rank does.
+    "branch that comes later": Case(lambda step, rank: [0, 1, 2, 3] if rank == 2 and step >= 2 else [0, 1, 3]),
+    # Rank 1 has nothing to compute in the first step.
+    "branch to nothing": Case(lambda step, rank: [] if rank == 1 and step == 0 else [0, 1, 2, 3]),
     "bf16": Case(_usual, dtype=torch.bfloat16),
+}
+#: By step, how many buckets are under way before the step: in the first one nothing is known yet.
+ALL, ALL_BUT_ONE = [0, 4, 4, 4, 4], [0, 3, 3, 3, 3]
+#: The same on every rank, where it is not `ALL`.
+EARLY = {
+    "param without gradient": [ALL_BUT_ONE] * RANKS,
+    # Layer 2 is the second of four in backward: at odd steps rank 1 has one bucket under way and waits for its turn.
+    "branch of one rank": [ALL, [0, 1, 4, 1, 4], ALL],
+    # From the step behind the first gradient on.
+    "branch that comes later": [ALL_BUT_ONE, ALL_BUT_ONE, [0, 3, 3, 4, 4]],
+    # Rank 1 alone begins a step later.
+    "branch to nothing": [ALL, [0, 0, 4, 4, 4], ALL],
 }
 
 
@@ -259,44 +244,11 @@ def test_overlap_when_compared_with_none_then_every_bit_is_the_same(name: str, f
     assert [each[name][0] for each in found] == [True] * RANKS
 
 
-#: By step, on every rank: in the first one nothing is known yet.
-ALL_EARLY = [0, *[LAYERS] * (STEPS - 1)]
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("param without", "branch"))])
-def test_overlap_when_the_first_step_is_over_then_all_buckets_go_before_the_step(
+@pytest.mark.parametrize("name", CASES)
+def test_overlap_when_gradients_have_come_before_then_their_buckets_go_before_the_step(
     name: str, found: list[dict[str, Any]]
 ) -> None:
-    assert [each[name][1] for each in found] == [ALL_EARLY] * RANKS
-
-
-ALL_BUT_ONE = [0, *[LAYERS - 1] * (STEPS - 1)]
-
-
-def test_overlap_when_a_gradient_never_comes_then_the_other_buckets_go_early(found: list[dict[str, Any]]) -> None:
-    assert [each["param without gradient"][1] for each in found] == [ALL_BUT_ONE] * RANKS
-
-
-def test_overlap_when_a_rank_had_no_gradient_in_the_first_step_then_it_alone_begins_a_step_later(
-    found: list[dict[str, Any]],
-) -> None:
-    assert [each["branch to nothing"][1] for each in found] == [ALL_EARLY, [0, 0, 4, 4, 4], ALL_EARLY]
-
-
-def test_overlap_when_a_gradient_comes_for_the_first_time_then_its_bucket_goes_early_from_the_next_step_on(
-    found: list[dict[str, Any]],
-) -> None:
-    of_rank_2 = [0, 3, 3, 4, 4]
-    assert [each["branch that comes later"][1] for each in found] == [ALL_BUT_ONE, ALL_BUT_ONE, of_rank_2]
-
-
-def test_overlap_when_a_rank_takes_another_branch_then_it_alone_is_later(found: list[dict[str, Any]]) -> None:
-    # Layer 2 is the second of four in backward: at odd steps rank 1 has one bucket under way and waits for its turn.
-    assert [each["branch of one rank"][1] for each in found] == [
-        [0, 4, 4, 4, 4],
-        [0, 1, 4, 1, 4],
-        [0, 4, 4, 4, 4],
-    ]
+    assert [each[name][1] for each in found] == EARLY.get(name, [ALL] * RANKS)
 
 
 def test_overlap_when_backward_comes_twice_then_it_says_what_to_write(found: list[dict[str, Any]]) -> None:

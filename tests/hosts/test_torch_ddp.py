@@ -298,59 +298,70 @@ KEYS = {
 }
 
 
-def never_called(loop: Loop) -> None:
-    """The module inside is called."""
-    model, optimizer = loop.distribute_then_wrap()
-    model(loop.batch(0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def refused(*acts: Callable[[Loop, Any, Any], object], **options: Any) -> Callable[[], None]:
+    """What is done to a model in DDP and its optimizer."""
+
+    def case() -> None:
+        loop = Loop(ours, torch.float32, {}, options)
+        model, optimizer = loop.wrap_then_distribute()
+        for act in acts:
+            act(loop, model, optimizer)
+
+    return case
+
+
+def _backward(loop: Loop, model: Any, optimizer: Any) -> None:
+    optimizer.scale_loss(model(loop.batch(0))).backward()
+
+
+def _inner_backward(loop: Loop, model: Any, optimizer: Any) -> None:
+    """The module inside is called, where DDP averages nothing."""
     model.module(loop.batch(0)).backward()
-    optimizer.step()
 
 
-def never_averaged(loop: Loop) -> None:
-    model, optimizer = loop.wrap_then_distribute()
+def _not_averaged(loop: Loop, model: Any, optimizer: Any) -> None:
     with model.no_sync():
         model(loop.batch(0)).backward()
+
+
+def _step(loop: Loop, model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def averaged_twice(loop: Loop) -> None:
-    loop.options = {"overlap_grad_reduce": True}
-    model, optimizer = loop.wrap_then_distribute()
-    model(loop.batch(0)).backward()
-    optimizer.step()
-
-
-def scale_kept(loop: Loop) -> None:
-    """A gradient that was scaled by another scale would be added to."""
-    loop.options = {"loss_scale": 8.0}
-    model, optimizer = loop.wrap_then_distribute()
-    for step in range(2):
-        optimizer.scale_loss(model(loop.batch(step))).backward()
-        optimizer.step()
-
-
-def other_rank(loop: Loop) -> None:
-    _, optimizer = loop.wrap_then_distribute()
-    optimizer.consolidate_state_dict(to=1)
-
-
-def read_after_clipping(loop: Loop) -> None:
-    """A second clipping after ours would not reach the gradient that the step takes."""
-    model, optimizer = loop.wrap_then_distribute()
-    model(loop.batch(0)).backward()
+def _clip_twice(loop: Loop, model: Any, optimizer: Any) -> None:
+    """The second clipping would not reach the gradient that the step takes."""
     optimizer.clip_grad_norm_(1.0)
     clip_grad_value_(model.parameters(), 0.01)
 
 
-REFUSALS: dict[str, tuple[Callable[[Loop], None], type[DistOptError], tuple[str, ...]]] = {
-    "never_called": (never_called, LayoutError, ("DistributedDataParallel", "Call the wrapped model")),
-    "never_averaged": (never_averaged, LayoutError, ("DistributedDataParallel", "no_sync()")),
-    "averaged_twice": (averaged_twice, ConfigError, ("overlap_grad_reduce is True", "Leave overlap_grad_reduce out")),
-    "scale_kept": (scale_kept, ConfigError, ("loss scale", "Call optimizer.zero_grad() before backward")),
-    "other_rank": (other_rank, ConfigError, ("to", "1", "torch.save on rank 0")),
-    "read_after_clipping": (read_after_clipping, AccessError, ("first.weight", "optimizer.clip_grad_norm_(max_norm)")),
+REFUSALS: dict[str, tuple[Callable[[], None], type[DistOptError], tuple[str, ...]]] = {
+    "the module inside is called": (
+        refused(_backward, _step, lambda loop, model, optimizer: optimizer.zero_grad(), _inner_backward, _step),
+        LayoutError,
+        ("DistributedDataParallel", "Call the wrapped model"),
+    ),
+    "never averaged": (refused(_not_averaged, _step), LayoutError, ("DistributedDataParallel", "no_sync()")),
+    "averaged twice": (
+        refused(_backward, _step, overlap_grad_reduce=True),
+        ConfigError,
+        ("overlap_grad_reduce is True", "Leave overlap_grad_reduce out"),
+    ),
+    # A gradient that was scaled by another scale would be added to.
+    "scale is kept": (
+        refused(_backward, _step, _backward, loss_scale=8.0),
+        ConfigError,
+        ("loss scale", "Call optimizer.zero_grad() before backward"),
+    ),
+    "state on another rank": (
+        refused(lambda loop, model, optimizer: optimizer.consolidate_state_dict(to=1)),
+        ConfigError,
+        ("to", "1", "torch.save on rank 0"),
+    ),
+    "read after clipping": (
+        refused(_backward, _clip_twice),
+        AccessError,
+        ("first.weight", "optimizer.clip_grad_norm_(max_norm)"),
+    ),
 }
 
 
@@ -358,7 +369,7 @@ def refusals() -> dict[str, tuple[str, str]]:
     found = {}
     for name, (case, _, _) in REFUSALS.items():
         with pytest.raises(DistOptError) as caught:
-            case(Loop(ours, torch.float32, {}, {}))
+            case()
         found[name] = (type(caught.value).__name__, str(caught.value))
     return found
 

@@ -129,10 +129,6 @@ def _read(file: Path) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
     return curves["iterations"], [rank["params"] for rank in curves["ranks"]]
 
 
-def _curves(file: Path) -> object:
-    return _read(file)
-
-
 @pytest.mark.parametrize("shares_network", [False, True])
 def test_memory_when_nodes_have_one_name_and_boot_id_then_only_ranks_that_can_map_it_share_it(
     nodes: Nodes, shares_network: bool, tmp_path: Path
@@ -159,7 +155,7 @@ def test_torchrun_when_there_are_two_nodes_then_a_fork_of_2023_trains_to_the_bit
     one = _on_one([*words, str(tmp_path / "one.json")])
     assert one.status == (0,), one.output
     assert "in shared memory" in one.output
-    assert _curves(tmp_path / "two.json") == _curves(tmp_path / "one.json")
+    assert _read(tmp_path / "two.json") == _read(tmp_path / "one.json")
 
 
 def test_checkpoint_when_two_nodes_saved_it_then_one_node_goes_on(nodes: Nodes, tmp_path: Path) -> None:
@@ -264,7 +260,7 @@ def test_deepspeed_when_there_is_a_hostfile_then_a_fork_of_2023_trains_to_the_bi
     assert process.returncode == 0, output
     one = _on_one([*_RUNNER, "pretrain.py", *_FORK, "--curves", str(tmp_path / "one.json")])
     assert one.status == (0,), one.output
-    assert _curves(tmp_path / "two.json") == _curves(tmp_path / "one.json")
+    assert _read(tmp_path / "two.json") == _read(tmp_path / "one.json")
 
 
 def test_deepspeed_when_there_is_no_ssh_then_its_line_on_each_node_trains_to_the_bit_as_on_one(
@@ -282,4 +278,4 @@ def test_deepspeed_when_there_is_no_ssh_then_its_line_on_each_node_trains_to_the
     ended = _ended(processes)
     assert ended.status == (0, 0), ended.output
     one = _on_one([*_RUNNER, "pretrain.py", *_FORK, "--curves", str(tmp_path / "one.json")])
-    assert _curves(tmp_path / "two.json") == _curves(tmp_path / "one.json"), one.output
+    assert _read(tmp_path / "two.json") == _read(tmp_path / "one.json"), one.output
