@@ -44,6 +44,7 @@ class Feature(Enum):
     MOVED_STATE = "`offload_to_cpu()`"
     ADDED_GROUP = "`add_param_group()`"
     FORK_BUCKETS = "`overlap_grad_reduce`, `overlap_param_gather` or `bucket_size` in a Megatron of 2023"
+    FORK_EXPERTS = "experts in a Megatron of 2023"
     PARAM_READERS = "a flag with which a Megatron of 2023 reads params outside of a forward pass"
 
 
@@ -82,6 +83,9 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
         Feature.HOSTS_MUON: "Use the host's --muon-* flags instead.",
     },
     Feature.PARAM_READERS: {Feature.OVERLAPPED_GATHER: "Leave one of the two out."},
+    Feature.FORK_EXPERTS: {
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: the fork's file has no place for experts."
+    },
     Feature.FORK_BUCKETS: {
         Feature.GATHERED_FORMAT: "Leave one of the two out: megatron-distopt convert --to gathered makes the fork's "
         "file of our format.",

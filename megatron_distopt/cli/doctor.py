@@ -276,7 +276,7 @@ def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switc
     if is_given:
         for conflict in CONFLICTS:
             if conflict.applies_to(parsed):
-                yield problem(_LAUNCH, "conflict", conflict.refusal())
+                yield problem(_LAUNCH, "conflict", conflict.text)
         for each in REFUSED if found is not None and found.generation is MEGATRON_CORE else ():
             if getattr(parsed, each.option, False):
                 text = f"{each.option} is on and must be off with this distributed optimizer. {each.remedy}."

@@ -76,7 +76,7 @@ MEGATRON_2023 = Generation(
     "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and their children",
     ("megatron.optimizer.distrib_optimizer", "megatron.arguments"),
     (megatron_2023.PATCH_POINT, megatron_2023.PARSER),
-    "megatron_distopt.hosts.megatron_2023.factory",
+    "megatron_distopt.hosts.megatron_2023.optimizer",
     megatron_2023.check_flags,
 )
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.layout import ParamSpec, lay_out
 from tests.support.fork_worlds import Continued, ForkInWorlds, Refused, held, raised, refusal, same
 from tests.support.mini_fork import Iteration, TrainingRun, core_folder
 from tests.support.refusals import assert_mentions
@@ -51,7 +50,6 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32 norms in fp16": (2, (*FP16, "--fp32-norms", "--accumulate-allreduce-grads-in-fp32")),
     "sgd": (2, ("--bf16", "--optimizer", "sgd")),
     "odd": (2, ("--bf16", "--fp32-norms", *ODD)),
-    "experts on both ranks": (2, ("--bf16", "--experts")),
     "experts apart": (2, ("--bf16", "--experts", "--expert-model-parallel-size", "2")),
     "tp2 dp2": (4, ("--bf16", "--tensor-model-parallel-size", "2")),
     "pp2 dp2": (4, ("--bf16", "--pipeline-model-parallel-size", "2")),
@@ -59,14 +57,22 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ("--bf16",), "fp16": FP16}
 #: Which trainings are interrupted with which files. What is written of a precision, of a class and of groups of ranks
-#: is another thing in the fork's two layouts; ours is one layout for all of them.
+#: is another thing in the fork's two layouts; ours is one layout for all of them. No gathered file holds experts.
 KEPT_IN: dict[str, tuple[str, ...]] = {
-    "gathered": tuple(RESUMED),
-    "per_rank": tuple(name for name in RESUMED if name not in ("fp32 norms in fp16", "experts on both ranks", "odd")),
-    "ours": ("bf16", "fp32 norms in fp16", "sgd", "experts apart", "tp2 dp2"),
+    "gathered": ("bf16", "fp16", "fp32 norms", "sgd", "odd", "tp2 dp2", "pp2 dp2"),
+    "per_rank": ("fp32", "bf16", "fp16", "fp32 norms", "experts apart", "tp2 dp2"),
+    "ours": ("bf16", "fp32 norms in fp16", "sgd", "experts of 4 ranks in 2 groups"),
 }
+#: In which precisions the fork's own optimizer goes on from ours, and ours from it.
+CROSSED: dict[str, tuple[str, ...]] = {
+    "gathered": ("fp32", "bf16", "fp16"),
+    "per_rank": ("fp32", "fp16", "sgd", "torch"),
+}
+TRAININGS = {**PRECISIONS, "sgd": ("--bf16", "--optimizer", "sgd")}
 #: Where another of our classes resumes, too: its moments are the same whatever the params are.
 CROSSED_AMONG_OURS = ("bf16", "torch")
+#: Where the whole file is compared with that of the fork.
+COMPARED = ("fp32", "fp16")
 
 
 OTHER_MODEL = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
@@ -89,7 +95,6 @@ NUM_OF_TWO = tuple(len(matrices) for matrices, _ in OF_TWO)
 
 HALVES, SHARDS = "fp32_from_fp16_params", "shard_fp32_from_float16_groups"
 CHUNK = f"chunk 0 | 7744 | {SAME_PARALLEL}"
-OF_HALF = VECTORS.replace("wd_mult=0.0", "wd_mult=0.5")
 NO_VECTORS = f"no param group with {VECTORS} | has {DECAYED}. | {OTHER_MODEL}"
 #: What a refusal names, between bars; two texts where the ranks differ. `_bad_files` and the like make what is given.
 REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
@@ -98,35 +103,24 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "text": SAME_PARALLEL,
         "pickle": f"posix.mkdir | {SAME_PARALLEL}",
         "missing": "bad missing.distopt/manifest.json | bad missing.pt | --no-load-optim",
-        "list": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
         "number": f"param of [] | {CHUNK}",
         "chunk": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
-        "dtype": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
         "short": f"exp_avg of [7743] | {CHUNK}",
-        "long": f"param of [73280] | {CHUNK}",
-        "shape": f"param of [2, 3872] | {CHUNK}",
         "moment": f"has exp_avg, | {MOMENTS}",
-        "moments": f"has params alone, | {MOMENTS}",
         "of sgd": f"has momentum_buffer, | {MOMENTS}",
     },
     "head": {
-        "of an undistributed fp32 optimizer": f"0 params | the model's 10 | {OTHER_MODEL}",
         "of an undistributed 16-bit optimizer": f"0 params | the model's 10 | {OTHER_MODEL}",
         "nothing": f"optimizer state: one with nothing. | gathered file | {OTHER_MODEL}",
         "group missing": NO_VECTORS,
-        "no groups": f"no param group with {DECAYED} | has no groups. | {OTHER_MODEL}",
-        "group of another factor": f"no param group with {VECTORS} | has {DECAYED}, {OF_HALF}. | {OTHER_MODEL}",
         "group too many": f"(name=third, wd_mult=1.0, lr_mult=1.0) besides | {OTHER_MODEL}",
     },
     "undistributed": {
         "param missing": f"9 params, 10 of them | group 0 | the model's 10 | {OTHER_MODEL}",
-        "main missing": f"10 params, 9 of them | group 0 | the model's 10 | {OTHER_MODEL}",
-        "mains of a group missing": f"18 params, 0 of them | group 1 | the model's 18 | {OTHER_MODEL}",
         "of an fp32 model": f"10 params, 0 of them | group 0 | the model's 10 | {OTHER_MODEL}",
         "shape of a main": f"[16, 64] | {WORDS} | [64, 16] | {OTHER_MODEL}",
         "shape of a moment": f"[1024] | {WORDS} | [64, 16] | {OTHER_MODEL}",
         "moment missing": f"has exp_avg, | {MOMENTS}",
-        "state missing": f"has params alone, | {MOMENTS}",
         "step missing": LOST_STEP,
         "group missing": NO_VECTORS,
     },
@@ -229,7 +223,7 @@ def _cross(
 
 def _of_same_kernel(fork: _Fork) -> None:
     for ours in (True, False):
-        for name, words in PRECISIONS.items():
+        for name, words in ((name, PRECISIONS[name]) for name in COMPARED):
             folder = fork.folder / f"{'ours' if ours else 'of fork'} of the same kernel {name}"
             of_kernel = SAME_KERNEL if ours else SAME_KERNEL[:2]
             fork.train(*words, *ODD, *of_kernel, "--train-iters", str(SAVED_AT), "--save", str(folder), ours=ours)
@@ -278,10 +272,8 @@ def _torchs_adam(fork: _Fork) -> dict[str, Any]:
         found = {
             "resume step": Continued(theirs.iterations[SAVED_AT:], resumed.iterations),
             "exact": _resume(fork, l2, ours),
-            "exact, decoupled": _resume(fork, words, fork.folder / "torchs decoupled"),
             "ours": raised(lambda: fork.train(*l2, "--load", str(of_fork))),
             "another step": raised(lambda: fork.train(*l2, "--load", str(ours), "--distopt-resume-step", "5")),
-            "same step": raised(lambda: fork.open(ours, *l2, "--distopt-resume-step", str(SAVED_AT))),
             "fork": raised(lambda: fork.train(*words, "--load", str(of_fork), ours=False)),
         }
     return {**found, "steps": {group["step"] for group in groups}, "keys": {*groups[0]}}
@@ -307,17 +299,12 @@ def _bad_files(good: Path, folder: Path) -> dict[str, Path]:
     tensors = state[0][torch.float32]
     chunks = {
         "short": {**tensors, "exp_avg": tensors["exp_avg"][:-1].clone()},
-        "long": {**tensors, "param": torch.zeros(7744 + 2**16)},
-        "shape": {**tensors, "param": tensors["param"].view(2, -1)},
         "number": {"param": 3.0},
         "moment": {"param": tensors["param"], "exp_avg": tensors["exp_avg"]},
-        "moments": {"param": tensors["param"]},
         "of sgd": {"param": tensors["param"], "momentum_buffer": tensors["exp_avg"]},
     }
     states: dict[str, Any] = {name: {**state, 0: {torch.float32: each}} for name, each in chunks.items()}
-    states["dtype"] = {**state, 0: {torch.float16: tensors}}
     states["chunk"] = {key: value for key, value in state.items() if key != 0}
-    states["list"] = [1, 2]
     for name, changed in states.items():
         torch.save(changed, bad[name])
     return bad
@@ -327,12 +314,9 @@ def _bad_heads(good: Mapping[str, Any]) -> dict[str, Any]:
     """`state_dict()` beside a gathered file that is none of this run."""
     inner, groups = good["optimizer"], good["optimizer"]["param_groups"]
     return {
-        "of an undistributed fp32 optimizer": {"state": {}, "param_groups": groups},
         "of an undistributed 16-bit optimizer": {"optimizer": {**inner, "state": {}}, HALVES: []},
         "nothing": {},
         "group missing": {**good, "optimizer": {"param_groups": groups[:1]}},
-        "no groups": {**good, "optimizer": {"param_groups": []}},
-        "group of another factor": {**good, "optimizer": {"param_groups": [groups[0], {**groups[1], "wd_mult": 0.5}]}},
         "group too many": {**good, "optimizer": {"param_groups": [*groups, {**groups[0], "name": "third"}]}},
     }
 
@@ -352,13 +336,10 @@ def _bad_undistributed(good: Mapping[str, Any]) -> dict[str, Any]:
 
     return {
         "param missing": with_groups({**groups[0], "params": groups[0]["params"][1:]}, groups[1]),
-        "main missing": {**good, HALVES: [mains[0][1:], mains[1]]},
-        "mains of a group missing": {**good, HALVES: mains[:1]},
         "of an fp32 model": inner,
         "shape of a main": {**good, HALVES: [[mains[0][0].t(), *mains[0][1:]], mains[1]]},
         "shape of a moment": with_first(exp_avg=states[first]["exp_avg"].view(-1)),
         "moment missing": with_first(exp_avg_sq=None),
-        "state missing": with_first(exp_avg=None, exp_avg_sq=None),
         "step missing": with_groups(*({k: v for k, v in group.items() if k != "step"} for group in groups)),
         "group missing": with_groups(groups[0]),
     }
@@ -511,7 +492,7 @@ def _other_sizes(fork: _Fork, size: int) -> tuple[Iteration, ...]:
 
 def _back_to_two(fork: _Fork) -> None:
     run = fork.open(fork.folder / "odd", *RESUMED["odd"][1])
-    for size in (1, 3, 4):
+    for size in (1, 3):
         run.optimizer.load_parameter_state(str(fork.folder / f"odd of {size}" / "distrib_optim.pt"))
         _write_gathered(run.optimizer, fork.folder / f"odd of {size} and back")
 
@@ -521,7 +502,7 @@ def _collect_gathered(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if fork.enters(2):
         found["resumed"] = {files: _resume_all(fork, files, 2) for files in ("gathered", "ours")}
-        found["crossed"] = {name: _cross(fork, name, words, _write_gathered) for name, words in PRECISIONS.items()}
+        found["crossed"] = {name: _cross(fork, name, TRAININGS[name], _write_gathered) for name in CROSSED["gathered"]}
         _of_same_kernel(fork)
         found["before the first step"] = _resume(fork, FP16, fork.folder / "unstepped", at=1)
         found["torch's adam"] = _torchs_adam(fork)
@@ -537,7 +518,8 @@ def _collect_gathered(rank: int, size: int, folder: str) -> dict[str, Any]:
                     files: found.get("resumed", {}).get(files, {}) | of_four[files] for files in of_four
                 }
                 found["slice"] = _refusal_of_one_slice(fork)
-            found[f"odd of {other}"] = _other_sizes(fork, other)
+            else:
+                found[f"odd of {other}"] = _other_sizes(fork, other)
     if fork.enters(2):
         _back_to_two(fork)
     fork.leaves()
@@ -571,8 +553,7 @@ def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if fork.enters(2):
         found["resumed"] = {"per_rank": _resume_all(fork, "per_rank", 2)}
-        trainings = {**PRECISIONS, "sgd": ("--bf16", "--optimizer", "sgd")}
-        found["crossed"] = {name: _cross(fork, name, words, _write_own) for name, words in trainings.items()}
+        found["crossed"] = {name: _cross(fork, name, TRAININGS[name], _write_own) for name in CROSSED["per_rank"][:-1]}
         _of_same_kernel(fork)
         found["before the first step"] = _resume(fork, FP16, fork.folder / "unstepped", at=1)
         of_fork = fork.folder / "unstepped of fork"
@@ -703,7 +684,7 @@ def test_save_when_on_the_way_then_training_goes_on_as_without_in_either_format(
     by_files = layout.ranks[0]["resumed"]
     assert {files: {*found} for files, found in by_files.items()} == {files: {*KEPT_IN[files]} for files in by_files}
     uninterrupted = [(name, each.uninterrupted) for found in by_files.values() for name, each in found.items()]
-    wanted = {name: layout.ranks[0]["crossed"][name][FROM_OURS].uninterrupted for name in PRECISIONS}
+    wanted = {name: each[FROM_OURS].uninterrupted for name, each in layout.ranks[0]["crossed"].items()}
     for name, iterations in uninterrupted:
         assert iterations == wanted.setdefault(name, iterations), name
 
@@ -732,27 +713,21 @@ TOLERANCE_FP32 = 2e-6
 TOLERANCE_16_BIT = 1e-4
 
 
-@pytest.mark.parametrize(("name", "way"), _ways(PRECISIONS))
+@pytest.mark.parametrize(
+    ("files", "name", "way"), [(files, *each) for files, names in CROSSED.items() for each in _ways(names)]
+)
 def test_resume_when_another_optimizer_saved_then_it_goes_on_on_its_curve(
-    name: str, way: str, layout: Collected, record_property: Callable[[str, object], None]
+    files: str, name: str, way: str, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
-    found = layout.ranks[0]["crossed"][name][way]
+    collected: Collected = request.getfixturevalue(files)
+    found = collected.ranks[0]["crossed"][name][way]
     assert len(found.resumed) == ITERATIONS - SAVED_AT
     record_property("deviation", {"what": f"Megatron of 2023, {way}", "loss": found.largest_deviation})
     assert found.largest_deviation < (TOLERANCE_FP32 if name == "fp32" else TOLERANCE_16_BIT)
     assert [each.loss_scale for each in found.resumed] == [each.loss_scale for each in found.uninterrupted]
 
 
-@pytest.mark.parametrize(("name", "way"), _ways(("sgd", "torch")))
-def test_resume_when_the_state_is_of_torchs_classes_then_each_goes_on_on_the_others_curve(
-    name: str, way: str, per_rank: Collected
-) -> None:
-    found = per_rank.ranks[0]["crossed"][name][way]
-    assert len(found.resumed) == ITERATIONS - SAVED_AT
-    assert found.largest_deviation < TOLERANCE_16_BIT
-
-
-@pytest.mark.parametrize(("name", "way"), _ways(PRECISIONS))
+@pytest.mark.parametrize(("name", "way"), _ways(CROSSED["gathered"]))
 def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_there(
     name: str, way: str, gathered: Collected
 ) -> None:
@@ -764,7 +739,7 @@ def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bi
     assert min(float(tensor.abs().max()) for tensor in after.values()) > 0
 
 
-@pytest.mark.parametrize(("name", "way"), _ways((*PRECISIONS, "sgd", "torch")))
+@pytest.mark.parametrize(("name", "way"), _ways(CROSSED["per_rank"]))
 def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_there(
     name: str, way: str, per_rank: Collected
 ) -> None:
@@ -802,7 +777,7 @@ def _steps(state: Mapping[str, Any]) -> set[int]:
     return {int(holder["step"]) for holder in [*inner["param_groups"], *inner["state"].values()] if "step" in holder}
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", COMPARED)
 def test_gathered_file_when_the_training_is_the_forks_then_it_is_the_forks_file_tensor_by_tensor(
     name: str, gathered: Collected
 ) -> None:
@@ -821,7 +796,7 @@ def test_gathered_file_when_the_training_is_the_forks_then_it_is_the_forks_file_
     assert [float(each[ODD_NUMEL]) for each in mine.values()] == [0.0] * 3
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", COMPARED)
 def test_own_file_when_the_training_is_the_forks_then_it_is_the_forks_file_tensor_by_tensor(
     name: str, per_rank: Collected
 ) -> None:
@@ -851,20 +826,7 @@ def _param_groups(folder: Path, files: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def test_gathered_files_when_there_are_experts_then_each_group_of_their_ranks_has_one_beside_it(
-    gathered: Collected,
-) -> None:
-    def written(name: str) -> list[str]:
-        return sorted(file.name for file in _checkpoint(gathered.folder / name).parent.glob("distrib_optim*"))
-
-    first, second = "distrib_optim_experts_00000.pt", "distrib_optim_experts_00001.pt"
-    assert written("experts on both ranks") == ["distrib_optim.pt", first]
-    assert written("experts apart") == written("experts of 4 ranks in 2 groups") == ["distrib_optim.pt", first, second]
-    experts = [_gathered(_checkpoint(gathered.folder / "experts apart").with_name(name)) for name in (first, second)]
-    assert not torch.equal(experts[0]["param"], experts[1]["param"])
-
-
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_gathered_file_when_loaded_at_another_size_and_back_then_every_bit_is_there(
     size: int, gathered: Collected
 ) -> None:
@@ -877,7 +839,7 @@ def test_gathered_file_when_loaded_at_another_size_and_back_then_every_bit_is_th
     assert {float(each[ODD_NUMEL:].abs().sum()) for each in there.values()} == {0.0}
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_resume_when_at_another_size_then_it_goes_on_on_the_curve(size: int, gathered: Collected) -> None:
     wanted = gathered.ranks[0]["resumed"]["gathered"]["odd"].uninterrupted
     found = Continued(wanted, gathered.ranks[0][f"odd of {size}"])
@@ -1024,14 +986,12 @@ def test_step_when_the_user_says_another_than_the_file_then_refused(gathered: Co
         kind, text = found["another step"]
         assert kind == "CheckpointError"
         assert_mentions(text, "in the checkpoint is 3", "--distopt-resume-step is 5", "Drop --distopt-resume-step")
-        assert found["same step"] == ("nothing", "")
 
 
 def test_resume_when_the_forks_adam_is_torchs_and_ours_saved_then_it_is_the_uninterrupted_run(
     layout: Collected,
 ) -> None:
-    for decay in ("exact", "exact, decoupled") if layout.files == "gathered" else ("exact",):
-        _check_same([found[decay] for found in layout.of_world("torch's adam")])
+    _check_same([found["exact"] for found in layout.of_world("torch's adam")])
 
 
 def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_ours_is_not(
@@ -1057,55 +1017,3 @@ def test_loss_scale_when_only_the_run_or_only_the_checkpoint_has_one_then_a_warn
             "without": (["the checkpoint has a loss scale and this run has none; it is left out"], True),
             "without, then constant": ([], True),
         }
-
-
-GOLDEN = os.environ.get("MEGATRON_FORK_GOLDEN", "")
-needs_golden = pytest.mark.skipif(
-    not GOLDEN, reason="MEGATRON_FORK_GOLDEN names no folder with checkpoints/ that a real fork wrote"
-)
-#: The real model of those checkpoints: hidden size 64, two layers, 1,024 tokens, 64 positions.
-GOLDEN_LAYER = {
-    "input_layernorm.weight": 64,
-    "input_layernorm.bias": 64,
-    "query_key_value.weight": 192 * 64,
-    "query_key_value.bias": 192,
-    "dense.weight": 64 * 64,
-    "dense.bias": 64,
-    "post_attention_layernorm.weight": 64,
-    "post_attention_layernorm.bias": 64,
-    "dense_h_to_4h.weight": 256 * 64,
-    "dense_h_to_4h.bias": 256,
-    "dense_4h_to_h.weight": 64 * 256,
-    "dense_4h_to_h.bias": 64,
-}
-GOLDEN_PARAMS = {
-    "word_embeddings.weight": 1024 * 64,
-    "position_embeddings.weight": 64 * 64,
-    **{f"{layer}.{name}": numel for layer in range(2) for name, numel in GOLDEN_LAYER.items()},
-    "final_layernorm.weight": 64,
-    "final_layernorm.bias": 64,
-}
-
-
-@needs_golden
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("fp32", 2), ("bf16", 2), ("bf16_dp5", 5), ("fp32_torchadam", 2)],
-)
-def test_gathered_file_when_a_real_fork_wrote_it_then_it_is_as_the_reader_expects(name: str, ranks: int) -> None:
-    folder = Path(GOLDEN) / "checkpoints" / f"mds_distopt_{name}"
-    state = torch.load(folder / "iter_0000010/mp_rank_00/distrib_optim.pt", weights_only=True)
-    layout = lay_out(
-        [ParamSpec(*item) for item in reversed(GOLDEN_PARAMS.items())], num_shards=ranks, alignment_numel=1
-    )
-    assert layout.buckets[0].numel_unpadded == 169728
-    assert [key for key in state if key != "shim_adam_step"] == [0]
-    assert [*state[0]] == [torch.float32]
-    tensors = state[0][torch.float32]
-    assert [*tensors] == ["param", "exp_avg", "exp_avg_sq"]
-    assert {(each.dtype, each.shape) for each in tensors.values()} == {(torch.float32, (layout.numel,))}
-    # Weights of norms are about 1 after ten iterations, and nothing else is: they say where things lie.
-    norms = {slot.in_buffer for slot in layout.slots if slot.name.endswith("norm.weight")}
-    for slot in layout.slots:
-        values = tensors["param"][slot.in_buffer.as_slice()].abs()
-        assert bool((values > 0.5).all() if slot.in_buffer in norms else (values < 0.5).all()), slot.name

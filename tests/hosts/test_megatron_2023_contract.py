@@ -446,7 +446,7 @@ def ranges(fork: MiniFork) -> Facts:
                 except KeyError:
                     by_who[-1][param_name] = None
                 else:
-                    by_who[-1][param_name] = {k: (s.start, s.end, s.size, len(s)) for k, s in spans.items()}
+                    by_who[-1][param_name] = {k: (s.start, s.end, s.size) for k, s in spans.items()}
 
         for ours in WHO.values():
             _drive(fork, words, look, ours=ours)

@@ -13,13 +13,11 @@ what happened to be in memory, so nothing is read from it, and a file fits any n
 file has the rest: {"optimizer": {"optimizer": {"param_groups": ...}, "grad_scaler": ...}}.
 
 The fork's own optimizer writes the params of a group that mixes fp32 with 16 bits in another order than it says
-(NVIDIA/Megatron-LM issue 2777), so that a file of its for such a model cannot be read. Params of experts are not in the
-fork's layout; each group of ranks that hold the same experts has a file of theirs in the same folder.
+(NVIDIA/Megatron-LM issue 2777), so that a file of its for such a model cannot be read. Experts are in no file.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,16 +72,6 @@ def gathered_state(
 def moments_in_file(kept: Iterable[str], *, is_adam: bool) -> list[str]:
     """Which moments are in a file, in order, from those that are kept; Adam's are there before the first update."""
     return sorted(kept) or list(_ADAM if is_adam else ())
-
-
-def experts_filename(filename: str, first_rank: int) -> str:
-    """The file of experts, from that of all other params and the first rank that holds the experts.
-
-    >>> experts_filename("iter_0000010/mp_rank_00/distrib_optim.pt", 2)
-    'iter_0000010/mp_rank_00/distrib_optim_experts_00002.pt'
-    """
-    stem, extension = os.path.splitext(filename)
-    return f"{stem}_experts_{first_rank:05d}{extension}"
 
 
 @dataclass(frozen=True, eq=False)

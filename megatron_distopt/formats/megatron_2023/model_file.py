@@ -164,7 +164,6 @@ def _check_no_experts(file: ModelFile, named: list[tuple[str, Tensor]]) -> None:
     experts = [f"--{name.replace('_', '-')}" for name in options if file.number(name) > 1]
     experts += ["--expert-parallel"] if file.option("expert_parallel") is True else []
     experts += ["experts of DeepSpeed"] if any(".deepspeed_moe." in name for name, _ in named) else []
-    experts += sorted(path.name for path in file.folder.glob("distrib_optim_experts_*.pt"))
     if experts:
         raise CheckpointError(
             f"Checkpoint {file.path} is of a model with {experts[0]}, whose data-parallel ranks hold different "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.compatibility import Feature, check_compatible
@@ -18,7 +18,7 @@ from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.inner_optimizers import groups_of, is_adam, is_sgd, unserved_options
-from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS
+from megatron_distopt.hosts.megatron_2023.forks import NOT_CONTIGUOUS
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
@@ -70,7 +70,11 @@ def choose_for(
 
     A class that updates whole params needs `params`.
     """
-    named, unserved = _as_named_by_host(config, args), _unserved(base)
+    named = _as_named_by_host(config, args)
+    # Options of the base optimizer that the class which replaces it does not have.
+    unserved = unserved_options(base) if is_adam(base) or is_sgd(base) else {}
+    if is_sgd(base) and getattr(base, "wd_after_momentum", False):
+        unserved["wd_after_momentum"] = True
     is_asked_for = "optimizer" in config.explicit or named.adam != "auto"
     if is_asked_for and unserved:
         shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
@@ -83,31 +87,21 @@ def choose_for(
         if not is_decoupled and "decay" not in config.explicit:
             named = dataclasses.replace(named, decay="l2")
         chosen = choose_inner(named, device_type, params)
-        if chosen.updates_whole_params:
-            check_compatible(config, {Feature.WHOLE_PARAMS: chosen.name})
         groups = groups_of(base, is_for_other_class=chosen.updates_whole_params)
-        return Inner(chosen, groups, groups if chosen.updates_whole_params else base.param_groups)
-    if not unserved and is_sgd(base):
+    elif not unserved and is_sgd(base):
         chosen = choose_inner(dataclasses.replace(config, optimizer="sgd"), device_type)
-        return Inner(chosen, groups_of(base), base.param_groups)
-    if config.adam != "auto":
+        groups = groups_of(base)
+    elif config.adam != "auto":
         raise ConfigError(
             f"The option adam is {config.adam} with the fork's own {type(base).__name__}, and takes the place of an "
             "Adam of torch, apex, DeepSpeed or TransformerEngine alone. Write --distopt-optimizer adam to replace it, "
             "or drop --distopt-adam."
         )
-    chosen = adopt_instance(base, params, config)
+    else:
+        chosen, groups = adopt_instance(base, params, config), base.param_groups
     if chosen.updates_whole_params:
         check_compatible(config, {Feature.WHOLE_PARAMS: chosen.name})
-    return Inner(chosen, base.param_groups, base.param_groups)
-
-
-def _unserved(base: Optimizer) -> dict[str, Any]:
-    """Returns options of the base optimizer that the class which replaces it does not have."""
-    if not (is_adam(base) or is_sgd(base)):
-        return {}
-    after_momentum = {"wd_after_momentum": True} if getattr(base, "wd_after_momentum", False) else {}
-    return unserved_options(base) | after_momentum
+    return Inner(chosen, groups, groups if chosen.updates_whole_params else base.param_groups)
 
 
 def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
@@ -122,19 +116,26 @@ def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
     return config
 
 
-def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config: DistOptConfig) -> torch.device:
-    """Checks everything about the model that this rank can see by itself, and returns the device of all params.
-
-    Raises:
-        HostError, ConfigError, LayoutError
-    """
+def check_model(chunks: Sequence[Any], named: Mapping[str, Parameter], config: DistOptConfig) -> torch.device:
+    """Checks everything about the model that this rank can see by itself, and returns the device of all params."""
     for chunk in chunks:
-        _check_ddp(chunk)
+        if not hasattr(chunk, "_grad_buffers"):
+            raise HostError(
+                f"A model chunk is a {type(chunk).__module__}.{type(chunk).__name__}. It has to be wrapped by the "
+                "fork's local DistributedDataParallel. Write --DDP-impl local."
+            )
+        if not chunk._grad_buffers:
+            raise ConfigError(f"A model chunk is without contiguous buffers. {NOT_CONTIGUOUS.text}")
+        if not getattr(chunk, "_grad_buffer_param_index_map", None):
+            raise HostError(
+                "The grad buffers of a model chunk have no index map, which says where each param lies in them. Use a "
+                "fork of Megatron-LM 23.04 or later."
+            )
     if not named:
         raise LayoutError("The model has no trainable param on this rank, and needs at least 1. Unfreeze something.")
     check_dtypes(named, config)
     check_own_memory(named)
-    index_maps = [spans for chunk in chunks for spans in chunk._grad_buffer_param_index_map.values()]  # type: ignore[operator]
+    index_maps = [spans for chunk in chunks for spans in chunk._grad_buffer_param_index_map.values()]
     in_buffers = {param for spans in index_maps for param in spans}
     for name, param in named.items():
         if param not in in_buffers:
@@ -143,19 +144,3 @@ def check_model(chunks: Sequence[Module], named: Mapping[str, Parameter], config
                 "before wrapping."
             )
     return check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
-
-
-def _check_ddp(chunk: Any) -> None:
-    if not hasattr(chunk, "_grad_buffers"):
-        raise HostError(
-            f"A model chunk is a {type(chunk).__module__}.{type(chunk).__name__}. It has to be wrapped by the fork's "
-            "local DistributedDataParallel. Write --DDP-impl local."
-        )
-    if not chunk._grad_buffers:
-        contiguous = next(each for each in CONFLICTS if each.option == "use_contiguous_buffers_in_local_ddp")
-        raise ConfigError(f"A model chunk is without contiguous buffers, which are sharded. {contiguous.remedy}.")
-    if not getattr(chunk, "_grad_buffer_param_index_map", None):
-        raise HostError(
-            "The grad buffers of a model chunk have no index map, which says where each param lies in them. Use a fork "
-            "of Megatron-LM 23.04 or later."
-        )

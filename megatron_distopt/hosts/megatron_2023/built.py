@@ -5,8 +5,8 @@ The fork's calls that make steps and files are in optimizer.py and checkpoint.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import (
     CommLog,
     CommTime,
@@ -35,8 +36,8 @@ from megatron_distopt.comm import (
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.hosts.base import compare_ranks, timed
 from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam, RemainderWatch
-from megatron_distopt.hosts.megatron_2023.decisions import Request, Start, num_microbatches_of, plan_start
-from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT, StepTimers
+from megatron_distopt.hosts.megatron_2023.decisions import Start, num_microbatches_of, plan_start
+from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer, UsedGrads, main_grads, take_over
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.torch.gather import ParamGather
@@ -44,9 +45,6 @@ from megatron_distopt.hosts.watch import Watch, tell_of_grads
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.inner import is_torchs
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
-
-#: The fork's names of the phases of a step.
-TIMERS = StepTimers()
 
 
 class BuiltOptimizer(HostDistributedOptimizer):
@@ -83,8 +81,9 @@ class BuiltOptimizer(HostDistributedOptimizer):
         options: DistOptConfig | None = None,
     ) -> None:
         self.everyone = Group.of()
-        request = Request(optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler, models, options)
-        decided = raise_together(lambda: plan_start(request, self.everyone), self.everyone)
+        decided = raise_together(
+            lambda: plan_start(optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler, models, options), self.everyone
+        )
         # Ranks try collectives with these options; the rest of what is compared is not known yet.
         compare([Field("options", decided.plan.config.described())], self.everyone)
         for group in dict.fromkeys((decided.data, *(buffer.group for buffer in decided.buffers))):
@@ -110,6 +109,8 @@ class BuiltOptimizer(HostDistributedOptimizer):
         self.optimizer = self.sharded.inner
         self.communication = Communication(self.start, self.grad_buffers, models, self.everyone)
         self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
+        #: Called around each step and after a load; none without options that ask for them.
+        self.hooks: Sequence[DigestLog] = ()
         #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
         self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in start.host_groups]
         self.host_is_torchs = is_torchs(optimizer)
@@ -158,11 +159,11 @@ class BuiltOptimizer(HostDistributedOptimizer):
     def add_up_over_model_ranks(self, args: Any, timers: Any) -> None:
         """Collective: what tensor- and pipeline-parallel ranks hold twice."""
         phase = phases(args, timers)
-        with phase(TIMERS.layernorm):
+        with phase("layernorm-grads-all-reduce"):
             self.allreduce_layernorm_grads(args)
             if self._must_add_up_key_values(args):
                 self.allreduce_key_value_grads(args)
-        with phase(TIMERS.embedding):
+        with phase("embedding-grads-all-reduce"):
             self.allreduce_embedding_grads(args)
 
     def _must_add_up_key_values(self, args: Any) -> bool:
@@ -208,21 +209,13 @@ class Communication:
         self._params = ParamGather(self._communicator, models)
         self._params.add(named)
         self._nodes: list[object] = []
-        self._watch: Watch | None = None
+        #: Within it, the fork may change gradients after backward; from then on these are reduced afterwards.
+        self.watch: AbstractContextManager[object] = nullcontext()
         if self._communicator.overlaps_grads:
             self._nodes = tell_of_grads(trained, self._communicator.grad_arrived)
-            self._watch = Watch(main_grads(trained), self._communicator.defer)
+            self.watch = Watch(main_grads(trained), self._communicator.defer)
         every = start.plan.config.log_communication
         self._log = CommLog(every) if every is not None and everyone.rank == 0 else None
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within it, the fork may change gradients; from now on these are reduced afterwards."""
-        if self._watch is None:
-            yield
-        else:
-            with self._watch:
-                yield
 
     def reduce(self) -> None:
         """Collective: every rank has the sums of its shards afterwards."""

@@ -7,7 +7,7 @@ Where the fork gathers, the optimizer's tensors go into a folder of our own besi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,15 @@ from megatron_distopt.hosts.saving import Saver, head_entry
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 
-class ForkCheckpoints:
+class ForkCheckpoints(BuiltOptimizer):
     """What the optimizer answers to the fork's checkpointing."""
 
-    def __init__(self, optimizer: BuiltOptimizer) -> None:
-        self._optimizer, self._everyone, config = optimizer, optimizer.everyone, optimizer.sharded.config
-        self._saver = Saver(config, optimizer.everyone)
-        #: Called around each step and after a load; none without options that ask for them.
-        self.hooks: Sequence[DigestLog] = ()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.sharded.config
+        self._saver = Saver(config, self.everyone)
         if config.log_digests is not None:
-            self.hooks = (DigestLog(config, lambda: whole_model_of(optimizer), optimizer.everyone),)
+            self.hooks = (DigestLog(config, lambda: whole_model_of(self), self.everyone),)
         #: Updates so far, as `load_state_dict` found them.
         self._head_step: int | None = None
         #: Whether `load_state_dict` brought the whole state: the call for a file that follows it has nothing to do.
@@ -62,17 +61,17 @@ class ForkCheckpoints:
 
     def state_dict(self) -> dict[str, Any]:
         """What a gathered file lacks; with per-rank files all of this rank's state."""
-        self._optimizer.finish_param_gather()
-        if not self._optimizer.gathers_state:
-            return rank_state_dict(self._optimizer, whole_model_of(self._optimizer))
-        named = head_entry(self._optimizer.sharded.plan.choice)
-        state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self._optimizer), **named}}
-        if self._optimizer.grad_scaler is not None:
-            state["grad_scaler"] = self._optimizer.grad_scaler.state_dict()
+        self.finish_param_gather()
+        if not self.gathers_state:
+            return rank_state_dict(self, whole_model_of(self))
+        named = head_entry(self.sharded.plan.choice)
+        state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self), **named}}
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes `state_dict()`, also of the fork's own optimizers, back.
+    def load_state_dict(self, state_dict: Mapping[str, Any], *unused: Any) -> None:
+        """Collective: takes `state_dict()`, also of the fork's own optimizers, back; one child gives the iteration too.
 
         With a gathered file `load_parameter_state` has to follow.
 
@@ -83,37 +82,25 @@ class ForkCheckpoints:
         self._has_whole_state = False
         for hook in self.hooks:
             hook.loaded()
-        self._optimizer.finish_param_gather()
-        state_dict = self._without_constant_scale(state_dict)
-        if not is_plain(state_dict) and self._optimizer.gathers_state:
-            raise_together(lambda: check_head(self._optimizer, state_dict), self._everyone, "load")
-            self._load_head(state_dict)
+        self.finish_param_gather()
+        if not is_plain(state_dict) and self.gathers_state:
+            raise_together(lambda: check_head(self, state_dict), self.everyone, "load")
+            self._take_back = _undo_of(self)
+            if not is_of_other_kind(self, state_dict):
+                load_groups(self.param_groups, state_dict["optimizer"]["param_groups"])
+            load_loss_scale(self, state_dict)
+            self._head_step = saved_step(state_dict["optimizer"]["param_groups"])
             return
 
         def opened() -> RankState:
             if is_plain(state_dict):
-                return open_plain(self._optimizer, state_dict)
-            return open_rank_state(self._optimizer, state_dict, whole_model_of(self._optimizer))
+                return open_plain(self, state_dict)
+            return open_rank_state(self, state_dict, whole_model_of(self))
 
-        load_rank_state(self._optimizer, raise_together(opened, self._everyone, "load"), state_dict)
+        load_rank_state(self, raise_together(opened, self.everyone, "load"), state_dict)
         self._has_whole_state = True
-        self._optimizer.written.forget()
-        self._optimizer.communication.gather_now()
-
-    def _without_constant_scale(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A constant loss scale has an empty state, in which a dynamic one must not look for its own."""
-        scaler = self._optimizer.grad_scaler
-        is_constant_here = scaler is not None and not scaler.state_dict()
-        if state_dict.get("grad_scaler") or is_constant_here:
-            return state_dict
-        return {key: value for key, value in state_dict.items() if key != "grad_scaler"}
-
-    def _load_head(self, state_dict: Mapping[str, Any]) -> None:
-        self._take_back = _undo_of(self._optimizer)
-        if not is_of_other_kind(self._optimizer, state_dict):
-            load_groups(self._optimizer.param_groups, state_dict["optimizer"]["param_groups"])
-        load_loss_scale(self._optimizer, state_dict)
-        self._head_step = saved_step(state_dict["optimizer"]["param_groups"])
+        self.written.forget()
+        self.communication.gather_now()
 
     def save_parameter_state(self, filename: str) -> None:
         """Collective: writes the tensors; nothing where the fork was told --no-save-optim.
@@ -125,19 +112,20 @@ class ForkCheckpoints:
         """
         if getattr(get_args(), "no_save_optim", False):
             return
-        self._optimizer.finish_param_gather()
-        folder = self._folder(filename)
-        if self._optimizer.sharded.config.checkpoint_format == "gathered":
-            save_gathered(self._optimizer, filename)
+        self.finish_param_gather()
+        folder = exchange(optimizer_folder_of(filename), self.everyone)[
+            0
+        ]  # every rank has a name of its own for the file
+        if self.sharded.config.checkpoint_format == "gathered":
+            save_gathered(self, filename)
 
             def remove_older() -> None:
-                """After the fork's own file was written, so that a load takes the file."""
-                if self._everyone.rank == 0 and is_checkpoint(folder):
+                if self.everyone.rank == 0 and is_checkpoint(folder):
                     remove_checkpoint(folder)
 
-            raise_together(remove_older, self._everyone, "save")
+            raise_together(remove_older, self.everyone, "save")  # a load takes the file now
             return
-        self._saver.save(folder, whole_model_of(self._optimizer))
+        self._saver.save(folder, whole_model_of(self))
 
     def load_parameter_state(self, filename: str) -> None:
         """Collective: reads what is there, ours or the fork's, at any data-parallel size; after `load_state_dict`."""
@@ -146,42 +134,36 @@ class ForkCheckpoints:
             return
         for hook in self.hooks:
             hook.loaded()
+        self.finish_param_gather()
+        self._saver.finish()  # what is being saved may be what is to be loaded
+        folder = optimizer_folder_of(filename)
+        found = (folder, is_checkpoint(folder), Path(filename).exists())
+        folder, has_folder, has_file = exchange(found, self.everyone)[0]
         try:
-            self._load_tensors(filename)
+            if has_folder:
+                load_checkpoint(folder, whole_model_of(self), self.everyone)
+            elif has_file:
+                self._check_adams(filename)
+                load_gathered(self, filename, self._head_step)
+            else:
+                raise not_found(folder, filename)
         except Exception:
             if self._take_back is not None:
                 self._take_back()
             raise
         finally:
             self._take_back = None
-        self._optimizer.written.forget()
-        self._optimizer.communication.gather_now()
-
-    def _load_tensors(self, filename: str) -> None:
-        self._optimizer.finish_param_gather()
-        self._saver.finish()  # what is being saved may be what is to be loaded
-        folder = self._folder(filename)
-        has_folder, has_file = exchange((is_checkpoint(folder), Path(filename).exists()), self._everyone)[0]
-        if has_folder:
-            load_checkpoint(folder, whole_model_of(self._optimizer), self._everyone)
-        elif has_file:
-            self._check_adams(filename)
-            load_gathered(self._optimizer, filename, self._head_step)
-        else:
-            raise not_found(folder, filename)
+        self.written.forget()
+        self.communication.gather_now()
 
     def _check_adams(self, filename: str) -> None:
-        choice = self._optimizer.sharded.plan.choice
-        if choice.updates_whole_params or any(map(is_muons_group, self._optimizer.param_groups)):
+        choice = self.sharded.plan.choice
+        if choice.updates_whole_params or any(map(is_muons_group, self.param_groups)):
             raise CheckpointError(
                 f"Optimizer file {filename} holds the moments of Adam alone, and this run needs the state of "
                 f"{choice.name if choice.updates_whole_params else 'Muon'}. Convert it with megatron-distopt convert "
                 "--to distopt, or write --no-load-optim."
             )
-
-    def _folder(self, filename: str) -> Path:
-        """The first rank's: every rank has a name of its own for the fork's file."""
-        return optimizer_folder_of(exchange(filename, self._everyone)[0])
 
 
 def _undo_of(optimizer: BuiltOptimizer) -> Callable[[], None]:

@@ -56,18 +56,6 @@ from megatron_distopt.optimizer.sharded import StepPlan
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the fork gives to the constructor of its distributed optimizer."""
-
-    base: Optimizer  # the fork's base optimizer over model params
-    clip_grad: float
-    count_zeros: bool
-    grad_scaler: Any
-    models: Sequence[Module]  # chunks, wrapped by the fork's local DistributedDataParallel
-    options: DistOptConfig | None  # before what the fork's arguments and MEGATRON_DISTOPT_* variables say
-
-
-@dataclass(frozen=True)
 class OverlapPlan:
     """Which communication is overlapped, and in which buckets."""
 
@@ -81,9 +69,6 @@ class OverlapPlan:
         return f"grads {grads}, params {'overlapped with' if self.params else 'before'} the next forward"
 
 
-_NO_OVERLAP = OverlapPlan(grads=False, params=False, bucket_size=None)
-
-
 @dataclass(frozen=True)
 class Start:
     """What was decided."""
@@ -95,7 +80,7 @@ class Start:
     plan: StepPlan
     how: Reduction  # fp16 grads are divided before they are added up; others are averaged in the step
     host_groups: Sequence[Mapping[str, Any]]  # what a file of the fork has of each param group
-    overlap: OverlapPlan = _NO_OVERLAP
+    overlap: OverlapPlan = OverlapPlan(grads=False, params=False, bucket_size=None)
 
     def overlapping(self) -> Start:
         """The same with the decision about overlap; after the ranks of `data` have communicated once."""
@@ -105,30 +90,35 @@ class Start:
     def in_buckets(self, late: Collection[str]) -> Start:
         """The same with buffers cut into buckets, where that was decided.
 
-        The fork adds to the gradients of `late` params after backward.
+        `late` params, to whose gradients the fork adds after backward, get buckets of their own, at the end.
         """
         buffers = tuple(_in_buckets(buffer, self.overlap, late) for buffer in self.buffers)
         return dataclasses.replace(self, buffers=buffers)
 
 
-def plan_start(request: Request, everyone: Group) -> Start:
-    """Looks at everything and moves nothing.
-
-    Raises:
-        ConfigError, HostError, LayoutError
-    """
+def plan_start(
+    base: Optimizer,
+    clip_grad: float,
+    count_zeros: bool,
+    grad_scaler: Any,
+    models: Sequence[Module],
+    options: DistOptConfig | None,
+) -> Start:
+    """Looks at everything and moves nothing; the arguments are those of the optimizer's constructor."""
     args = get_args()
     check_flags(args)
-    names = names_by_param(request.models)
+    names = names_by_param(models)
     named = {name: param for param, name in names.items() if param.requires_grad}
-    own = config_from_environment(os.environ, config_from_arguments(args, request.options))
-    config = merge_config(own, request.base, request.clip_grad, request.count_zeros, request.grad_scaler)
-    device = check_model(request.models, named, config)
+    own = config_from_environment(os.environ, config_from_arguments(args, options))
+    config = merge_config(own, base, clip_grad, count_zeros, grad_scaler)
+    device = check_model(models, named, config)
     config = with_host_state(config, args, device.type)
     data = dense_group()
     check_deterministic(config, device, data)
-    buffers = plan_grad_buffers(request.models, names)
-    inner = _choose(request.base, config, args, device, named, buffers)
+    buffers = plan_grad_buffers(models, names)
+    if any(buffer.is_ours for buffer in buffers):
+        check_compatible(config, {Feature.FORK_EXPERTS: "a model with experts"})
+    inner = _choose(base, config, args, device, named, buffers)
     layouts = []
     for buffer in buffers:  # one may hold fp32 params as well, whose state stays on the device
         short = {param.dtype for param in buffer.params.values()} - {torch.float32}
@@ -139,8 +129,8 @@ def plan_start(request: Request, everyone: Group) -> Start:
         groups=plan_groups(named, inner.groups),
         choice=inner.choice,
         config=config,
-        loss_scale=loss_scale_of(request.grad_scaler, device),
-        stats_group=lambda: everyone,
+        loss_scale=loss_scale_of(grad_scaler, device),
+        stats_group=Group.of,
         average_over=data.size // divide_by,
         # The fork marks shared and duplicated params itself, see the note of that name in optimizer/grad_norm.py.
         excluded_from_norm=lambda name: (
@@ -229,15 +219,18 @@ def _plan_overlap(
     elif config.overlap_grad_reduce or params:
         features[Feature.FORK_BUCKETS] = "overlap_grad_reduce" if config.overlap_grad_reduce else "overlap_param_gather"
     check_compatible(config, features)
-    why_not = _why_not(config, data, buffers, device, args)
+
+    def bucket_size(numel: int) -> int:
+        return config.bucket_size or default_bucket_size(numel, data.size)
+
+    is_one_bucket = all(bucket_size(each.layout.numel) >= each.layout.numel for each in buffers if not each.is_ours)
+    why_not = _why_not(config, data, device, args, is_one_bucket=is_one_bucket)
     grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
     has_buckets = grads or params or config.bucket_size is not None
-    return OverlapPlan(grads, params, _bucket_size(config, data) if has_buckets else None, why_not)
+    return OverlapPlan(grads, params, bucket_size if has_buckets else None, why_not)
 
 
-def _why_not(
-    config: DistOptConfig, data: Group, buffers: Sequence[BufferPlan], device: torch.device, args: object
-) -> str:
+def _why_not(config: DistOptConfig, data: Group, device: torch.device, args: object, *, is_one_bucket: bool) -> str:
     """The reason why overlapping grads with backward is not safe or gains nothing; empty where it does gain."""
     if num_microbatches_of() is None:
         if config.overlap_grad_reduce:
@@ -247,14 +240,12 @@ def _why_not(
                 "that function."
             )
         return "the number of microbatches is unknown"
-    bucket_size_of = _bucket_size(config, data)
-    dense = [buffer.layout.numel for buffer in buffers if not buffer.is_ours]
     reasons = {
         "asked for": config.overlap_grad_reduce is False,
         "the fork's file is asked for": config.checkpoint_format == "gathered",
         "one data-parallel rank": data.size == 1,
         "gradients are added up by a kernel of the fork": bool(getattr(args, "gradient_accumulation_fusion", False)),
-        "all grads fit into one bucket": all(bucket_size_of(numel) >= numel for numel in dense),
+        "all grads fit into one bucket": is_one_bucket,
         # Copies that the processors make while they compute are not hidden, and cost more than copies afterwards.
         "its ranks share memory": shares_memory(device, data),
         # Another machine could decide otherwise, and then has other buckets, in which sums have another order.
@@ -263,15 +254,8 @@ def _why_not(
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def _bucket_size(config: DistOptConfig, data: Group) -> Callable[[int], int]:
-    return lambda numel: config.bucket_size or default_bucket_size(numel, data.size)
-
-
 def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str]) -> BufferPlan:
-    """Cuts a buffer of one bucket into buckets; params keep the fork's order, which is roughly that of backward.
-
-    `late` params, to whose gradients the fork adds after backward, get buckets of their own, at the end.
-    """
+    """Cuts a buffer of one bucket into buckets; params keep the fork's order, which is roughly that of backward."""
     if overlap.bucket_size is None or plan.is_ours:
         return plan
     # Experts have a place in the fork's buffer and a buffer of their own.

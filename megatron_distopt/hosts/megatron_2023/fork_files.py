@@ -26,7 +26,6 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_2023.file_state import described, identity
 from megatron_distopt.formats.megatron_2023.gathered import (
     GatheredFile,
-    experts_filename,
     gathered_state,
     moments_in_file,
     open_gathered,
@@ -96,11 +95,9 @@ def is_of_other_kind(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> boo
 
     [Note: another kind of optimizer] in checkpoint/ says what is loaded then.
     """
-    if is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
-        return True
-    both = (optimizer.param_groups, state["optimizer"]["param_groups"])
-    ours, saved = (any(map(is_muons_group, groups)) for groups in both)
-    return ours != saved
+    head = state["optimizer"]
+    ours, saved = (any(map(is_muons_group, groups)) for groups in (optimizer.param_groups, head["param_groups"]))
+    return ours != saved or is_of_other_class(optimizer.sharded.plan.choice, head)
 
 
 def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
@@ -117,14 +114,13 @@ def match_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
     left = list(saved)
     matched = []
     for mine in ours:
-        like = [group for group in left if identity(group) == identity(mine)]
-        if not like:
+        place = next((place for place, group in enumerate(left) if identity(group) == identity(mine)), None)
+        if place is None:
             raise CheckpointError(
                 f"The checkpoint has no param group with {described(mine)}; it has "
                 f"{', '.join(map(described, saved)) or 'no groups'}. {_REMEDY}."
             )
-        matched.append(like[0])
-        left = [group for group in left if group is not like[0]]
+        matched.append(left.pop(place))
     if left:
         raise CheckpointError(
             f"The checkpoint has a param group with {described(left[0])} besides those of the run. {_REMEDY}."
@@ -139,13 +135,13 @@ def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any
 
 
 def load_loss_scale(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
-    """Into the fork's grad scaler, where both have one."""
+    """Into the fork's grad scaler, where both have one; a constant one has an empty state."""
     scaler, saved = optimizer.grad_scaler, state.get("grad_scaler")
-    if scaler is not None and saved is not None:
+    if scaler is not None and saved:
         scaler.load_state_dict(saved)
-    elif scaler is not None and optimizer.fp16:
+    elif scaler is not None and scaler.state_dict() and optimizer.fp16:
         _log.warning("the checkpoint has no loss scale; it starts from the initial one")
-    elif saved is not None:
+    elif scaler is None and saved:
         _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
 
 
@@ -237,47 +233,47 @@ def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, A
 
 
 def _own_params(optimizer: BuiltOptimizer) -> dict[int, list[ExpectedParam]]:
-    """What a file in the fork's form has of this rank, by group, in its order; groups without params are left out.
-
-    The fork cuts each grad buffer into one shard a rank, whatever the buckets of the run.
-    """
+    """What a file in the fork's form has of this rank, by group, in its order; groups without params are left out."""
     group_of = {name: number for number, group in enumerate(optimizer.sharded.plan.groups) for name in group.names}
-    owned = {shard.name: shard for buffer in optimizer.grad_buffers for shard in _file_shards(buffer, group_of)}
-    by_group: dict[int, list[ExpectedParam]] = {}
+    spans, by_group = _spans_in_file(optimizer), dict[int, list[ExpectedParam]]()
     name_of = {param: name for name, param in optimizer.start.named.items()}
     index_maps = [spans for model in optimizer.models for spans in model._grad_buffer_param_index_map.values()]
-    for param in (param for spans in index_maps for param in spans):  # as the fork registers them
+    for param in (param for index_map in index_maps for param in index_map):  # as the fork registers them
         name = name_of.get(param)
-        if name is not None and name in owned:
-            has_main = param.dtype is not torch.float32
-            expected = ExpectedParam(name, (owned[name].in_param.numel,), has_main)
+        if name is not None and name in spans:
+            expected = ExpectedParam(name, (spans[name].numel,), has_main=param.dtype is not torch.float32)
             by_group.setdefault(group_of[name], []).append(expected)
     return {number: in_file_order(by_group[number], lambda each: each.has_main) for number in sorted(by_group)}
 
 
-def _file_shards(buffer: GradBuffer, trained: Collection[str]) -> Iterator[ParamShard]:
-    """This rank's part of one buffer in the fork's files, in its order."""
-    for shard in owned_shards(buffer.plan.file_layout, buffer.plan.group.rank):
-        if shard.name in buffer.plan.params and shard.name in trained:
-            yield shard
+def _spans_in_file(optimizer: BuiltOptimizer) -> dict[str, Span]:
+    """By name this rank's part of each param in files in the fork's form.
+
+    The fork cuts each grad buffer into one shard a rank, whatever the buckets of the run.
+    """
+    return {
+        shard.name: shard.in_param
+        for plan in (buffer.plan for buffer in optimizer.grad_buffers)
+        for shard in owned_shards(plan.file_layout, plan.group.rank)
+        if shard.name in plan.params and shard.name in optimizer.start.named
+    }
 
 
 def _saved_in(
     optimizer: BuiltOptimizer, state: OptimizerEntry, expected: Mapping[int, Sequence[ExpectedParam]]
-) -> list[tuple[int, Mapping[str, Any], list[ParamEntry]]]:
-    """Each group of the run: its number, the saved group, and its params, checked.
+) -> tuple[dict[int, Mapping[str, Any]], dict[str, ParamEntry]]:
+    """The saved group of each group of the run, and what is saved of each param, by name, checked.
 
     `expected` says by number of the group what the state must hold of its params, in its order.
     """
     matched = match_groups([optimizer.param_groups[number] for number in expected], state.groups)
-    saved = []
-    for (number, params), group in zip(expected.items(), matched, strict=True):
+    entries: dict[str, ParamEntry] = {}
+    for params, group in zip(expected.values(), matched, strict=True):
         index = next(index for index, each in enumerate(state.groups) if each is group)
-        entries = list(state.params(index, params))
-        for entry in entries:
-            check_moments(optimizer, WHAT, entry.moments, may_be_none=not state.has_begun)
-        saved.append((number, group, entries))
-    return saved
+        entries |= {entry.name: entry for entry in state.params(index, params)}
+    for entry in entries.values():
+        check_moments(optimizer, WHAT, entry.moments, may_be_none=not state.has_begun)
+    return dict(zip(expected, matched, strict=True)), entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,14 +297,13 @@ def open_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> RankState
         ]
         for number, group in enumerate(optimizer.sharded.plan.groups)
     }
-    saved = _saved_in(optimizer, state, expected)
-    owned = shards_of(optimizer.sharded)
+    groups, entries = _saved_in(optimizer, state, expected)
     shards = {}
-    for each in (param for _, _, params in saved for param in params if param.name in owned):
-        span = owned[each.name][1].in_param
-        cut = {key: tensor.reshape(-1)[span.as_slice()] for key, tensor in each.tensors.items()}
-        shards[each.name] = SavedShard(span, cut)
-    return RankState({number: group for number, group, _ in saved}, shards, _step_in(optimizer, state), True)
+    for name, (_, shard) in shards_of(optimizer.sharded).items():
+        span = shard.in_param
+        cut = {key: tensor.reshape(-1)[span.as_slice()] for key, tensor in entries[name].tensors.items()}
+        shards[name] = SavedShard(span, cut)
+    return RankState(groups, shards, _step_in(optimizer, state), is_for_this_rank=True)
 
 
 def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: WholeModel) -> RankState:
@@ -319,14 +314,9 @@ def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: 
     check_own_entry(optimizer.sharded, entry)
     named = named_shards(entry)
     if named is None:
-        state, spans = rank_state(entry, _OF_OTHER_RANKS), dict[str, ParamShard]()
-        saved = _saved_in(optimizer, state, _own_params(optimizer))
-        for buffer in optimizer.grad_buffers:
-            spans |= {shard.name: shard for shard in _file_shards(buffer, optimizer.start.named)}
-        shards = {
-            each.name: SavedShard(spans[each.name].in_param, each.tensors) for _, _, params in saved for each in params
-        }
-        groups = {number: group for number, group, _ in saved}
+        state, spans = rank_state(entry, _OF_OTHER_RANKS), _spans_in_file(optimizer)
+        groups, entries = _saved_in(optimizer, state, _own_params(optimizer))
+        shards = {name: SavedShard(spans[name], each.tensors) for name, each in entries.items()}
         return RankState(groups, shards, _step_in(optimizer, state), optimizer.has_forks_buckets)
     saved_groups = match_groups(optimizer.param_groups, entry["optimizer"]["param_groups"])
     name_of = {placement.name: name for name, placement in model.shares[0].placements.items()}
@@ -436,55 +426,29 @@ def _sent_around(
 
 @torch.no_grad()
 def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
-    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file.
-
-    Experts are not in the fork's layout; those of each group of ranks have a file of their own.
-    """
-    states: dict[str, dict[Any, Any]] = {}
-    for path, group, buffers in _files(optimizer, filename):
-        kept = {key for flat in optimizer.sharded.flat_params for key in moments_of(optimizer.sharded.inner, flat.main)}
-        keys = sorted({key for found in exchange(sorted(kept), group) for key in found})
-        moments = moments_in_file(keys, is_adam=optimizer.sharded.plan.choice.is_adam)
-        gathered = {}
-        for buffer in buffers:
-            carrier, device = _carrier(group, buffer)
-            tensors = {key: gather_to_first(_part(optimizer, buffer, key, device), carrier) for key in (MAIN, *moments)}
-            gathered[buffer.plan.chunk, buffer.plan.dtype] = {
-                key: whole.cpu() for key, whole in tensors.items() if whole is not None
-            }
-        if group.rank == 0:
-            states[path] = gathered_state(gathered, updates_so_far(optimizer), optimizer.sharded.num_skipped)
+    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file."""
+    sharded, data = optimizer.sharded, optimizer.start.data
+    kept = {flat: {MAIN: flat.main.detach(), **moments_of(sharded.inner, flat.main)} for flat in sharded.flat_params}
+    keys = {key for found in exchange(sorted({key for each in kept.values() for key in each}), data) for key in found}
+    moments = moments_in_file(keys - {MAIN}, is_adam=sharded.plan.choice.is_adam)
+    gathered: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
+    for buffer in optimizer.grad_buffers:
+        carrier, device = _carrier(data, buffer)
+        tensors = gathered[buffer.plan.chunk, buffer.plan.dtype] = {}
+        for key in (MAIN, *moments):  # one after the other: only one of them is whole in the device's memory
+            part = torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
+            for name, (flat, shard) in shards_of(sharded).items():
+                if name in buffer.plan.params and key in kept[flat]:
+                    part[shard.in_shard.as_slice()] = flat.cut(kept[flat][key], shard).to(device)
+            whole = gather_to_first(part, carrier)
+            if whole is not None:
+                tensors[key] = whole.cpu()
 
     def write() -> None:
-        for path, state in states.items():
-            save_whole(state, Path(path))
+        if data.rank == 0:
+            save_whole(gathered_state(gathered, updates_so_far(optimizer), sharded.num_skipped), Path(filename))
 
     raise_together(write, optimizer.everyone)
-
-
-def _files(optimizer: BuiltOptimizer, filename: str) -> list[tuple[str, Group, list[GradBuffer]]]:
-    """Each file with the ranks that share it and the buffers in it."""
-    by_group: dict[Group, list[GradBuffer]] = {}
-    for buffer in optimizer.grad_buffers:
-        by_group.setdefault(buffer.plan.group, []).append(buffer)
-    return [
-        (
-            filename if group == optimizer.start.data else experts_filename(filename, group.global_rank(0)),
-            group,
-            buffers,
-        )
-        for group, buffers in by_group.items()
-    ]
-
-
-def _part(optimizer: BuiltOptimizer, buffer: GradBuffer, key: str, device: torch.device) -> Tensor:
-    """This rank's part of one tensor in the file: fp32, with zeros where nothing is kept."""
-    part = torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
-    for name, (flat, shard) in shards_of(optimizer.sharded).items():
-        kept = {MAIN: flat.main.detach(), **moments_of(optimizer.sharded.inner, flat.main)}
-        if name in buffer.plan.params and key in kept:
-            part[shard.in_shard.as_slice()] = flat.cut(kept[key], shard).to(device)
-    return part
 
 
 def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
@@ -502,42 +466,35 @@ def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
 def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | None) -> None:
     """Collective: every rank reads what it owns; the params are not gathered yet.
 
-    `head_step` is the update count that came with `load_state_dict`. A rank that cannot read a file raises before
+    `head_step` is the update count that came with `load_state_dict`. A rank that cannot read the file raises before
     anything is changed, and the others with it.
     """
 
-    def read() -> tuple[list[tuple[GatheredFile, list[GradBuffer]]], int | None]:
-        files = [(_opened(optimizer, path, buffers), buffers) for path, _, buffers in _files(optimizer, filename)]
-        steps = [file.step for file, _ in files if file.step is not None]
-        return files, check_update_count(optimizer, head_step if head_step is not None else max(steps, default=None))
+    def read() -> tuple[list[dict[str, Tensor]], int | None, int]:
+        file = open_gathered(filename, Origin(f"optimizer file {filename}", _OF_OTHER_SAVE))
+        found = [_checked_tensors(optimizer, file, buffer) for buffer in optimizer.grad_buffers]
+        return found, check_update_count(optimizer, file.step if head_step is None else head_step), file.num_skipped
 
-    files, step = raise_together(read, optimizer.everyone)
+    of_buffers, step, num_skipped = raise_together(read, optimizer.everyone)
     moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}
     owned = shards_of(optimizer.sharded)
-    for file, buffers in files:
-        for buffer in buffers:
-            tensors = file.tensors(buffer.plan.chunk, buffer.plan.dtype, buffer.plan.file_numel)
-            for name, (flat, shard) in owned.items():
-                if name in buffer.plan.params:
-                    span = shard.in_param.moved_by(buffer.plan.in_file[name].start)
-                    values = {key: tensor[span.as_slice()] for key, tensor in tensors.items()}
-                    _take((flat, shard), SavedShard(shard.in_param, values), moments)
+    for buffer, tensors in zip(optimizer.grad_buffers, of_buffers, strict=True):
+        for name in owned.keys() & buffer.plan.params.keys():
+            span = owned[name][1].in_param
+            in_file = span.moved_by(buffer.plan.in_file[name].start).as_slice()
+            _take(owned[name], SavedShard(span, {key: each[in_file] for key, each in tensors.items()}), moments)
     install_state(optimizer, moments, step)
-    optimizer.sharded.num_skipped = max((file.num_skipped for file, _ in files), default=0)
+    optimizer.sharded.num_skipped = num_skipped
 
 
-def _opened(optimizer: BuiltOptimizer, path: str, buffers: Sequence[GradBuffer]) -> GatheredFile:
-    what = f"optimizer file {path}"
-    file = open_gathered(path, Origin(what, _OF_OTHER_SAVE))
-    is_adam = optimizer.sharded.plan.choice.is_adam
-    for buffer in buffers:
-        plan = buffer.plan
-        moments = file.tensors(plan.chunk, plan.dtype, plan.file_numel).keys() - {MAIN}
-        # Adam's are there even before the first step, so a file without them has lost them.
-        check_moments(optimizer, what, moments, may_be_none=not is_adam)
-        dtypes = [
-            {plan.params[name].dtype for name in group.names if name in plan.params}
-            for group in optimizer.sharded.plan.groups
-        ]
-        file.check_order(is_mixed=any(len(of_group) > 1 for of_group in dtypes), remedy=_PERMUTED)
-    return file
+def _checked_tensors(optimizer: BuiltOptimizer, file: GatheredFile, buffer: GradBuffer) -> dict[str, Tensor]:
+    plan, choice = buffer.plan, optimizer.sharded.plan.choice
+    if plan.is_ours:
+        raise file.origin.refused("without experts", "hold every param of the model")
+    tensors = file.tensors(plan.chunk, plan.dtype, plan.file_numel)
+    # Adam's moments are there even before the first step, so a file without them has lost them.
+    check_moments(optimizer, file.origin.what, tensors.keys() - {MAIN}, may_be_none=not choice.is_adam)
+    for group in optimizer.sharded.plan.groups:
+        dtypes = {plan.params[name].dtype for name in group.names if name in plan.params}
+        file.check_order(is_mixed=len(dtypes) > 1, remedy=_PERMUTED)
+    return tensors

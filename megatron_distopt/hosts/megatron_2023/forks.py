@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.patch_points import PatchPoint
 
 #: The factory that the training module imports by value.
@@ -44,99 +44,49 @@ FLAG = "use_distributed_optimizer"
 
 @dataclass(frozen=True)
 class Conflict:
-    """An option that cannot be combined with the flag."""
+    """An option of the fork that cannot be combined with the flag."""
 
     option: str  # its name in `args`
     value: object  # the value that conflicts; True also stands for anything truthy
-    got: str  # how the user wrote it
-    rule: str  # what must be
-    remedy: str  # what to type instead
+    text: str  # what is wrong, and what to type instead
 
     def applies_to(self, options: object) -> bool:
         """Whether parsed arguments have it."""
         found = getattr(options, self.option, None)
         return bool(found) if self.value is True else found is not None and found == self.value
 
-    def refusal(self) -> str:
-        """What is said where it applies."""
-        return refusal("arguments", self.got, self.rule, self.remedy)
 
-
+_LOCAL = "The run has --DDP-impl {}, and the buffers of the local one are sharded. Write --DDP-impl local."
+_OFF = "{0} cannot be combined with --use-distributed-optimizer. Drop {0}, or --use-distributed-optimizer."
+NOT_CONTIGUOUS = Conflict(
+    "use_contiguous_buffers_in_local_ddp",
+    False,
+    "The flag --no-contiguous-buffers-in-local-ddp is given, and the contiguous buffers are sharded. Drop "
+    "--no-contiguous-buffers-in-local-ddp.",
+)
 CONFLICTS = (
     Conflict(
         "deepspeed",
         True,
-        "--deepspeed together with --use-distributed-optimizer",
-        "be one of the two, because the DeepSpeed engine owns gradients and optimizer",
-        "Drop --deepspeed to train with this optimizer, or drop --use-distributed-optimizer and write "
-        '"zero_optimization": {"stage": 1} in the DeepSpeed config',
+        "--deepspeed cannot be combined with --use-distributed-optimizer, because the DeepSpeed engine owns gradients "
+        "and optimizer. Drop --deepspeed to train with this optimizer, or drop --use-distributed-optimizer and write "
+        '"zero_optimization": {"stage": 1} in the DeepSpeed config.',
     ),
-    Conflict("DDP_impl", "torch", "--DDP-impl torch", "be local, whose buffers are sharded", "Write --DDP-impl local"),
-    Conflict("DDP_impl", "FSDP", "--DDP-impl FSDP", "be local, whose buffers are sharded", "Write --DDP-impl local"),
-    Conflict(
-        "use_contiguous_buffers_in_local_ddp",
-        False,
-        "--no-contiguous-buffers-in-local-ddp",
-        "be left out, because the contiguous buffers are sharded",
-        "Drop --no-contiguous-buffers-in-local-ddp",
-    ),
-    Conflict("use_fsdp", True, "--use-fsdp", "be off", "Drop --use-fsdp, or --use-distributed-optimizer"),
-    Conflict(
-        "use_torch_fsdp2", True, "--use-torch-fsdp2", "be off", "Drop --use-torch-fsdp2, or --use-distributed-optimizer"
-    ),
+    Conflict("DDP_impl", "torch", _LOCAL.format("torch")),
+    Conflict("DDP_impl", "FSDP", _LOCAL.format("FSDP")),
+    NOT_CONTIGUOUS,
+    Conflict("use_fsdp", True, _OFF.format("--use-fsdp")),
+    Conflict("use_torch_fsdp2", True, _OFF.format("--use-torch-fsdp2")),
 )
 
 
 def check_flags(args: object) -> None:
-    """Refuses options that cannot be combined with the flag, where the flag is set.
-
-    Args:
-        args: parsed.
-
-    Raises:
-        ConfigError
-    """
+    """Refuses options that cannot be combined with the flag, where the parsed `args` have the flag."""
     for conflict in CONFLICTS:
         if getattr(args, FLAG, False) and conflict.applies_to(args):
-            raise ConfigError(conflict.refusal())
-
-
-#: Options under which the first layer of an MLP holds a gate as well.
-_GATES = ("swiglu", "glu_activation")
+            raise ConfigError(conflict.text)
 
 
 def has_gates(args: object) -> bool:
-    """Whether parsed arguments ask for MLPs with a gate."""
-    return any(getattr(args, option, None) for option in _GATES)
-
-
-@dataclass(frozen=True)
-class StepTimers:
-    """The names under which the fork's log expects the phases of a step."""
-
-    layernorm: str = "layernorm-grads-all-reduce"
-    embedding: str = "embedding-grads-all-reduce"
-    reduce_scatter: str = "grads-reduce-scatter"
-    attach: str = "optimizer-copy-to-main-grad"
-    measure: str = "optimizer-unscale-and-check-inf"
-    clip: str = "optimizer-clip-main-grad"
-    zeros: str = "optimizer-count-zeros"
-    inner: str = "optimizer-inner-step"
-    write: str = "optimizer-copy-main-to-model-params"
-    gather: str = "params-all-gather"
-
-
-@dataclass(frozen=True)
-class HostRange:
-    """A span with the attribute names that the fork's tools ask for."""
-
-    start: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return self.end - self.start
-
-    def __len__(self) -> int:
-        return self.size
+    """Whether parsed arguments ask for MLPs whose first layer holds a gate as well."""
+    return any(getattr(args, option, None) for option in ("swiglu", "glu_activation"))

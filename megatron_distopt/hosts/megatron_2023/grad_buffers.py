@@ -89,9 +89,6 @@ def _groups_of_deepspeed() -> dict[str, Any]:
     return groups
 
 
-Named = Mapping[str, Parameter]
-
-
 @dataclass(frozen=True)
 class BufferPlan:
     """The plan for one grad buffer of the fork, or for the experts in it."""
@@ -100,7 +97,7 @@ class BufferPlan:
     dtype: torch.dtype  # of the grads; the fork's key
     group: Group  # the ranks over which it is sharded
     layout: BufferLayout  # of the grads
-    params: Named  # that are updated from it, by name
+    params: Mapping[str, Parameter]  # that are updated from it, by name
     in_file: Mapping[str, Span]  # the place of each param in the fork's files, which is that in the fork's buffer
     file_numel: int  # elements in the files, without padding
     is_ours: bool = False  # unknown to the fork's DistributedDataParallel, which will not zero it
@@ -137,39 +134,31 @@ class GradBuffer:
         return self.sharded[0].grad
 
 
-def plan_grad_buffers(chunks: Sequence[Module], name_of: Mapping[Parameter, str]) -> tuple[BufferPlan, ...]:
+def plan_grad_buffers(chunks: Sequence[Any], name_of: Mapping[Parameter, str]) -> tuple[BufferPlan, ...]:
     """All grad buffers of the wrapped chunks, in the order in which every rank reduces them. Moves nothing."""
-    return tuple(
-        plan
-        for number, chunk in enumerate(chunks)
-        for dtype in chunk._grad_buffers  # type: ignore[union-attr]
-        for plan in _plan_one(number, chunk, dtype, name_of)
-    )
-
-
-def _plan_one(number: int, chunk: Any, dtype: torch.dtype, name_of: Mapping[Parameter, str]) -> list[BufferPlan]:
-    spans = {name_of[param]: Span(*span) for param, span in chunk._grad_buffer_param_index_map[dtype].items()}
-    params = {name_of[param]: param for param in chunk._grad_buffer_param_index_map[dtype]}
-    dense = {name: param for name, param in params.items() if not is_expert(param)}
-    plans = []
-    if dense:
-        group, memory = dense_group(), chunk._grad_buffers[dtype]
-        # The fork's padding, or another one where the fork's does not divide into the group's shards.
-        fits = memory.numel_padded % group.size == 0
-        numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
-        slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
-        layout = adopt(slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel])
-        plans.append(BufferPlan(number, dtype, group, layout, dense, spans, memory.numel))
-    by_group: dict[Group, dict[str, Parameter]] = {}
-    for name, param in params.items():
-        if name not in dense:
-            by_group.setdefault(expert_group(name, param), {})[name] = param
-    for group, experts in by_group.items():
-        layout = lay_out([spec_of(*item) for item in experts.items()], num_shards=group.size)
-        in_file = {slot.name: slot.in_buffer for slot in layout.slots}
-        numel = layout.buckets[-1].numel_unpadded
-        plans.append(BufferPlan(number, dtype, group, layout, experts, in_file, numel, is_ours=True))
-    return plans
+    plans: list[BufferPlan] = []
+    places = [(number, chunk, dtype) for number, chunk in enumerate(chunks) for dtype in chunk._grad_buffers]
+    for number, chunk, dtype in places:
+        index_map = chunk._grad_buffer_param_index_map[dtype]
+        spans = {name_of[param]: Span(*span) for param, span in index_map.items()}
+        dense = {name_of[param]: param for param in index_map if not is_expert(param)}
+        if dense:
+            group, memory = dense_group(), chunk._grad_buffers[dtype]
+            # The fork's padding, or another one where the fork's does not divide into the group's shards.
+            fits = memory.numel_padded % group.size == 0
+            numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
+            slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
+            layout = adopt(slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel])
+            plans.append(BufferPlan(number, dtype, group, layout, dense, spans, memory.numel))
+        by_group: dict[Group, dict[str, Parameter]] = {}
+        for param in filter(is_expert, index_map):
+            by_group.setdefault(expert_group(name_of[param], param), {})[name_of[param]] = param
+        for group, experts in by_group.items():
+            layout = lay_out([spec_of(*item) for item in experts.items()], num_shards=group.size)
+            in_file = {slot.name: slot.in_buffer for slot in layout.slots}
+            numel = layout.buckets[-1].numel_unpadded
+            plans.append(BufferPlan(number, dtype, group, layout, experts, in_file, numel, is_ours=True))
+    return tuple(plans)
 
 
 def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
@@ -199,7 +188,7 @@ def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
     return GradBuffer(plan, (first, *(pack_params(minority, layout, rank, grad) for minority in minorities)))
 
 
-def main_grads(params: Named) -> dict[str, Tensor]:
+def main_grads(params: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """The tensors to which the fork adds the gradients, by name."""
     return {name: param.main_grad for name, param in params.items()}  # type: ignore[attr-defined]
 

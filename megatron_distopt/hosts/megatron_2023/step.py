@@ -5,95 +5,148 @@ The fork calls `reduce_model_grads`, `step`, and after a successful one `gather_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_distopt.checkpoint.digests import DigestLog
-from megatron_distopt.errors import LayoutError
+from megatron_distopt.errors import HostError, LayoutError
 from megatron_distopt.hosts.between_steps import notice_for, params_that_left, raising
-from megatron_distopt.hosts.megatron_2023.built import TIMERS, BuiltOptimizer, phases
+from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer, phases
 from megatron_distopt.hosts.megatron_2023.grad_buffers import UsedGrads
 from megatron_distopt.optimizer.deferred import Notice
-from megatron_distopt.optimizer.step import StepAction, advance, decide, finish_deferred_check, measure, write_model
-
-#: (updated, gradient norm or None, zeros or None), as the fork's.
-StepOfHost = tuple[bool, float | None, int | None]
-
-
-def reduce_grads(optimizer: BuiltOptimizer, args: Any, timers: Any) -> None:
-    """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is averaged in the step."""
-    optimizer.used_grads.look()
-    with optimizer.communication.watched():
-        optimizer.add_up_over_model_ranks(args, timers)
-    with phases(args, timers)(TIMERS.reduce_scatter):
-        optimizer.communication.reduce()
+from megatron_distopt.optimizer.step import (
+    StepAction,
+    advance,
+    clip_divisor,
+    decide,
+    finish_deferred_check,
+    measure,
+    measure_now,
+    write_model,
+)
 
 
-@torch.no_grad()
-def take_step(optimizer: BuiltOptimizer, hooks: Sequence[DigestLog], args: Any, timers: Any) -> StepOfHost:
-    """Collective: measures, decides, updates and rounds into this rank's shards."""
-    phase, sharded, everyone = phases(args, timers), optimizer.sharded, optimizer.everyone
-    optimizer.finish_param_gather()
-    notice = _look_between_steps(optimizer)
-    for hook in hooks:
-        hook.before()
-    with phase(TIMERS.attach):
-        grads = sharded.main_grads()
-    with phase(TIMERS.measure):
-        finish_deferred_check([sharded], everyone)
-        measured = measure([sharded], [grads], everyone, notice)
-        (decision,) = decide([sharded], measured, everyone)
-    if decision.action is StepAction.SKIP:
-        for hook in hooks:
+class ForkSteps(BuiltOptimizer):
+    """What the optimizer answers to the fork's training loop."""
+
+    def reduce_model_grads(self, args: Any, timers: Any) -> None:
+        """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is averaged in `step`."""
+        self.used_grads.look()
+        with self.communication.watch:
+            self.add_up_over_model_ranks(args, timers)
+        with phases(args, timers)("grads-reduce-scatter"):
+            self.communication.reduce()
+
+    @torch.no_grad()
+    def step(self, args: Any = None, timers: Any = None) -> tuple[bool, float | None, int | None]:
+        """Collective: measures, decides, updates and rounds into this rank's shards; after `reduce_model_grads`.
+
+        Returns:
+            (True, gradient norm, zeros or None); the norm is None without clipping. (False, None, None) where the step
+            was skipped.
+
+        Raises:
+            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later
+                where the check is deferred, see `ShardedOptimizer.defers_check`. Norm and zeros are then 0-D tensors.
+            LayoutError, RanksDisagreeError: on all ranks, where params, grads or groups are not as they have to be on
+                one of them; deferred as well.
+            HostError: it was given a closure.
+        """
+        if callable(args):
+            raise HostError(
+                "step was given a closure, and takes the fork's arguments and timers. Compute the loss before it, and "
+                "call step(args, timers)."
+            )
+        phase = phases(args, timers)
+        self.finish_param_gather()
+        notice = self._look_between_steps()
+        for hook in self.hooks:
+            hook.before()
+        with phase("optimizer-copy-to-main-grad"):
+            grads = self.sharded.main_grads()
+        with phase("optimizer-unscale-and-check-inf"):
+            finish_deferred_check([self.sharded], self.everyone)
+            measured = measure([self.sharded], [grads], self.everyone, notice)
+            (decision,) = decide([self.sharded], measured, self.everyone)
+        if decision.action is StepAction.SKIP:
+            for hook in self.hooks:
+                hook.after(decision)
+            self.used_grads.mark()
+            return False, None, None
+        with phase("optimizer-clip-main-grad"):
+            norm = decision.norm_to_log
+        with phase("optimizer-count-zeros"):
+            num_zeros = decision.zeros_to_log  # counted while the gradient was measured
+        with phase("optimizer-inner-step"):
+            advance(self.sharded, grads, decision)
+        with phase("optimizer-copy-main-to-model-params"):
+            write_model(self.sharded)
+        for hook in self.hooks:
             hook.after(decision)
-        optimizer.used_grads.mark()
-        return False, None, None
-    with phase(TIMERS.clip):
-        norm = decision.norm_to_log
-    with phase(TIMERS.zeros):
-        num_zeros = decision.zeros_to_log  # counted while the gradient was measured
-    with phase(TIMERS.inner):
-        advance(sharded, grads, decision)
-    with phase(TIMERS.write):
-        write_model(sharded)
-    for hook in hooks:
-        hook.after(decision)
-    return True, norm if optimizer.clip_grad > 0 else None, num_zeros
+        return True, norm if self.clip_grad > 0 else None, num_zeros
 
+    def _look_between_steps(self) -> Notice:
+        """What the user did to params, grads and groups since the last step, and what of it has to be raised.
 
-def _look_between_steps(optimizer: BuiltOptimizer) -> Notice:
-    """What the user did to params, grads and groups since the last step, and what of it has to be raised.
+        Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step. Afterwards
+        the main params count, as with the fork's own optimizer.
+        """
+        used = self.used_grads.found
+        try:
+            self.members.check()
+            for param in params_that_left(self.placed_params):
+                param.bring_back(with_values=self.may_be_stale)
+            if not self.may_be_stale:
+                self.written.check()
+        except LayoutError as error:
+            return notice_for(raising(error), torch.ones_like(used), self.everyone)
+        if self.may_be_stale:
+            self.sharded.follow_model()
+            self.written.forget()
+            self.may_be_stale = False
+        return notice_for(partial(UsedGrads.check, used.clone()), used, self.everyone)
 
-    Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step. Afterwards
-    the main params count, as with the fork's own optimizer.
-    """
-    used = optimizer.used_grads.found
-    try:
-        optimizer.members.check()
-        bring_params_back(optimizer, with_values=optimizer.may_be_stale)
-        if not optimizer.may_be_stale:
-            optimizer.written.check()
-    except LayoutError as error:
-        return notice_for(raising(error), torch.ones_like(used), optimizer.everyone)
-    if optimizer.may_be_stale:
-        optimizer.sharded.follow_model()
-        optimizer.written.forget()
-        optimizer.may_be_stale = False
-    return notice_for(partial(UsedGrads.check, used.clone()), used, optimizer.everyone)
+    @torch.no_grad()
+    def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
+        """Collective: every rank gets the new params."""
+        with phases(args, timers)("params-all-gather"):
+            self.communication.gather()
+        self.used_grads.mark()
 
+    def reload_model_params(self) -> None:
+        """Refreshes the main params after the model params were changed.
 
-def bring_params_back(optimizer: BuiltOptimizer, *, with_values: bool) -> None:
-    """[Note: params that have left] in between_steps.py says why and how."""
-    for param in params_that_left(optimizer.placed_params):
-        param.bring_back(with_values=with_values)
+        One child calls it after every resume; main params that still round to the model's are more precise and stay.
+        """
+        self.finish_param_gather()
+        for param in params_that_left(self.placed_params):
+            param.bring_back(with_values=True)
+        self.sharded.follow_model()
+        self.written.forget()
 
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """The main grads that are in the norm; after `reduce_model_grads`."""
+        pairs = zip(self.sharded.flat_params, self.sharded.main_grads(), strict=True)
+        return [grad for flat, grad in pairs if not flat.plan.key.excluded_from_norm]
 
-@torch.no_grad()
-def gather_params(optimizer: BuiltOptimizer, args: Any, timers: Any) -> None:
-    """Collective: every rank gets the new params."""
-    with phases(args, timers)(TIMERS.gather):
-        optimizer.communication.gather()
-    optimizer.used_grads.mark()
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Collective: scales the reduced gradients in the grad buffers; `step` clips by itself.
+
+        Returns:
+            The norm before clipping, of the averaged and unscaled gradient.
+        """
+        stats = measure_now([self.sharded], [self.sharded.main_grads()], self.everyone)
+        norm = stats.norm(self.sharded.divisor)
+        for flat in self.sharded.flat_params:
+            flat.grad.div_(clip_divisor(norm, clip_grad))
+        return norm
+
+    @torch.no_grad()
+    def count_zeros(self) -> int:
+        """Collective: zeros of the whole reduced gradient."""
+        grads = [self.sharded.main_grads()]
+        stats = measure_now([self.sharded], grads, self.everyone, count_zeros=True)
+        return stats.num_zeros or 0
