@@ -152,7 +152,7 @@ class _Fork(ForkInWorlds):
 
     def __init__(self, file_layout: str, rank: int, folder: str) -> None:
         super().__init__(file_layout, rank, folder, ranks=RANKS)
-        self.format = "gathered"  # with a gathered file, for the fork's files; with per-rank files there is no other
+        self.format = "gathered" if file_layout == "gathered" else "distopt"  # in which the fork's files are written
 
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective."""
@@ -193,10 +193,11 @@ def _resume(fork: _Fork, words: tuple[str, ...], folder: Path, at: int = SAVED_A
 
 def _resume_all(fork: _Fork, files: str, size: int) -> dict[str, Continued]:
     """In the fork's files, or in ours, which with a gathered file are a folder beside the fork's."""
-    fork.format, suffix = ("distopt", " in ours") if files == "ours" else ("gathered", "")
+    usual, suffix = fork.format, " in ours" if files == "ours" else ""
+    fork.format = "distopt" if files == "ours" else usual
     cases = {name: RESUMED[name][1] for name in KEPT_IN[files] if RESUMED[name][0] == size}
     found = {name: _resume(fork, words, fork.folder / f"{name}{suffix}") for name, words in cases.items()}
-    fork.format = "gathered"
+    fork.format = usual
     return found
 
 
@@ -808,7 +809,7 @@ def test_own_file_when_the_training_is_the_forks_then_it_is_the_forks_file_tenso
         assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", COMPARED)
 def test_param_groups_when_saved_then_they_have_the_keys_and_values_of_the_forks(name: str, layout: Collected) -> None:
     ours, theirs = (_param_groups(layout.folder / who, layout.files) for who in (name, f"of fork {name}"))
     assert ours == theirs

@@ -235,7 +235,7 @@ def _attributes_of(
 
 def by_hand(fork: MiniFork) -> Facts:
     """The ten positional arguments, in a fork where nothing is installed, against the installed one."""
-    trainings = {"fp32": (), "bf16": ("--bf16",), "fp16": ("--fp16", "--initial-loss-scale", "4096")}
+    trainings = {"fp32": (), "fp16": ("--fp16", "--initial-loss-scale", "4096")}
     params: list[dict[str, Tensor]] = []
 
     def loop(forward_step: Any, model: Any, optimizer: Any, scheduler: Any, iterator: Any) -> list[Any]:
@@ -410,7 +410,7 @@ def reloading(fork: MiniFork) -> Facts:
     One child of the fork reloads after every resume, which cost its own optimizers what bf16 cannot hold.
     """
     facts: Facts = {}
-    for name, words in {"bf16": BF16, "mixed": MIXED, "fp32": FP32}.items():
+    for name, words in {"mixed": MIXED, "fp32": FP32}.items():
 
         def look(number: int, model: Any, optimizer: Any, name: str = name) -> None:
             if number == 1:
@@ -435,7 +435,7 @@ def reloading(fork: MiniFork) -> Facts:
 def ranges(fork: MiniFork) -> Facts:
     """By model: what the fork's own optimizer and ours say this rank owns of each param."""
     facts: Facts = {}
-    for name, words in {"bf16": BF16, "mixed": MIXED, "narrow": (*BF16, "--hidden-size", "12")}.items():
+    for name, words in {"bf16": BF16, "narrow": (*BF16, "--hidden-size", "12")}.items():
         by_who: list[dict[str, Any]] = []
 
         def look(number: int, model: Any, optimizer: Any, by_who: list[dict[str, Any]] = by_who) -> None:
@@ -525,12 +525,12 @@ def installation(fork: InstalledFork) -> Facts:
     return {"replaced": (replaced, wanted), "left behind": (left_behind, [])}
 
 
-#: Where the file layouts differ: what of the fork's own class is called or replaced.
-IN_BOTH = (attributes, by_hand, timers, reloading, ranges, installation)
 #: `memory` first, see there.
+IN_GATHERED = (memory, attributes, by_hand, timers, reloading, ranges, installation, step_results, parts_of_a_step)
+#: In per_rank: where the fork's own class, which is called or replaced, is another one.
 COLLECTORS = {
-    "gathered": (memory, *IN_BOTH, step_results, parts_of_a_step, param_groups, optimizer_states),
-    "per_rank": IN_BOTH,
+    "gathered": (*IN_GATHERED, param_groups, optimizer_states),
+    "per_rank": (by_hand, ranges, installation),
 }
 #: What a training leaves in the fork: its groups, arguments and numbers, which are of the fork's doing.
 _STATE = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
@@ -544,7 +544,7 @@ def _attributes() -> dict[str, Any]:
 
 #: So that none gets lost.
 NUM_FACTS = {
-    **{"memory": 24, "attributes": 20, "by_hand": 3, "timers": 11, "reloading": 6, "ranges": 6, "installation": 2},
+    **{"memory": 24, "attributes": 20, "by_hand": 2, "timers": 11, "reloading": 4, "ranges": 4, "installation": 2},
     **{"step_results": 16, "parts_of_a_step": 7, "param_groups": 7, "optimizer_states": 2},
 }
 

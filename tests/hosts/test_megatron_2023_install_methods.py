@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import itertools
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 
 import megatron_distopt
 from megatron_distopt import DistOptConfig
+from megatron_distopt.cli.main import main
 from megatron_distopt.config import FREE_OPTIONS
 from megatron_distopt.version import VERSION
 from tests.support.fork_worlds import raised
@@ -50,7 +52,7 @@ def double(number):
 
 
 def data(iteration):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         print("workers say", pool.map(double, [2, 3]), flush=True)
     return script.train_data(iteration)
 
@@ -58,17 +60,6 @@ def data(iteration):
 if __name__ == "__main__":
     pretrain(data, script.model_provider, None, script.forward_step)
     torch.distributed.destroy_process_group()
-"""
-#: A user's script with a call of its own, with options that no variable says.
-_WITH_INSTALL = """
-import megatron_distopt
-
-megatron_distopt.install(megatron_distopt.DistOptConfig(nonfinite="skip"))
-
-import pretrain as script
-from megatron.training import pretrain
-
-pretrain(script.train_data, script.model_provider, None, script.forward_step)
 """
 
 
@@ -88,91 +79,82 @@ class Curves:
         return cls(losses, [rank["params"] for rank in ranks], [rank["optimizer_module"] for rank in ranks])
 
 
-@dataclass(frozen=True)
-class Start:
-    """How a launcher starts the fork: `words`, then those of every run."""
-
-    launcher: str
-    words: tuple[str, ...]
-    environment: Mapping[str, str]
-    flags: tuple[str, ...] = (_FLAG,)
-    ranks: int = SIZE
-
-
-def _starts(patched: Path) -> dict[str, Start]:
-    """By name. All at once, two beside each other, because each costs seconds."""
-    runner = ("-m", "megatron_distopt")
-    of_patched = {"PYTHONPATH": f"{_ROOT}{os.pathsep}{patched}"}
-    required = {"MEGATRON_DISTOPT": "require"}
-    underscores = ("--use_distributed_optimizer", "--distopt_nonfinite", "skip")
-    return {
-        "deepspeed": Start(
-            "deepspeed",
-            (*runner, "pretrain.py"),
-            {"MINI_FORK_FILE_LAYOUT": "per_rank", "MINI_FORK_FLAGS": "underscore", **required},
-            underscores,
-        ),
-        "torchrun": Start(
-            "torchrun", (*runner, str(patched / "with_workers.py")), required, (_FLAG, "--distopt-nonfinite=skip")
-        ),
-        "entry point": Start("torchrun", (str(patched / "pretrain.py"),), of_patched | required),
-        "entry point, install": Start("torchrun", (str(patched / "with_install.py"),), of_patched | required, ranks=1),
-        "entry point, switched off": Start(
-            "torchrun",
-            (str(patched / "pretrain.py"),),
-            of_patched | {"MEGATRON_DISTOPT": "0", "MINI_FORK_NATIVE": "1"},
-            (_FLAG, "--distopt-nonfinite", "skip"),
-        ),
-    }
+def _block_in(output: str) -> list[str]:
+    """The start-up block, which must be there once."""
+    assert output.count(_ACTIVE) == 1, output
+    lines = output[output.index(_ACTIVE) :].splitlines()
+    return [lines[0], *itertools.takewhile(lambda line: re.match(r"  [a-z]+ {2,}\S", line), lines[1:])]
 
 
 @dataclass(frozen=True)
 class Done:
-    """A start that has ended."""
+    """A training that a launcher has started and that has ended."""
 
     launched: Launched
     curves: Curves
 
-    @property
-    def block(self) -> list[str]:
-        """The start-up block, which must be there once."""
-        assert self.launched.output.count(_ACTIVE) == 1, self.launched.output
-        lines = self.launched.output[self.launched.output.index(_ACTIVE) :].splitlines()
-        return [lines[0], *itertools.takewhile(lambda line: re.match(r"  [a-z]+ {2,}\S", line), lines[1:])]
+
+#: By launcher: words and environment; deepspeed starts a fork whose flags have underscores, torchrun one with workers.
+LAUNCHED: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
+    "deepspeed": (
+        ("pretrain.py", "--use_distributed_optimizer", "--distopt_nonfinite", "skip"),
+        {"MINI_FORK_FILE_LAYOUT": "per_rank", "MINI_FORK_FLAGS": "underscore"},
+    ),
+    "torchrun": (("with_workers.py", _FLAG, "--distopt-nonfinite=skip"), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """Both beside each other, because each costs seconds."""
+    folder = tmp_path_factory.mktemp("curves")
+    (folder / "with_workers.py").write_text(_WITH_WORKERS)
+
+    def run(launcher: str) -> Done:
+        file, ((script, *flags), environment) = folder / f"{launcher}.json", LAUNCHED[launcher]
+        script = str(folder / script) if launcher == "torchrun" else script
+        words = ["-m", "megatron_distopt", script, _BF16, *flags, "--curves", str(file)]
+        environment = {"MEGATRON_DISTOPT": "require", "PYTHONPATH": f"{_ROOT}{os.pathsep}{FOLDER}", **environment}
+        done = launch(launcher, SIZE, words, environment=environment, seconds=240.0)
+        assert file.exists(), done.output
+        return Done(done, Curves.of(file))
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(LAUNCHED, pool.map(run, LAUNCHED), strict=True))
 
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the fork that asks for entry points, with more scripts."""
+    """A copy of the fork that asks for entry points."""
     folder = tmp_path_factory.mktemp("fork") / "mini_fork"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__", "conftest.py"))
-    (folder / "with_workers.py").write_text(_WITH_WORKERS)
-    (folder / "with_install.py").write_text(_WITH_INSTALL)
     done = _patch("--apply", folder)
     assert done.startswith("applied: megatron/optimizer/__init__.py, "), done
     return folder
 
 
 def _patch(action: str, folder: Path) -> str:
-    command = [sys.executable, "-m", "megatron_distopt.cli.main", "patch", action, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["patch", action, str(folder)]) == 0
+    return printed.getvalue()
 
 
-@pytest.fixture(scope="module")
-def launched(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Done]]:
-    folder = tmp_path_factory.mktemp("curves")
-
-    def run(name: str, start: Start) -> Done:
-        file = folder / f"{name}.json"
-        words = [*start.words, _BF16, *start.flags, "--curves", str(file)]
-        done = launch(start.launcher, start.ranks, words, environment=start.environment, seconds=240.0)
-        assert file.exists(), done.output
-        return Done(done, Curves.of(file))
-
-    pool = ThreadPoolExecutor(max_workers=2)
-    runs: dict[str, Future[Done]] = {name: pool.submit(run, name, start) for name, start in _starts(patched).items()}
-    yield lambda name: runs[name].result()
-    pool.shutdown(cancel_futures=True)
+def by_entry_point(rank: int, size: int, patched: Path, installs: bool) -> tuple[list[Curves], str]:
+    """Our curves, those of a training that is switched off, and what was printed; nothing is installed by hand, but for
+    `installs`: then before the fork is imported, with options."""
+    os.environ["MEGATRON_DISTOPT"] = "require"
+    if installs:
+        sys.path.insert(0, str(patched))
+        os.environ |= {"MINI_FORK_CORE": str(core_folder()), "MINI_FORK_NATIVE": "1"}
+        megatron_distopt.install(DistOptConfig(nonfinite="skip"))
+    fork, printed = MiniFork.imported(folder=patched, file_layout="gathered"), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        runs = [fork.train(_BF16, _FLAG, ours=False)]
+        if not installs:
+            with mock.patch.dict(os.environ, MEGATRON_DISTOPT="0"):
+                runs.append(fork.train(_BF16, _FLAG, "--distopt-nonfinite", "skip", ours=False))
+    return [_curves_of(run) for run in runs], printed.getvalue()
 
 
 Found = tuple[Curves, Curves, Mapping[str, object]]
@@ -282,23 +264,23 @@ def test_as_library_when_trained_then_the_curve_is_the_forks_own(ours: Curves, t
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "torchrun", "entry point"])
-def test_install_method_when_a_launcher_starts_the_fork_then_ours_is_active_and_trains_as_by_the_as_library(
-    launched: Callable[[str], Done], ours: Curves, name: str
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_runner_when_a_launcher_starts_the_fork_then_ours_is_active_and_trains_as_by_the_library(
+    launched: dict[str, Done], ours: Curves, name: str
 ) -> None:
-    assert launched(name).curves == ours
-    assert launched(name).launched.status == 0, launched(name).launched.output[-5000:]
+    assert launched[name].curves == ours
+    assert launched[name].launched.status == 0, launched[name].launched.output[-5000:]
 
 
 @pytest.mark.parametrize(("name", "files"), [("deepspeed", "per-rank files"), ("torchrun", "gathered file")])
 def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
-    launched: Callable[[str], Done], name: str, files: str
+    launched: dict[str, Done], name: str, files: str
 ) -> None:
     kinds = {
         "per-rank files": "per-rank files, the fork's own",
         "gathered file": "gathered file, a folder that loads at any size",
     }
-    assert launched(name).block == [
+    assert _block_in(launched[name].launched.output) == [
         f"{_ACTIVE}a Megatron of 2023 (megatron.optimizer.get_megatron_optimizer, megatron.arguments.parse_args)",
         "  device     cpu (accelerator cpu, named by torch)",
         "  inner      torch_fused",
@@ -314,39 +296,37 @@ def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
 
 @pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
 def test_runner_when_the_fork_prints_its_arguments_then_ours_are_among_them(
-    launched: Callable[[str], Done], name: str
+    launched: dict[str, Done], name: str
 ) -> None:
-    printed = dict(re.findall(r"^  (distopt_\w+) \.+ (.*)$", launched(name).launched.output, re.MULTILINE))
+    printed = dict(re.findall(r"^  (distopt_\w+) \.+ (.*)$", launched[name].launched.output, re.MULTILINE))
     assert printed == {f"distopt_{each}": "skip" if each == "nonfinite" else "None" for each in FREE_OPTIONS}
 
 
 def test_runner_when_the_script_has_worker_processes_then_they_work_and_do_not_announce_it(
-    launched: Callable[[str], Done],
+    launched: dict[str, Done],
 ) -> None:
-    assert launched("torchrun").launched.output.count("workers say [4, 6]") == SIZE
-    assert len(launched("torchrun").block) == 10
+    assert launched["torchrun"].launched.output.count("workers say [4, 6]") == SIZE
+    assert launched["torchrun"].launched.output.count(_ACTIVE) == 1
 
 
-def test_entry_point_when_the_fork_finds_us_by_itself_then_it_is_announced_once(
-    launched: Callable[[str], Done],
+def test_entry_point_when_the_fork_finds_us_then_announced_once_and_switched_off_the_forks_own_trains(
+    patched: Path, ours: Curves, theirs: Curves
 ) -> None:
-    assert len(launched("entry point").block) == 10
+    found = run_ranks(by_entry_point, SIZE, patched, False)
+    by_us, by_the_fork = (_of_all_ranks([curves[number] for curves, _ in found]) for number in range(2))
+    assert (by_us, by_the_fork) == (ours, theirs)
+    printed = found[0][1]
+    assert len(_block_in(printed)) == 10
+    assert _ACTIVE not in found[1][1]
+    # Our flags are known and have no effect.
+    assert re.search(r"^  distopt_nonfinite \.+ skip$", printed, re.MULTILINE)
 
 
-def test_entry_point_when_the_script_installs_with_options_then_they_count(launched: Callable[[str], Done]) -> None:
+def test_entry_point_when_the_script_installs_with_options_then_they_count(patched: Path) -> None:
     """The entry point itself knows variables and flags alone."""
-    done = launched("entry point, install")
-    assert done.curves.optimizers == [_OURS]
-    assert "  nonfinite  skip" in done.block
-
-
-def test_entry_point_when_switched_off_then_the_forks_own_optimizer_trains_and_our_flags_are_ignored(
-    launched: Callable[[str], Done], theirs: Curves
-) -> None:
-    done = launched("entry point, switched off")
-    assert done.curves == theirs
-    assert _ACTIVE not in done.launched.output
-    assert re.search(r"^  distopt_nonfinite \.+ skip$", done.launched.output, re.MULTILINE)
+    (((curves,), printed),) = run_ranks(by_entry_point, 1, patched, True)
+    assert curves.optimizers == [_OURS]
+    assert "  nonfinite  skip" in _block_in(printed)
 
 
 def test_entry_point_when_taken_out_then_the_fork_is_as_it_was_to_the_byte(patched: Path, tmp_path: Path) -> None:

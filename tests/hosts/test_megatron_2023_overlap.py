@@ -2,25 +2,33 @@
 
 Every training runs with grads reduced after backward and params gathered before forward, and again with both
 overlapped, some with the first alone. Gathers in the background are slow, so that a read that does not wait sees old
-values.
+values. Then per-rank files of one bucket and of many: each is read by both, and `convert` makes of the second what the
+first are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron_distopt.comm import Communicator, pairwise
+from megatron_distopt.formats import convert
+from megatron_distopt.optimizer.inner import count_updates
+from tests.support.fork_worlds import Refused, raised, refusal
 from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun
 from tests.support.spawn import run_ranks
 
@@ -36,51 +44,24 @@ BOTH = f"{OVERLAPPED} --distopt-overlap-param-gather"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 FP16 = "--fp16 --initial-loss-scale 4096"
 EXPERTS = "--experts --expert-model-parallel-size 2"
-UNTIED = "--untie-embeddings-and-output-weights"
 
-#: What is not long: the others run with scripts/test.sh -m long.
-SHORT = (
-    *("bf16", "fp16", "fp16 that overflows", "accumulation", "fp32 norms", "experts"),
-    *("pp2", "tp2 sequence-parallel", "tp2", "bf16 with fp32 norms"),
-)
-#: On two ranks of an gathered file.
+#: On two ranks of a gathered file.
 TWO = {
-    "fp32": "",
     "bf16": "--bf16",
-    "fp16": FP16,
     "fp16 that overflows": "--fp16 --initial-loss-scale 1e30",
     "accumulation": "--bf16 --global-batch-size 12",
-    "untied": UNTIED,
     "fp32 norms": "--bf16 --fp32-norms",
     "frozen": "--bf16 --frozen-param",
     "ulysses": "--ds-sequence-parallel-size 2",
     "experts": f"--bf16 {EXPERTS}",
-    "zeros counted": f"{UNTIED} --log-num-zeros-in-grad",
 }
 #: On four: what is added up over model-parallel ranks after backward, too.
 FOUR = {
     "pp2": f"{PP2} --global-batch-size 12",
-    "pp2 untied bf16": f"--bf16 {PP2} {UNTIED} --global-batch-size 12",
     "tp2 sequence-parallel": f"{TP2} --sequence-parallel",
-    "tp2 sequence-parallel bf16": f"--bf16 {TP2} --sequence-parallel --global-batch-size 8",
-    "multi-query sequence-parallel": f"{TP2} --multi-query --sequence-parallel",
     "tp2": f"{TP2} --bf16",
-    "dp4 fp16": FP16,
     "experts": f"{EXPERTS} --bf16 --fp32-norms",
-    "ulysses": "--bf16 --ds-sequence-parallel-size 2",
 }
-
-
-def _cases(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in names]
-
-
-def _run(cases: Mapping[str, str], request: pytest.FixtureRequest) -> dict[str, str]:
-    """Without those that are long where none of them is asked for."""
-    leaves_long_out = request.config.option.markexpr == "not long"
-    return {name: words for name, words in cases.items() if name in SHORT or not leaves_long_out}
-
-
 #: Where the reduction of grads is overlapped alone, too: beside the bare model, for steps that are left out and for
 #: buckets that wait; what else a case has takes the same way where params are gathered in the background as well.
 REDUCED_ALONE = ("bf16", "fp16 that overflows", "pp2")
@@ -191,7 +172,7 @@ def _same_params(one: TrainingRun, other: TrainingRun) -> bool:
     return all(torch.equal(param, other.params[name]) for name, param in one.params.items())
 
 
-FILES = {"fp32": "", "bf16 with fp32 norms": "--bf16 --fp32-norms", "pp2": f"{PP2} --global-batch-size 4"}
+FILES = {"bf16 with fp32 norms": "--bf16 --fp32-norms", "pp2": f"{PP2} --global-batch-size 4"}
 
 
 def _collect(rank: int, size: int, cases: dict[str, str], files: dict[str, str], folder: Path) -> dict[str, Any]:
@@ -210,23 +191,22 @@ def _collect(rank: int, size: int, cases: dict[str, str], files: dict[str, str],
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("files")
-    return run_ranks(_collect, 2, _run(TWO, request), _run(FILES, request), folder, seconds=600.0)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_collect, 2, TWO, FILES, tmp_path_factory.mktemp("files"), seconds=600.0)
 
 
 @pytest.fixture(scope="module")
-def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    return run_ranks(_collect, 4, _run(FOUR, request), {}, tmp_path_factory.mktemp("files"), seconds=600.0)
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    return run_ranks(_collect, 4, FOUR, {}, tmp_path_factory.mktemp("files"), seconds=600.0)
 
 
-@pytest.mark.parametrize("name", _cases(FILES))
+@pytest.mark.parametrize("name", FILES)
 def test_checkpoint_when_buckets_change_then_training_goes_on_bit_for_bit(name: str, two: list[dict[str, Any]]) -> None:
     for each in two:
         assert each[f"files of {name}"] == dict.fromkeys(CROSSED, True)
 
 
-@pytest.mark.parametrize("name", _cases(TWO))
+@pytest.mark.parametrize("name", TWO)
 def test_two_ranks_when_communication_is_hidden_then_every_bit_is_the_same_and_from_the_second_step_on_all_go_early(
     name: str, two: list[dict[str, Found]]
 ) -> None:
@@ -244,7 +224,7 @@ def test_model_when_it_was_changed_after_wrapping_then_every_bit_is_the_same_and
         assert each[name].early[-3:] == [each[name].buckets] * 3
 
 
-@pytest.mark.parametrize("name", _cases(FOUR))
+@pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_when_communication_is_hidden_then_every_bit_is_the_same(
     name: str, four: list[dict[str, Found]]
 ) -> None:
@@ -268,3 +248,322 @@ def test_params_when_the_host_adds_to_them_after_backward_then_they_have_buckets
     embeddings = {"language_model.embedding.word_embeddings.weight", "word_embeddings.weight"}
     assert {name for each in four for name in each["pp2"].late} == embeddings
     assert all("norm" in name or "bias" in name for each in four for name in each["tp2 sequence-parallel"].late)
+
+
+# Per-rank files with the fork's one bucket, which the fork reads, and with many, which are of ours. All but one case
+# are long: scripts/test.sh -m long.
+
+
+@dataclass(frozen=True)
+class Own:
+    """A training whose state is kept in every rank's own file."""
+
+    words: str
+    bucket: int = 700  # elements, where there are many
+    trained: tuple[str, ...] = ()  # parts of the names of the params that are; all where there are none
+    fork_reads: bool = True  # the fork's own optimizer has the same split; it knows no experts
+
+    @property
+    def of_fork(self) -> str:
+        """Flags that the fork knows by itself. No clipping, as above."""
+        return f"{DISTRIBUTED} --lr 0.01 --clip-grad 1e9 {self.words}"
+
+    def kinds(self) -> dict[str, str]:
+        ours = f"{self.of_fork} --distopt-adam torch_foreach"
+        return {"one": f"{ours} {AFTER}", "many": f"{ours} --distopt-bucket-size {self.bucket} {BOTH}"}
+
+
+ODD = "--hidden-size 5 --num-attention-heads 1 --vocab-size 63 --seq-length 10 --micro-batch-size 1"
+MIXED = "bf16 with fp32 norms"
+OWN_OF_TWO = {
+    "fp16": Own(FP16),
+    MIXED: Own("--bf16 --fp32-norms"),
+    "experts": Own(f"--bf16 {EXPERTS}", fork_reads=False),
+    "one bucket of ours": Own("--bf16", bucket=100_000),
+}
+OF_THREE = "--global-batch-size 12"
+GROUP_MISSING, NOTHING = "a group in some files alone", "ranks without anything"
+TINY = "--hidden-size 2 --num-attention-heads 1 --num-layers 1 --micro-batch-size 1"
+BIASES = ("layers.0.input_layernorm.bias", "layers.0.post_attention_layernorm.bias")
+OWN_OF_THREE = {
+    "odd": Own(f"--bf16 --fp32-norms {ODD} {OF_THREE}", bucket=200),
+    # Word embeddings fill the last file, which has nothing of the group without decay.
+    GROUP_MISSING: Own(f"--bf16 --vocab-size 2048 --num-layers 1 {OF_THREE}"),
+    # Two params of two elements: the files are of ranks 0 and 1, and the only bucket, of 66, is of ranks 0 and 2.
+    NOTHING: Own(f"--bf16 {TINY} {OF_THREE}", bucket=3, trained=BIASES),
+}
+
+
+@dataclass
+class OwnFiles:
+    """Of trainings with one bucket and with many, on one rank of a per-rank file."""
+
+    facts: dict[str, bool] = field(default_factory=dict)  # what has to be true, by name
+    buckets: dict[str, int] = field(default_factory=dict)  # of the first buffer, by how many there are
+    groups: int = 0  # how many this rank's file has
+    owned: int = 0  # params of which this rank updates something, where there are many buckets
+    refused: dict[str, Refused] = field(default_factory=dict)  # on two ranks: states that are wrong on rank 1 alone
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _same_bits(left: Any, right: Any) -> bool:
+    """Through dicts, whose order counts, and lists; nan and the sign of zero count, too."""
+    if isinstance(left, Tensor):
+        alike = isinstance(right, Tensor) and (left.dtype, left.shape) == (right.dtype, right.shape)
+        return alike and torch.equal(_bits(left), _bits(right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(_same_bits(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same_bits, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+def _any_bits(run: TrainingRun, name: str, what: str, dtype: torch.dtype) -> Tensor:
+    """Of a whole param, flat; by its name, so the same however it is split."""
+    nbytes = run.optimizer.start.named[name].numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {what}".encode()))
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def _tensors_of(run: TrainingRun) -> Iterator[tuple[str, str, Tensor, slice]]:
+    """(param, key, what this rank keeps of it, where that is in the param)."""
+    sharded = run.optimizer.sharded
+    for flat, shard in [(each, shard) for each in sharded.flat_params for shard in each.plan.shards]:
+        state = {"main": flat.main} if flat.owns_memory else {}
+        state |= {key: each for key, each in sharded.inner.state[flat.main].items() if torch.is_tensor(each)}
+        for key, tensor in state.items():
+            if tensor.shape == flat.main.shape:
+                yield shard.name, key, flat.cut(tensor, shard), shard.in_param.as_slice()
+
+
+@torch.no_grad()
+def _fill(run: TrainingRun, seed: str) -> None:
+    """Any bits into all that this rank keeps."""
+    for name, key, tensor, in_param in _tensors_of(run):
+        tensor.copy_(_any_bits(run, name, f"{key} {seed}", tensor.dtype)[in_param])
+
+
+def _is_filled(run: TrainingRun, seed: str) -> bool:
+    return all(
+        _same_bits(tensor.clone(), _any_bits(run, name, f"{key} {seed}", tensor.dtype)[in_param].clone())
+        for name, key, tensor, in_param in _tensors_of(run)
+    )
+
+
+def _training_only(fork: MiniFork, parts: tuple[str, ...]) -> contextlib.AbstractContextManager[object]:
+    """The model's other params are frozen."""
+    provide = fork.script.model_provider
+
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model = provide(*args, **kwargs)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not parts or any(part in name for part in parts))
+        return model
+
+    return mock.patch.object(fork.script, "model_provider", provider)
+
+
+def _own_files(fork: MiniFork, own: Own, rank: int, size: int, folder: Path) -> OwnFiles:
+    found = OwnFiles()
+    runs = {}
+    for kind, words in own.kinds().items():
+        fork.train(*f"{words} --train-iters 4 --exit-interval 2 --save {folder / kind}".split())
+        runs[kind] = fork.train(*f"{words} --train-iters 4".split())
+        found.buckets[kind] = len(runs[kind].optimizer.grad_buffers[0].plan.layout.buckets)
+    if size == 2:  # sums over three ranks begin with another one where the owner is another
+        found.facts["training"] = _same_params(runs["one"], runs["many"])
+        if own.fork_reads and own.bucket < 100_000:
+            _converted(fork, own, rank, folder, found)
+    found.groups = len(_own_file(folder / "one", rank)["optimizer"]["param_groups"])
+    found.owned = sum(len(each.plan.shards) for each in runs["many"].optimizer.sharded.flat_params)
+    _resumed(fork, own, size, folder, runs, found)
+    _with_any_bits(runs, found)
+    _undistributed(fork, own, runs, found)
+    if size == 3:
+        _without_count(fork, own, runs, found)
+    if size == 2 and own.bucket < 100_000:
+        found.refused = _refused(runs["many"], rank)
+    return found
+
+
+def _own_file(folder: Path, rank: int) -> Any:
+    file = next(folder.glob(f"iter_*/mp_rank_*_{rank:03d}/optim.pt"))
+    return torch.load(file, weights_only=True)["optimizer"]
+
+
+def _resumed(
+    fork: MiniFork, own: Own, size: int, folder: Path, runs: Mapping[str, TrainingRun], found: OwnFiles
+) -> None:
+    for saver in runs:
+        for reader, words in own.kinds().items():
+            if size == 2 or saver == reader:
+                again = fork.train(*f"{words} --train-iters 4 --load {folder / saver}".split())
+                found.facts[f"{reader} resumes what {saver} saved"] = _same_params(again, runs[saver])
+
+
+def _converted(fork: MiniFork, own: Own, rank: int, folder: Path, found: OwnFiles) -> None:
+    """The fork's own optimizer, which keeps no update count in the same place, refuses our shards and takes its own."""
+    words, files, theirs = f"{own.of_fork} --train-iters 4".split(), folder / "converted", []
+    if rank == 0:
+        convert(folder / "many" / "iter_0000002", files / "iter_0000002", "per-rank")
+        (files / "latest_checkpointed_iteration.txt").write_text("2")
+    dist.barrier()
+    one, again = (_own_file(folder / kind, rank) for kind in ("one", "converted"))
+    for key in ("optimizer", "shard_fp32_from_float16_groups"):
+        found.facts[f"{key} of converted files"] = _same_values(again[key], one[key])
+    for kind in ("one", "converted"):
+        theirs.append(fork.train(*words, "--load", str(folder / kind), ours=False))
+    found.facts["the fork's own resumes what was converted"] = _same_params(*theirs)
+    refused = raised(lambda: fork.train(*words, "--load", str(folder / "many"), ours=False))
+    found.facts["the fork's own refuses what many saved"] = refused[0] != "nothing"
+
+
+def _same_values(left: Any, right: Any) -> bool:
+    """Options may be lists or tuples, and counts tensors or numbers."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same_values(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same_values, left, right))
+    if isinstance(left, Tensor) and left.dim() == 1:
+        return _same_bits(left, right)
+    return bool(left == right)
+
+
+def _with_any_bits(runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
+    one, many = runs.values()
+    for run in runs.values():
+        _fill(run, "")
+    states = {kind: copy.deepcopy(run.optimizer.state_dict()) for kind, run in runs.items()}
+    for run, other in ((one, "many"), (many, "one")):
+        inner, state = run.optimizer.sharded.inner, copy.deepcopy(states[other])
+        for group in state["optimizer"]["param_groups"]:
+            group["lr"] = 0.125
+        step = count_updates(inner)
+        _fill(run, "others")
+        _forget_updates(inner)
+        run.optimizer.load_state_dict(state)
+        found.facts[f"load_state_dict of any bits of {other}"] = _is_filled(run, "")
+        found.facts[f"load_state_dict of the update count of {other}"] = count_updates(inner) == step
+    found.facts["load_state_dict of all groups"] = all(group["lr"] == 0.125 for group in many.optimizer.param_groups)
+
+
+def _forget_updates(inner: torch.optim.Optimizer) -> None:
+    for holder in (*inner.param_groups, *inner.state.values()):
+        if "step" in holder:
+            holder["step"] = 0 * holder["step"]
+
+
+def _without_count(fork: MiniFork, own: Own, runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
+    """As a fork's torch Adam leaves it, which keeps the update count where per-rank files does not save it."""
+    for kind, words in own.kinds().items():
+        state = copy.deepcopy(runs[kind].optimizer.state_dict())["optimizer"]
+        for holder in (*state["param_groups"], *state.get("state", {}).values()):
+            holder.pop("step", None)
+        run = fork.train(*f"{words} --train-iters 2 --distopt-resume-step 7".split())
+        run.optimizer.load_state_dict({**runs[kind].optimizer.state_dict(), "optimizer": state})
+        inner = run.optimizer.sharded.inner
+        has_count = any("step" in holder for holder in (*inner.param_groups, *inner.state.values()))
+        found.facts[f"{kind} goes on from the flag's update count"] = not has_count or count_updates(inner) == 7
+
+
+def _undistributed(fork: MiniFork, own: Own, runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
+    """The state of a run without the flag: every rank has all of it."""
+    words = own.of_fork.replace(DISTRIBUTED, "")
+    plain = fork.train(*f"{words} --train-iters 2".split(), ours=False).optimizer.state_dict()
+    for run in runs.values():
+        run.optimizer.load_state_dict(copy.deepcopy(plain))
+    found.facts["an undistributed state"] = _same_params(*runs.values())
+
+
+def _refused(run: TrainingRun, rank: int) -> dict[str, Refused]:
+    """On rank 1 alone it is wrong."""
+    good = copy.deepcopy(run.optimizer.state_dict())
+    states = {name: copy.deepcopy(good) for name in WRONG}
+    if rank == 1:
+        shards = {name: state["megatron_distopt"]["shards"] for name, state in states.items()}
+        missing = next(iter(shards["a shard missing"]))
+        del shards["a shard missing"][missing]
+        first = next(iter(shards["a moment too short"].values()))
+        first["exp_avg_sq"] = first["exp_avg_sq"][:-1]
+    return {name: refusal(run, lambda bad=bad: run.optimizer.load_state_dict(bad)) for name, bad in states.items()}
+
+
+WRONG = {
+    "a shard missing": "Invalid optimizer state: 0 of the ",
+    "a moment too short": "A shard of ",
+}
+
+
+def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder: Path) -> dict[str, OwnFiles]:
+    fork = InstalledFork.imported(goes_back=True, file_layout="per_rank", adam=adam)
+    found = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for name, own in cases.items():
+            with _training_only(fork, own.trained):
+                found[name] = _own_files(fork, own, rank, size, folder / name.replace(" ", "_"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def own_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("own")
+    return run_ranks(_collect_own, 2, "torch", OWN_OF_TWO, folder, seconds=600.0)
+
+
+@pytest.fixture(scope="module")
+def own_of_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_collect_own, 3, "fused", OWN_OF_THREE, tmp_path_factory.mktemp("own"), seconds=600.0)
+
+
+@pytest.fixture(scope="module")
+def own_of_one_case(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    case = {MIXED: OWN_OF_TWO[MIXED]}
+    return run_ranks(_collect_own, 2, "torch", case, tmp_path_factory.mktemp("own"), seconds=600.0)
+
+
+def test_own_files_of_a_mixed_model_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
+    own_of_one_case: list[dict[str, Any]],
+) -> None:
+    for each in own_of_one_case:
+        assert [fact for fact, is_true in each[MIXED].facts.items() if not is_true] == []
+        assert each[MIXED].buckets["one"] == 1 < each[MIXED].buckets["many"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(ranks, name) for ranks, cases in {"two": OWN_OF_TWO, "three": OWN_OF_THREE}.items() for name in cases],
+)
+def test_own_files_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
+    ranks: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    for each in request.getfixturevalue(f"own_of_{ranks}"):
+        assert [fact for fact, is_true in each[name].facts.items() if not is_true] == []
+        assert each[name].buckets["one"] == 1
+
+
+@pytest.mark.long
+def test_own_files_when_one_has_less_than_another_then_these_cases_have_been_met(
+    own_of_two: list[dict[str, Any]], own_of_three: list[dict[str, Any]]
+) -> None:
+    assert [each[MIXED].buckets["many"] for each in own_of_two] == [7, 7]
+    assert [each[GROUP_MISSING].groups for each in own_of_three] == [2, 1, 1]
+    assert [each[NOTHING].groups for each in own_of_three] == [1, 1, 0]
+    assert [each[NOTHING].owned for each in own_of_three] == [1, 0, 1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", [name for name, own in OWN_OF_TWO.items() if own.bucket < 100_000])
+def test_own_files_when_the_state_of_one_rank_is_wrong_then_nothing_changes_on_any(
+    name: str, wrong: str, own_of_two: list[dict[str, Any]]
+) -> None:
+    refused = [each[name].refused[wrong] for each in own_of_two]
+    assert [(each.kind, each.unchanged) for each in refused] == [
+        ("RanksDisagreeError", True),
+        ("CheckpointError", True),
+    ]
+    assert refused[1].text.startswith(WRONG[wrong])

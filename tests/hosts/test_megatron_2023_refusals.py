@@ -272,23 +272,13 @@ CASES: dict[str, tuple[Any, str, str]] = {
     ),
     "hyphens": (Attempts.with_underscores, "ConfigError", f"{_FLAG} | Did you mean --use_distributed_optimizer?"),
     "adma": ("--distopt-adma torch_fused", "ConfigError", f"--distopt-adma | Did you mean {_ADAM}?"),
-    "adma with =": ("--distopt_adma=torch_fused", "ConfigError", f"--distopt_adma | Did you mean {_ADAM}?"),
     "adma, leniently": (
         lambda at: at.parse_leniently("--distopt-adma torch_fused"),
         "ConfigError",
         f"--distopt-adma | Did you mean {_ADAM}?",
     ),
     "bad value": ("--distopt-nonfinite ignore", "ConfigError", "--distopt-nonfinite | 'ignore' | raise, skip, log"),
-    "bad number": ("--distopt-resume-step ten", "ConfigError", "--distopt-resume-step | 'ten' | at least 0 | none"),
-    "bad format": (
-        "--distopt-checkpoint-format dcp",
-        "ConfigError",
-        "--distopt-checkpoint-format | 'dcp' | distopt, gathered",
-    ),
-    "bad switch": ("--distopt-async-save later", "ConfigError", "--distopt-async-save | 'later' | yes or no"),
-    "bad overlap": (f"{_OVERLAP} always", "ConfigError", f"{_OVERLAP} | 'always' | yes, no or auto"),
     "absent adam": (f"{_ADAM} apex", "ConfigError", "'apex' | cpu | adam='auto'"),
-    "bucket of nothing": ("--distopt-bucket-size 0", "ConfigError", "--distopt-bucket-size | 0 | at least 1"),
     "bucket below one element a rank": (
         "--distopt-bucket-size 1",
         "ConfigError",
@@ -310,7 +300,6 @@ CASES: dict[str, tuple[Any, str, str]] = {
         "HostMismatchError",
         f"({_USUAL}, overlap) | {_USUAL}. | {_CLASS}",
     ),
-    "class with an option": (lambda at: at.built_by(_BUILD, f"{_USUAL}, overlap=False"), "nothing", "it trained"),
     "class with an option that is off": (
         lambda at: at.built_by(_BUILD[:-1] + ", False)", f"{_USUAL}, overlap=False"),
         "nothing",
@@ -384,6 +373,11 @@ CASES: dict[str, tuple[Any, str, str]] = {
         "LayoutError",
         f"'{_POSITION}' | DistributedDataParallel | Unfreeze params before wrapping",
     ),
+    "experts in the fork's file": (
+        "--experts --distopt-checkpoint-format gathered",
+        "ConfigError",
+        "a model with experts | checkpoint_format='gathered' | Leave checkpoint_format out",
+    ),
     "experts without a group": (
         Attempts.without_expert_group,
         "HostError",
@@ -403,11 +397,6 @@ CASES: dict[str, tuple[Any, str, str]] = {
     # One rank alone.
     **_differing("--distopt-bucket-size", {"700": "700", "800": "800"}, "bucket_size"),
     **_differing(_OVERLAP, {"yes": "True", "no": "False"}, "overlap_grad_reduce"),
-    **_differing("--distopt-reduce-dtype", {"bfloat16": "'bfloat16'", "none": "None"}, "reduce_dtype"),
-    **_differing("--distopt-nonfinite", {"skip": "'skip'", "log": "'log'"}, "nonfinite"),
-    **_differing(
-        "--distopt-checkpoint-format", {"gathered": "'gathered'", "distopt": "'distopt'"}, "checkpoint_format"
-    ),
     **_differing("--adam-eps", {"1e-6": "1e-06", "1e-7": "1e-07"}, "eps"),
     "other variable on one rank": (
         Attempts.with_other_variable,
@@ -516,7 +505,6 @@ FORKS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
     ),
     "2.6": (fork_trees.pre_distopt, "", "", "megatron_distopt.distribute(...) | DistributedDataParallel"),
     "no apex": (fork_trees.gathered_2023, "megatron/__init__.py", _APEX, _NO_APEX),
-    "no apex in the optimizer": (fork_trees.gathered_2023, "megatron/optimizer/__init__.py", _APEX, _NO_APEX),
     "no apex in the parser": (
         fork_trees.gathered_2023,
         "megatron/arguments.py",
@@ -528,12 +516,6 @@ FORKS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
         "megatron/__init__.py",
         "raise ImportError('Please install NVIDIA apex')\n",
         "cannot be imported | Please install NVIDIA apex | Install what it misses",
-    ),
-    "a module of its own missing": (
-        fork_trees.gathered_2023,
-        "megatron/__init__.py",
-        "from megatron.timers import Timers\n",
-        "cannot be imported | No module named 'megatron.timers' | Install what it misses",
     ),
 }
 #: Installs in one fork after the other.
@@ -605,14 +587,11 @@ def _chosen(make: Any, config: DistOptConfig | None = None) -> tuple[str, Any]:
     ("make", "name"),
     [
         (torch.optim.Adam, "torch_fused"),
-        (lambda groups: torch.optim.AdamW(groups, foreach=True), "torch_fused"),
         (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5), "torch_sgd"),
         (AdamW, "AdamW"),
         (lambda groups: torch.optim.Adam(groups, amsgrad=True), "Adam"),
         (lambda groups: torch.optim.AdamW(groups, maximize=True), "AdamW"),
-        (lambda groups: torch.optim.AdamW([{**groups[0], "amsgrad": True}]), "AdamW"),
         (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5, nesterov=True), "SGD"),
-        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5, dampening=0.25), "SGD"),
     ],
 )
 def test_inner_when_the_fork_built_it_then_replaced_where_ours_does_the_same_and_used_itself_elsewhere(

@@ -111,11 +111,6 @@ class Amsgrad(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad=True)
 
 
-class Maximizing(torch.optim.AdamW):
-    def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=True)
-
-
 class AdamW(torch.optim.Optimizer):
     """Of the fork's own, with another formula than the class of that name in torch."""
 
@@ -142,11 +137,9 @@ PROGRAMS: dict[str, Program] = {
     "nothing in fp16": Program(expect=NoEffect(), setting=FP16),
     "nothing with a frozen param": Program(expect=NoEffect(), setting=FROZEN),
     **{name: replace(program, setting=BF16) for name, program in COMMON.items()},
-    "weights_changed_in_fp32": Program(promises.halve, setting=FP32),
     "data_replaced": Program(promises.move, setting=BF16),
     "data_replaced_in_fp32": Program(promises.move, setting=FP32),
     "data_replaced_and_reloaded": Program(promises.move_and_reload, setting=BF16),
-    "data_replaced_and_reloaded_in_fp32": Program(promises.move_and_reload, setting=FP32),
     "converted_there_and_back": Program(convert_there_and_back, setting=FP32),
     "converted": Program(convert, _refused(*CONVERTED), setting=BF16),
     "converted_on_one_rank": Program(convert_on_one_rank, _refused(*CONVERTED, first=OTHER), setting=BF16),
@@ -154,23 +147,19 @@ PROGRAMS: dict[str, Program] = {
     "tied_by_data_before": Program(expect=_refused(*TIED), wrapped=tie_before, setting=BF16),
     "unfrozen": Program(promises.unfreeze, NoEffect(), setting=FROZEN),
     "grads_kept": Program(promises.keep_grads, _refused(*USED), setting=BF16),
-    "grads_kept_in_fp16": Program(promises.keep_grads, _refused(*USED), setting=FP16),
     "grads_kept_on_one_rank": Program(promises.keep_grads_on_one_rank, _refused(*USED, first=OTHER), setting=BF16),
     "loss_not_scaled": Program(forget_the_scale, at=0, setting=FP16),
     "nothing overlapped": Program(expect=NoEffect(), setting=OVERLAPPED),
     "weights_read_overlapped": Program(read, NoEffect(), setting=OVERLAPPED, notes={"current": True}),
     "weights_changed_overlapped": Program(promises.halve, setting=OVERLAPPED),
     "data_replaced_overlapped": Program(promises.move, setting=OVERLAPPED),
-    "frozen_overlapped": Program(promises.freeze, setting=OVERLAPPED),
     "methods_called_overlapped": Program(call_methods, NoEffect(), setting=OVERLAPPED),
     "compiled_overlapped": Program(compile_it, NoEffect(), setting=OVERLAPPED),
-    "compiled_at_first_overlapped": Program(compile_it, NoEffect(), at=0, setting=OVERLAPPED),
     "closure": Program(
         promises.step_with_closure, NoEffect(), setting=BF16, notes={"step": "HostError: step was given a closure"}
     ),
     "param_saved": Program(promises.save_a_param, NoEffect(), setting=BF16),
     "amsgrad": Program(base=Amsgrad, setting=BF16),
-    "maximize": Program(base=Maximizing, setting=BF16),
     "own_class_named_as_torchs": Program(base=AdamW, setting=BF16),
 }
 

@@ -92,12 +92,12 @@ class MiniFork:
     entered: list[tuple[object, ...]] = field(default_factory=list)
 
     @classmethod
-    def imported(cls, *, goes_back: bool = False, **switches: str) -> MiniFork:
+    def imported(cls, *, goes_back: bool = False, folder: Path = FOLDER, **switches: str) -> MiniFork:
         """Imports the fork; `switches` are its MINI_FORK_* variables in lower case, MINI_FORK_NATIVE defaults to 1."""
         os.environ.setdefault("MINI_FORK_NATIVE", "1")
         os.environ["MINI_FORK_CORE"] = str(core_folder())
         os.environ.update({f"MINI_FORK_{name.upper()}": value for name, value in switches.items()})
-        sys.path.insert(0, str(FOLDER))
+        sys.path.insert(0, str(folder))
         script = import_module("pretrain")
         return cls(import_module("megatron.training"), script, goes_back)
 

@@ -113,9 +113,7 @@ class ForkCheckpoints(BuiltOptimizer):
         if getattr(get_args(), "no_save_optim", False):
             return
         self.finish_param_gather()
-        folder = exchange(optimizer_folder_of(filename), self.everyone)[
-            0
-        ]  # every rank has a name of its own for the file
+        folder = exchange(optimizer_folder_of(filename), self.everyone)[0]  # ranks have names of their own
         if self.sharded.config.checkpoint_format == "gathered":
             save_gathered(self, filename)
 
