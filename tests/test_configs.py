@@ -77,8 +77,8 @@ class Parsed:
 # ---------------------------------------------------------------------------------------------------------- training
 
 
-def _run(config: Path) -> list[float]:
-    """Losses of a short run, in order."""
+def test_launch_file_when_the_deepspeed_launcher_runs_it_then_it_trains() -> None:
+    """That of torchrun differs in its last lines only; the same script under torchrun: tests/plugin/test_runner.py."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -89,25 +89,11 @@ def _run(config: Path) -> list[float]:
         "MEGATRON_DISTOPT": "require",
     }
     environment.pop("MEGATRON_DISTOPT_ACCELERATOR", None)  # as users have it: DeepSpeed names the device
-    command = ["bash", str(config), "--train-iters", "4"]
+    command = ["bash", str(FOLDER / "gpt_tiny_deepspeed.sh"), "--train-iters", "4"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [float(loss) for loss in re.findall(r"\| loss ([\d.]+) \|", done.stdout)]
-
-
-@pytest.fixture(scope="module")
-def losses() -> dict[str, list[float]]:
-    return {name: _run(FOLDER / f"{name}.sh") for name in CORE}
-
-
-def test_launch_files_when_run_then_train(losses: dict[str, list[float]]) -> None:
-    for curve in losses.values():
-        assert len(curve) == 4
-        assert curve[-1] < curve[0]
-
-
-def test_launch_files_when_the_launcher_differs_then_the_curve_does_not(losses: dict[str, list[float]]) -> None:
-    assert losses["gpt_tiny_torchrun"] == losses["gpt_tiny_deepspeed"]
+    losses = [float(loss) for loss in re.findall(r"\| loss ([\d.]+) \|", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- dry-runs
@@ -211,7 +197,7 @@ def test_launch_files_when_read_then_name_no_machine_and_no_folder_of_one(path: 
 
 
 @each_fork_launch
-def test_launch_when_dry_run_then_the_launcher_starts_the_script_on_the_nodes_and_ranks_that_are_meant(
+def test_launch_when_dry_run_then_script_nodes_ranks_and_flags_are_those_that_are_meant(
     launch: Launch, variables: dict[str, str]
 ) -> None:
     started = _dry_run(launch.name, variables)
@@ -227,58 +213,17 @@ def test_launch_when_dry_run_then_the_launcher_starts_the_script_on_the_nodes_an
         assert options["nproc_per_node"] == str(launch.ranks)
         assert options["standalone"] is (launch.nodes == 1)
         assert int(options["nnodes"].split(":")[-1]) == launch.nodes
-
-
-def test_launch_when_torchrun_has_two_nodes_then_they_meet_where_the_variables_say(variables: dict[str, str]) -> None:
-    options = _parse(_dry_run("gpt_7b_torchrun_2nodes", {**variables, "MASTER_PORT": "29501"})).options
-    assert (options["master_addr"], options["master_port"]) == ("node0.example.invalid", 29501)
-    assert (options["node_rank"], options["rdzv_backend"]) == (1, "static")
-
-
-def test_launch_when_deepspeed_has_two_nodes_then_the_example_hostfile_holds_them(variables: dict[str, str]) -> None:
-    from deepspeed.launcher.runner import fetch_hostfile
-
-    options = _parse(_dry_run("gpt_7b_deepspeed_2nodes", variables)).options
-    assert dict(fetch_hostfile(options["hostfile"])) == {"node0.example.invalid": 8, "node1.example.invalid": 8}
-
-
-def test_launch_when_deepspeed_has_two_nodes_then_both_get_our_variables(variables: dict[str, str]) -> None:
-    (Path(variables["HOME"]) / ".deepspeed_env").write_text("MINE=1\n")
-    started = _dry_run("gpt_7b_deepspeed_2nodes", {**variables, "MEGATRON_DISTOPT_ADAM": "apex"})
-    lines = Path(started.environment["DS_ENV_FILE"]).read_text().splitlines()
-    assert (lines[0], lines[-1]) == ("CUDA_DEVICE_MAX_CONNECTIONS=1", "MINE=1")
-    assert sorted(lines[1:-1]) == ["MEGATRON_DISTOPT=require", "MEGATRON_DISTOPT_ADAM=apex"]
-
-
-@each_fork_launch
-def test_launch_when_a_script_is_to_run_before_then_it_gets_the_runner(
-    launch: Launch, variables: dict[str, str]
-) -> None:
-    plain = _parse(_dry_run(launch.name, variables)).program
-    parsed = _parse(_dry_run(launch.name, {**variables, "RUN_BEFORE": "path to/mend.py"}))
-    assert not parsed.options["module"]
-    if "--data-cache-path" in plain:  # a new temporary folder each time, unless it is given
-        place = plain.index("--data-cache-path") + 1
-        plain[place] = parsed.program[place + 1]
-    assert parsed.program == ["path to/mend.py", *plain]
-
-
-@each_fork_launch
-def test_launch_when_dry_run_then_the_flags_choose_our_optimizer_and_each_is_there_once(
-    launch: Launch, variables: dict[str, str]
-) -> None:
-    flags = _training_flags(launch, variables)
+    flags = _flags(target.arguments[launch.by_deepspeed :])
     assert flags["--use-distributed-optimizer"] == ""
     assert not {"--deepspeed", "--deepspeed_config", "--deepspeed-config", "--zero-stage"} & flags.keys()
     assert {flags["--data-path"], flags["--vocab-file"], flags["--merge-file"]} == {variables[name] for name in FILES}
     if "CHECKPOINT_DIR" in launch.needs:
         assert flags["--save"] == flags["--load"] == variables["CHECKPOINT_DIR"]
         assert "--bf16" in flags
+    _check_arithmetic(launch, flags)
 
 
-@each_fork_launch
-def test_launch_when_dry_run_then_its_arithmetic_holds(launch: Launch, variables: dict[str, str]) -> None:
-    flags = _training_flags(launch, variables)
+def _check_arithmetic(launch: Launch, flags: dict[str, str]) -> None:
     tensor, pipeline = (int(flags.get(f"--{kind}-model-parallel-size", "1")) for kind in ("tensor", "pipeline"))
     assert launch.ranks % (tensor * pipeline) == 0  # tensor and pipeline parallelism stay inside a node
     data = launch.world_size // (tensor * pipeline)
@@ -293,6 +238,23 @@ def test_launch_when_dry_run_then_its_arithmetic_holds(launch: Launch, variables
     assert 12 * layers * hidden**2 + (vocabulary + length) * hidden == pytest.approx(launch.params, rel=0.02)
 
 
+def test_launch_when_there_are_two_nodes_then_they_meet_where_it_is_said_and_both_get_our_variables(
+    variables: dict[str, str],
+) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    options = _parse(_dry_run("gpt_7b_torchrun_2nodes", {**variables, "MASTER_PORT": "29501"})).options
+    assert (options["master_addr"], options["master_port"]) == ("node0.example.invalid", 29501)
+    assert (options["node_rank"], options["rdzv_backend"]) == (1, "static")
+    (Path(variables["HOME"]) / ".deepspeed_env").write_text("MINE=1\n")
+    started = _dry_run("gpt_7b_deepspeed_2nodes", {**variables, "MEGATRON_DISTOPT_ADAM": "apex"})
+    hosts = fetch_hostfile(_parse(started).options["hostfile"])
+    assert dict(hosts) == {"node0.example.invalid": 8, "node1.example.invalid": 8}
+    lines = Path(started.environment["DS_ENV_FILE"]).read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("CUDA_DEVICE_MAX_CONNECTIONS=1", "MINE=1")
+    assert sorted(lines[1:-1]) == ["MEGATRON_DISTOPT=require", "MEGATRON_DISTOPT_ADAM=apex"]
+
+
 @pytest.mark.parametrize("size", ["gpt_tiny_fork_cpu", "gpt_125m", "gpt_7b"])
 def test_launch_when_the_launcher_differs_then_the_training_does_not(size: str, variables: dict[str, str]) -> None:
     first, second = (launch for launch in FORK if launch.name.startswith(size))
@@ -301,42 +263,39 @@ def test_launch_when_the_launcher_differs_then_the_training_does_not(size: str, 
 
 
 @pytest.mark.parametrize("name", [*CORE, *(launch.name for launch in FORK)])
-def test_launch_when_the_user_adds_arguments_then_they_come_last(name: str, variables: dict[str, str]) -> None:
+def test_launch_when_the_user_adds_arguments_or_a_script_to_run_before_then_they_are_passed_on(
+    name: str, variables: dict[str, str]
+) -> None:
     given = {**variables, "DATA_CACHE": "cache"}
     plain, started = _dry_run(name, given), _dry_run(name, given, *EXTRA)
     assert started.words == [*plain.words, *EXTRA]
-    assert Counter(_parse(started).program)["--lr"] == 2
-
-
-@pytest.mark.parametrize("name", CORE)
-def test_launch_of_megatron_core_when_dry_run_then_two_ranks_run_the_example(
-    name: str, variables: dict[str, str]
-) -> None:
-    parsed = _parse(_dry_run(name, variables))
-    assert int(parsed.options["num_gpus" if "deepspeed" in name else "nproc_per_node"]) == 2
-    assert parsed.program[0] == "examples/pretrain_gpt_core.py"
-    assert "--use-distributed-optimizer" in _flags(parsed.program[1:])
-
-
-@pytest.mark.parametrize(
-    ("launch", "missing"),
-    [pytest.param(launch, name, id=f"{launch.name}-{name}") for launch in FORK for name in launch.needs],
-)
-@pytest.mark.parametrize("value", [None, ""], ids=["unset", "empty"])
-def test_launch_when_a_variable_is_missing_then_says_what_to_type(
-    launch: Launch, missing: str, value: str | None, variables: dict[str, str]
-) -> None:
-    del variables[missing]
-    done = _bash(launch.name, {**variables, **({} if value is None else {missing: value})})
-    assert done.returncode != 0
-    assert re.search(rf": {missing}: must .+\. Type: export {missing}=\S+$", done.stderr.strip()), done.stderr
-    assert not Path(variables["STARTED"]).exists()
+    program = _parse(started).program
+    assert Counter(program)["--lr"] == 2
+    if name in CORE:
+        options = _parse(plain).options
+        assert int(options["num_gpus" if "deepspeed" in name else "nproc_per_node"]) == 2
+        assert program[0] == "examples/pretrain_gpt_core.py"
+        assert "--use-distributed-optimizer" in program
+    else:
+        before = _parse(_dry_run(name, {**given, "RUN_BEFORE": "path to/mend.py"}, *EXTRA))
+        assert not before.options["module"]
+        assert before.program == ["path to/mend.py", *program]
 
 
 @each_fork_launch
-def test_launch_when_other_variables_are_missing_then_starts(launch: Launch, variables: dict[str, str]) -> None:
+def test_launch_when_variables_are_missing_then_it_starts_or_says_which_and_what_to_type(
+    launch: Launch, variables: dict[str, str]
+) -> None:
     needed = {name: variables[name] for name in ("PATH", "TMPDIR", "STARTED", *launch.needs)}
     _dry_run(launch.name, needed)
+    Path(variables["STARTED"]).unlink()
+    for missing in launch.needs:
+        without = {name: value for name, value in variables.items() if name != missing}
+        for given in (without, {**without, missing: ""}):
+            done = _bash(launch.name, given)
+            assert done.returncode != 0
+            assert re.search(rf": {missing}: must .+\. Type: export {missing}=\S+$", done.stderr.strip()), done.stderr
+    assert not Path(variables["STARTED"]).exists()
 
 
 # ------------------------------------------------------------------------------------------- the parser of a real fork

@@ -25,19 +25,13 @@ VISION = {"megatron/data/__init__.py": "", "megatron/data/vit_dataset.py": "impo
 
 #: What is changed in a copy of the fork, and a part of what is said about it; empty where it starts.
 COPIES: dict[str, tuple[dict[str, str], str]] = {
-    "unchanged": ({"megatron/training.py": TRAINING + IMPORTS}, ""),
     "a package is missing": (
-        {"megatron/training.py": f"import absent_package.part\n{TRAINING}"},
-        "No module named 'absent_package'. Install the package that provides absent_package.",
-    ),
-    "apex is missing": ({"megatron/training.py": f"import apex.absent\n{TRAINING}"}, "NVIDIA apex from its sources"),
-    "a device is asserted": (
-        {"megatron/training.py": f"{TRAINING}assert False, 'Megatron requires CUDA.'\n"},
-        "AssertionError: Megatron requires CUDA. ",
+        {"megatron/training.py": f"import apex.absent\n{TRAINING}"},
+        "NVIDIA apex from its sources",
     ),
     "it exits with status 0": ({"megatron/training.py": f"{TRAINING}raise SystemExit(0)\n"}, "SystemExit: 0. "),
     "what our adapter imports is gone": ({"megatron/model/module.py": ""}, "param_is_not_shared"),
-    "a fix is made": ({**VISION, "megatron/training.py": f"import megatron.data.vit_dataset\n{TRAINING}"}, ""),
+    "a fix is made": ({**VISION, "megatron/training.py": f"import megatron.data.vit_dataset\n{TRAINING}{IMPORTS}"}, ""),
 }
 
 
@@ -60,8 +54,6 @@ def test_doctor_when_it_tries_a_copy_then_its_verdict_is_what_happens_and_nothin
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, said = COPIES[name]
-    if "torchvision" in str(changes) and find_spec("torchvision") is not None:
-        pytest.skip("torchvision is installed")
     fork = write_tree(gathered_2023(tmp_path / "fork"), {"megatron/training.py": TRAINING, **changes})
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -84,8 +76,8 @@ def test_trial_when_the_import_hangs_then_given_up_and_what_it_started_is_ended(
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(other.pid))\ntime.sleep(600)\n"
     )
     monkeypatch.setattr(doctor_trial, "_CHILD", hanging)  # what comes before it takes long on a busy machine
-    found = try_start(tmp_path, "megatron.training", timeout_s=5)
-    assert found.status is Status.PROBLEM and "within 5 s" in found.text and "--no-trial" in found.text
+    found = try_start(tmp_path, "megatron.training", timeout_s=2)
+    assert found.status is Status.PROBLEM and "within 2 s" in found.text and "--no-trial" in found.text
     other = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     deadline = time.monotonic() + 10
     while other.exists() and other.read_text().rpartition(")")[2].split()[0] != "Z":  # an ended one may wait for init

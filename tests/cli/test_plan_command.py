@@ -69,15 +69,12 @@ def test_plan_when_sizes_of_buckets_are_words_then_they_are_compared_with_number
     ("words", "title", "shown"),
     [
         (("--pp", 1, 2), "stage", None),
-        (("--rotary", "--pp", 1, 2), "stage", ["0", "1"]),  # the final norm
         (("--pp", 4), "stage", ["0", "1-2", "3"]),
-        (("--bucket-size", 1), "bucket", ["1"]),
         (("--bucket-size", "all"), "bucket", None),
         (("--experts", 4, "--dp", 2, "--ep", 1, 2), "ep", ["1", "2"]),
         (("--reduce-dtype", "none", "float16"), "reduce dtype", ["none", "float16"]),
         (("--optimizer", "muon"), "optimizer", ["muon"]),
         (("--optimizer", "muon"), "imbalance", ["1.00"]),
-        (("--dtype", "bf16"), "optimizer", None),
     ],
 )
 def test_plan_when_a_column_says_more_than_what_is_usual_then_it_is_shown(

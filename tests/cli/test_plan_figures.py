@@ -33,9 +33,6 @@ CUT = ParallelSizes(dp=2)
 RUNS = {
     "bf16": Choice(CUT, bucket_size=BUCKET),
     "bf16 with bf16 grads": Choice(CUT, grad_dtype="bf16", bucket_size=BUCKET),
-    "fp32": Choice(CUT, "fp32", bucket_size=BUCKET),
-    "one bucket": Choice(CUT),
-    "bf16 with grads sent as bf16": Choice(CUT, reduce_dtype="bfloat16", bucket_size=BUCKET),
     "fp32 with grads sent as fp16": Choice(CUT, "fp32", reduce_dtype="float16", bucket_size=BUCKET),
     "remainder, bf16 moments": Choice(
         CUT,
@@ -56,7 +53,6 @@ RUNS = {
 SHAPES = {
     "tp 2": (GPT, ParallelSizes(dp=1, tp=2)),
     "pp 2, tied": (GPT, ParallelSizes(dp=1, pp=2)),
-    "pp 2, untied": (replace(GPT, is_tied=False), ParallelSizes(dp=1, pp=2)),
     "as llama": (
         replace(GPT, kv_heads=2, is_gated=True, is_rms=True, has_bias=False, is_tied=False, is_rotary=True),
         ParallelSizes(dp=1, tp=2),
@@ -65,7 +61,6 @@ SHAPES = {
         replace(GPT, is_gated=True, is_rms=True, has_bias=False, has_qkv_bias=True, is_rotary=True),
         ParallelSizes(dp=2),
     ),
-    "experts": (replace(GPT, experts=4, expert_ffn=48), ParallelSizes(dp=2)),
     "experts, tp 2": (replace(GPT, experts=4, has_bias=False), ParallelSizes(dp=1, tp=2)),
     "experts, ep 2": (replace(GPT, experts=4, expert_ffn=48, is_gated=True, has_bias=False), ParallelSizes(dp=2, ep=2)),
 }

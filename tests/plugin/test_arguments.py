@@ -80,8 +80,6 @@ def test_help_when_printed_then_names_every_flag_its_values_and_its_default() ->
         ("--distopt-adm", "--distopt-adam"),
         ("--distopt-adm=apex", "--distopt-adam"),
         ("--distopt_optimiser", "--distopt-optimizer"),
-        ("--distopt-resumestep", "--distopt-resume-step"),
-        ("--distopt-checkpoint-fmt", "--distopt-checkpoint-format"),
         ("--distopt-zzzzzzzzzzzzzzzzzzzzzzzzzzz", "--distopt-adam"),  # like none: all are named
         ("--use-distributed-optimiser", "--use-distributed-optimizer"),
         ("--use_distributed_optimizer", "--use-distributed-optimizer"),

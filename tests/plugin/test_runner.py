@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.plugin.runner import TrainingScript, main, parse_target
+from megatron_distopt.plugin.runner import main, parse_target
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt_core.py"
 
@@ -53,7 +53,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("VALUE = 5\n")
     (tmp_path / "broken.py").write_text(BROKEN)
-    (tmp_path / "no_python.py").write_text("x = = 3\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "train.py").write_text(SCRIPT)
@@ -69,36 +68,25 @@ def _run(
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("train.py", "--lr", "1"), ("-m", "package.train", "--lr", "1")],
-    ids=["script", "module"],
-)
-def test_runner_when_a_target_runs_then_it_is_as_if_started_alone(folder: Path, words: tuple[str, ...]) -> None:
-    done = _run(*words, cwd=folder)
-    assert json.loads(done.stdout) == [["--lr", "1"], "train.py", "train.py", 5, [4, 9]], done.stderr
+@pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
+def test_runner_when_a_target_runs_then_it_is_as_if_started_alone(is_module: bool, folder: Path) -> None:
+    """The script from another folder, with the rank that the DeepSpeed launcher puts first."""
+    (folder / "elsewhere").mkdir()
+    words = ["-m", "package.train"] if is_module else ["--local_rank=0", str(folder / "train.py")]
+    done = _run(*words, "--lr", "1", cwd=folder if is_module else folder / "elsewhere")
+    arguments = ["--lr", "1"] if is_module else ["--local_rank=0", "--lr", "1"]
+    assert json.loads(done.stdout) == [arguments, "train.py", "train.py", 5, [4, 9]], done.stderr
     assert done.returncode == 7
 
 
-def test_runner_when_the_script_is_elsewhere_then_its_folder_is_first_on_the_path_and_the_rank_is_handed_on(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    done = _run("--local_rank=0", str(folder / "train.py"), cwd=tmp_path_factory.mktemp("elsewhere"))
-    assert json.loads(done.stdout) == [["--local_rank=0"], "train.py", "train.py", 5, [4, 9]], done.stderr
-    assert done.returncode == 7
-
-
-@pytest.mark.parametrize(
-    ("script", "safe_path", "text"), [("broken.py", "1", "from the script"), ("no_python.py", "", "SyntaxError")]
-)
 def test_runner_when_the_script_raises_then_the_traceback_is_the_scripts(
-    script: str, safe_path: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    alone, ours = _run(script, cwd=folder, program=()), _run(script, cwd=folder)
+    alone, ours = _run("broken.py", cwd=folder, program=()), _run("broken.py", cwd=folder)
     assert (ours.stdout, ours.stderr) == (alone.stdout, alone.stderr)
-    assert text in ours.stderr
+    assert "from the script" in ours.stderr
     assert ours.returncode == alone.returncode == 1
 
 
@@ -139,13 +127,6 @@ def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(
     assert (ended.value.code, said.out) == (1, "")
 
 
-def test_target_when_the_rank_comes_first_then_is_handed_on(folder: Path) -> None:
-    script = str(folder / "train.py")
-    assert parse_target(["--local-rank=3", script, "-m", "x"]) == TrainingScript(
-        script, False, ("--local-rank=3", "-m", "x")
-    )
-
-
 def test_runner_when_torchrun_starts_it_then_an_unchanged_script_of_megatron_core_gets_our_optimizer(
     tmp_path: Path,
 ) -> None:
@@ -166,7 +147,7 @@ def test_runner_when_torchrun_starts_it_then_an_unchanged_script_of_megatron_cor
         "PYTHONPATH": str(EXAMPLE.parent),
         "OMP_NUM_THREADS": "1",
     }
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "1"]
     words = [str(script), "--use-distributed-optimizer", "--bf16", "--train-iters", "3", "--data", str(EXAMPLE)]
     command = [*torchrun, "-m", "megatron_distopt", *words]
     done = subprocess.run(
