@@ -71,9 +71,17 @@ def answer(parsed: argparse.Namespace) -> Answer:
     Raises:
         CheckpointError: a path holds no checkpoint, or a damaged one; or it is of another kind than the other path.
     """
-    if _are_runs(parsed.first, parsed.second):
-        return _answer_about_runs(parsed.first, parsed.second)
-    places = find(parsed.first), find(parsed.second)
+    paths = parsed.first, parsed.second
+    digests = [path for path in paths if is_digest_file(path)]
+    if len(digests) == 2:
+        return _answer_about_runs(*paths)
+    if digests:
+        (other,) = {*paths} - {*digests}
+        raise CheckpointError(
+            f"{digests[0]} holds digests of a run, and {other} does not. Name two checkpoints, or two files that "
+            "--distopt-log-digests wrote."
+        )
+    places = [find(path) for path in paths]
     first, second = (open_any(place.path) for place in places)
     # Megatrons name the same param differently.
     theirs = {key_of(kind_of(key), canonical(name_of(key))): key for key in second.tensors}
@@ -161,11 +169,8 @@ def _bits(tensor: Tensor) -> Tensor:
 def _settings_that_differ(first: Manifest, second: Manifest, names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Returns what differs of options, update counts and loss scales, as JSON values; None is what is not said.
 
-    They are compared param by param, because two checkpoints may put the same params into other groups.
-
-    Args:
-        first, second: the two.
-        names: from those of params in the first to those in the second.
+    They are compared param by param, because two checkpoints may put the same params into other groups. `names` goes
+    from those of params in the first to those in the second.
     """
     ours, theirs = (
         {name: settings_of(group) for group in manifest.groups for name in group.names} for manifest in (first, second)
@@ -232,22 +237,6 @@ def _parts(
 
 
 # --- two runs
-
-
-def _are_runs(first: Path, second: Path) -> bool:
-    """Whether both paths are digest files, rather than checkpoints.
-
-    Raises:
-        CheckpointError: one is a digest file and the other one is not.
-    """
-    found = is_digest_file(first), is_digest_file(second)
-    if any(found) and not all(found):
-        digests, other = (first, second) if found[0] else (second, first)
-        raise CheckpointError(
-            f"{digests} holds digests of a run, and {other} does not. Name two checkpoints, or two files that "
-            "--distopt-log-digests wrote."
-        )
-    return all(found)
 
 
 def _answer_about_runs(*paths: Path) -> Answer:

@@ -105,7 +105,7 @@ def _head(place: CheckpointPath, manifest: Manifest, params: Sequence[Param]) ->
 
 
 def _step_text(step: int | None) -> str:
-    return "not plural" if step is None else str(step)
+    return "not counted" if step is None else str(step)
 
 
 def _group_rows(manifest: Manifest, params: Sequence[Param]) -> Iterator[tuple[str, str]]:

@@ -195,6 +195,12 @@ class StagePlan:
         return sum(param.spec.numel for param in self.params)
 
     @property
+    def stages(self) -> range:
+        """The stages that this one stands for."""
+        last = self.choice.cut.pp - 1
+        return range(1, last) if 0 < self.stage < last else range(self.stage, self.stage + 1)
+
+    @property
     def backward_nbytes(self) -> int:
         """For a moment in backward: the largest gradient, before it is added to the buffer."""
         return max(param.spec.numel for param in self.params) * DTYPES[self.choice.dtype][1]
@@ -209,32 +215,21 @@ class StagePlan:
         return sum(part.nbytes for part in self.sent.values())
 
 
-@dataclass(frozen=True)
-class ChoicePlan:
-    """The plan of all stages of one choice; the stages between the first and the last are alike and listed once."""
+def plan_choice(gpt: GptSizes, choice: Choice) -> list[StagePlan]:
+    """Works out every stage for the first data-parallel rank, on which no padding of a bucket's end lies.
 
-    choice: Choice
-    stages: tuple[StagePlan, ...]
-
-    @property
-    def fullest(self) -> StagePlan:
-        return max(self.stages, key=lambda stage: stage.footprint.lasting_nbytes)
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most that a rank of any stage holds on its device at any time."""
-        return max(stage.peak_nbytes for stage in self.stages)
-
-    def stage_numbers(self, plan: StagePlan) -> range:
-        """The stages that one of `stages` stands for."""
-        last = self.choice.cut.pp - 1
-        return range(1, last) if 0 < plan.stage < last else range(plan.stage, plan.stage + 1)
-
-
-def plan_choice(gpt: GptSizes, choice: Choice) -> ChoicePlan:
-    """Works out every stage for the first data-parallel rank, on which no padding of a bucket's end lies."""
+    Those between the first and the last are alike, and are in the list once.
+    """
     numbers = sorted({0, min(1, choice.cut.pp - 1), choice.cut.pp - 1})
-    return ChoicePlan(choice, tuple(plan_stage(gpt, choice, stage) for stage in numbers))
+    return [plan_stage(gpt, choice, stage) for stage in numbers]
+
+
+def _fullest(stages: Sequence[StagePlan]) -> StagePlan:
+    return max(stages, key=lambda stage: stage.footprint.lasting_nbytes)
+
+
+def _peak_nbytes(stages: Sequence[StagePlan]) -> int:
+    return max(stage.peak_nbytes for stage in stages)
 
 
 def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> StagePlan:
@@ -303,32 +298,31 @@ def answer(parsed: argparse.Namespace) -> Answer:
     memory_nbytes = None if parsed.memory is None else round(parsed.memory * _GIB)
     shown = plans
     if memory_nbytes is not None:
-        plans.sort(key=lambda plan: _change_of(plan.choice))
-        shown = [plan for plan in plans if plan.peak_nbytes <= memory_nbytes]
+        plans.sort(key=lambda stages: _change_of(stages[0].choice))
+        shown = [stages for stages in plans if _peak_nbytes(stages) <= memory_nbytes]
     document = {
         "model": {**asdict(gpt), "ffn_width": gpt.ffn_width},
         "memory_nbytes": memory_nbytes,
-        "choices": [_document(plan, memory_nbytes) for plan in plans],
+        "choices": [_document(stages, memory_nbytes) for stages in plans],
     }
     model = {name: str(value) for name, value in asdict(gpt).items() if value not in (None, False)}
     parts = [titled("model", rows([(", ".join(f"{name} {value}" for name, value in model.items()),)]))]
     # Of a single choice every stage is shown, of several the one whose ranks hold most.
-    listed = [(plan, stage) for plan in shown for stage in (plan.stages if len(plans) == 1 else [plan.fullest])]
+    listed = [(stages, stage) for stages in shown for stage in (stages if len(plans) == 1 else [_fullest(stages)])]
     if listed:
         title = "choices" if memory_nbytes is None else f"choices that fit into {size_text(memory_nbytes)}"
         parts.append(titled(f"{title}; bytes of a rank, between two steps", _table(listed, memory_nbytes)))
     if memory_nbytes is not None:
         parts.append(titled("what fits", rows(_fits(plans, shown, memory_nbytes))))
     elif len(plans) == 1:
-        parts.append(titled("one step of the fullest stage", rows(_step(plans[0].fullest))))
+        parts.append(titled("one step of the fullest stage", rows(_step(_fullest(plans[0])))))
     return Answer(document, parts)
 
 
 def _change_of(choice: Choice) -> tuple[int, int, bool, bool]:
     """Sorts by what a state changes about a training with fp32 state on the device, from the least to the most.
 
-    Rounded main params count more than rounded moments, those more than the place, and that more than a remainder,
-    which has all bits of fp32.
+    Rounded main params count most, then rounded moments, the place, and remainders, which have all bits of fp32.
     """
     main = choice.main_params_dtype if choice.dtype != "fp32" else "float32"
     forms = list(MOMENT_NBYTES)
@@ -340,19 +334,19 @@ def _change_of(choice: Choice) -> tuple[int, int, bool, bool]:
     )
 
 
-def _document(plan: ChoicePlan, memory_nbytes: int | None) -> dict[str, Any]:
-    choice = plan.choice
+def _document(stages: Sequence[StagePlan], memory_nbytes: int | None) -> dict[str, Any]:
+    choice, peak_nbytes = stages[0].choice, _peak_nbytes(stages)
     return {
         **asdict(choice.cut),
         "ranks": choice.cut.num_ranks,
         **{name: value for name, value in asdict(choice).items() if name != "cut"},
         "options": choice.options,
-        "peak_nbytes": plan.peak_nbytes,
-        "fits": None if memory_nbytes is None else plan.peak_nbytes <= memory_nbytes,
-        "fullest_stage": plan.fullest.stage,
+        "peak_nbytes": peak_nbytes,
+        "fits": None if memory_nbytes is None else peak_nbytes <= memory_nbytes,
+        "fullest_stage": _fullest(stages).stage,
         "stages": [
             {
-                "stages": list(plan.stage_numbers(stage)),
+                "stages": list(stage.stages),
                 "params": len(stage.params),
                 "numel": stage.numel,
                 "buckets": stage.num_buckets,
@@ -365,7 +359,7 @@ def _document(plan: ChoicePlan, memory_nbytes: int | None) -> dict[str, Any]:
                 "sent_nbytes": stage.sent_nbytes,
                 "muon_imbalance": stage.muon_imbalance if choice.has_muon else None,
             }
-            for stage in plan.stages
+            for stage in stages
         ],
     }
 
@@ -386,8 +380,8 @@ _USUAL = {
 }
 
 
-def _table(listed: Sequence[tuple[ChoicePlan, StagePlan]], memory_nbytes: int | None) -> RenderableType:
-    found = [_cells(plan, stage, memory_nbytes) for plan, stage in listed]
+def _table(listed: Sequence[tuple[Sequence[StagePlan], StagePlan]], memory_nbytes: int | None) -> RenderableType:
+    found = [_cells(stage, _peak_nbytes(stages), memory_nbytes) for stages, stage in listed]
     titles = [title for title in found[0] if {cells[title] for cells in found} != {_USUAL.get(title)}]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in titles:
@@ -397,9 +391,9 @@ def _table(listed: Sequence[tuple[ChoicePlan, StagePlan]], memory_nbytes: int | 
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
-def _cells(plan: ChoicePlan, stage: StagePlan, memory_nbytes: int | None) -> dict[str, str]:
-    """The texts of a row, by title of the column."""
-    choice, held, bucket = plan.choice, stage.footprint, plan.choice.bucket_size
+def _cells(stage: StagePlan, peak_nbytes: int, memory_nbytes: int | None) -> dict[str, str]:
+    """The texts of a row, by title of the column; the peak is that of all stages."""
+    choice, held, bucket = stage.choice, stage.footprint, stage.choice.bucket_size
     return {
         "dp": str(choice.cut.dp),
         "tp": str(choice.cut.tp),
@@ -412,26 +406,28 @@ def _cells(plan: ChoicePlan, stage: StagePlan, memory_nbytes: int | None) -> dic
         "on host": f"{choice.offload_fraction:g}",
         "reduce dtype": choice.reduce_dtype or "none",
         "bucket": "all" if bucket is None else bucket if isinstance(bucket, str) else f"{bucket:,}",
-        "stage": ranges(plan.stage_numbers(stage)),
+        "stage": ranges(stage.stages),
         "params": size_text(held.param_nbytes),
         "grads": size_text(held.grad_nbytes),
         "main": size_text(held.main_nbytes),
         "moments": size_text(held.moment_nbytes),
         "host": size_text(held.host_nbytes + held.staging_nbytes),
         "all": size_text(held.lasting_nbytes),
-        "peak": "" if memory_nbytes is None else size_text(plan.peak_nbytes),
-        "left": "" if memory_nbytes is None else size_text(memory_nbytes - plan.peak_nbytes),
+        "peak": "" if memory_nbytes is None else size_text(peak_nbytes),
+        "left": "" if memory_nbytes is None else size_text(memory_nbytes - peak_nbytes),
         "buckets": str(stage.num_buckets),
         "sent": size_text(stage.sent_nbytes),
         "imbalance": f"{stage.muon_imbalance:.2f}" if choice.has_muon else "",
     }
 
 
-def _fits(plans: Sequence[ChoicePlan], fitting: Sequence[ChoicePlan], nbytes: int) -> Iterator[tuple[str, str]]:
+def _fits(
+    plans: Sequence[Sequence[StagePlan]], fitting: Sequence[Sequence[StagePlan]], nbytes: int
+) -> Iterator[tuple[str, str]]:
     if fitting:
         yield "left", "for activations and everything else that is not planned"
-        yield "first row", f"{fitting[0].choice.options or 'no option'} in a run"
-    if others := [plan.peak_nbytes - nbytes for plan in plans if plan.peak_nbytes > nbytes]:
+        yield "first row", f"{fitting[0][0].choice.options or 'no option'} in a run"
+    if others := [lack for stages in plans if (lack := _peak_nbytes(stages) - nbytes) > 0]:
         yield "left out", f"{plural(len(others), 'choice')}, of which the nearest lacks {size_text(min(others))}"
     if not fitting:
         yield "to fit", "write a larger --dp, --tp or --pp, --grad-dtype param, or an --offload-fraction such as 0.5"

@@ -95,14 +95,9 @@ def rows(cells: Iterable[Sequence[str]]) -> RenderableType:
 
 @contextmanager
 def progress_of(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows on standard error, where that is a terminal, how much of a long task is done.
+    """Shows on standard error, where that is a terminal, how many bytes of a long task are done.
 
-    Args:
-        what: the task, such as "verifying".
-        total: bytes to come.
-
-    Returns:
-        A function that is called with the bytes that are done.
+    The function that it returns is called with the bytes that were done since the last call.
     """
     columns = (*progress.Progress.get_default_columns(), progress.DownloadColumn(binary_units=True))
     console = Console(stderr=True)

@@ -69,10 +69,7 @@ def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[ob
 def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: bool = True) -> None:
     """Refuses a misspelled flag of this package or of the host, because some hosts ignore flags that they do not know.
 
-    Args:
-        words: the command line.
-        known: option strings of the parser.
-        abbreviated: whether the parser takes the beginning of a flag for it.
+    `known` are the option strings of a parser; `abbreviated` says whether it takes the beginning of a flag for it.
     """
     for word in words:
         flag = word.partition("=")[0]

@@ -124,8 +124,7 @@ def apply(patches: Sequence[Patch]) -> Undo:
         refuses, and changes nothing, where other code has replaced the replacement.
 
     Raises:
-        UnknownHostError: a module cannot be imported.
-        HostMismatchError: an attribute is missing, has another signature, or was replaced by other code.
+        HostError: a module cannot be imported; an attribute is missing, different, or was replaced by other code.
     """
     originals = [point.find() for point, _ in patches]
     before = [point.current for point, _ in patches]  # may be an earlier replacement

@@ -1,5 +1,4 @@
-"""The runner: starts a training script with the package installed, and otherwise as if the script had been started
-alone.
+"""The runner: starts a training script with the package installed, and otherwise as if it had been started alone.
 
 ::
 
@@ -75,10 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_target(words: Sequence[str]) -> TrainingScript:
-    """Splits the command line into the script and its arguments.
-
-    Raises:
-        ConfigError: no target, or a script that does not exist.
+    """Splits the command line into the script and its arguments; refuses a script that does not exist.
 
     >>> parse_target(["--local_rank=1", "-m", "package.pretrain", "--lr", "1"])
     TrainingScript(name='package.pretrain', is_module=True, arguments=('--local_rank=1', '--lr', '1'))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.cli import doctor, doctor_machine
-from megatron_distopt.cli.doctor import check_launch_flags, describe_fork, read_flags
+from megatron_distopt.cli.doctor import check_launch_flags, read_flags
 from megatron_distopt.cli.patch import plan_apply, write
 from megatron_distopt.cli.show import Finding, Status, noted, ok, problem
 from megatron_distopt.config import DistOptConfig, Switch
@@ -66,6 +66,7 @@ def test_doctor_when_a_fork_is_supported_then_there_is_no_problem(make: Make, tm
     findings = diagnose(make(tmp_path))
     assert not problems(findings)
     assert of(findings, "source").text == str(tmp_path.resolve())
+    assert of(findings, "get_megatron_optimizer").text.startswith("free in megatron/")
     assert [finding.section for finding in findings if finding.section == "trial"] == ["trial"]
     subjects = {"generation", "get_megatron_optimizer", "DistributedOptimizer", "flag", "python", "torch", "torchrun"}
     assert subjects <= {finding.subject for finding in findings}
@@ -102,22 +103,6 @@ def test_doctor_when_no_fork_is_named_then_the_working_directorys_is_read_and_no
     assert of(findings, "checkpoints").text.startswith("gathered file")
 
 
-def test_doctor_when_it_reads_a_fork_then_says_where_things_are(tmp_path: Path) -> None:
-    tree = fork_at(per_rank_2023(tmp_path))
-    findings = list(describe_fork(survey(tree), tree))
-    assert of(findings, "get_megatron_optimizer").text == (
-        "free in megatron/optimizer/__init__.py:4: (model, no_weight_decay_cond, scale_lr_cond, lr_mult)"
-    )
-    assert of(findings, "flag").text == f"{FLAG} (megatron/arguments.py:7)"
-
-
-def test_doctor_when_another_patcher_is_in_the_file_then_a_problem(tmp_path: Path) -> None:
-    file = per_rank_2023(tmp_path) / "megatron/optimizer/__init__.py"
-    file.write_text(file.read_text() + "get_megatron_optimizer = wrap(get_megatron_optimizer)\n")
-    (text,) = problems(diagnose(tmp_path))
-    assert says(text, "megatron.optimizer.get_megatron_optimizer", "megatron/optimizer/__init__.py:6")
-
-
 CORE_CONFIG = """\
 @dataclass
 class OptimizerConfig:
@@ -128,7 +113,7 @@ class OptimizerConfig:
 """
 
 
-@pytest.mark.parametrize(("minor", "status"), [(16, Status.OK), (9, Status.OK), (8, Status.NOTE), (21, Status.NOTE)])
+@pytest.mark.parametrize(("minor", "status"), [(9, Status.OK), (21, Status.NOTE)])
 def test_doctor_when_the_fork_has_megatron_core_then_its_release_and_options_are_judged(
     minor: int, status: Status, tmp_path: Path
 ) -> None:
@@ -263,13 +248,9 @@ def test_report_when_shown_then_a_line_a_finding_and_a_verdict(monkeypatch: pyte
         assert row in lines
     assert ["problem", "a", "Bad."] in lines
     assert lines[-1][:2] == ["1", "problem:"]
-
-
-@pytest.mark.parametrize(("make", "verdict"), [(ok, "can be imported"), (noted, "was not tried")])
-def test_report_when_there_was_no_trial_then_the_verdict_does_not_promise_it(
-    make: Callable[[str, str, str], Finding], verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert report([make("trial", "import", "text")], monkeypatch)[-1].endswith(verdict)
+    # The verdict promises no import where there was no trial.
+    assert report([ok("trial", "import", "text")], monkeypatch)[-1].endswith("can be imported")
+    assert report([noted("trial", "import", "text")], monkeypatch)[-1].endswith("was not tried")
 
 
 def test_doctor_when_a_real_fork_is_given_then_reading_it_finds_no_problem() -> None:
@@ -294,11 +275,6 @@ def test_flags_when_read_then_as_the_forks_parser_would(tmp_path: Path) -> None:
         "x": True,
     }
     assert vars(read_flags([], options)) == {}
-
-
-def test_flags_when_all_is_well_then_ok(tmp_path: Path) -> None:
-    words = f"torchrun pretrain_gpt.py {FLAG} --DDP-impl local --distopt-adam auto"
-    assert launch(words, read(per_rank_2023(tmp_path))) == [ok("launch", FLAG, "given: this optimizer is used")]
 
 
 @pytest.mark.parametrize(
@@ -346,6 +322,8 @@ def test_flags_when_the_parser_has_underscores_then_hyphens_are_a_problem(tmp_pa
 
 def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_required(tmp_path: Path) -> None:
     found = read(per_rank_2023(tmp_path))
+    words = f"torchrun pretrain_gpt.py {FLAG} --DDP-impl local --distopt-adam auto"
+    assert launch(words, found) == [ok("launch", FLAG, "given: this optimizer is used")]
     text = f"not given: the package is inert; add {FLAG} to use it"
     assert launch("--bf16", found) == [noted("launch", FLAG, text)]
     (required,) = problems(launch("--bf16", found, Switch.REQUIRE))

@@ -12,7 +12,6 @@ import torch
 
 from megatron_distopt.checkpoint import MANIFEST, read_manifest
 from megatron_distopt.cli.inspect import Param, param_rows
-from megatron_distopt.cli.show import size_text
 from megatron_distopt.version import VERSION
 from tests.support.checkpoint_commands import (
     EMBEDDING,
@@ -68,20 +67,16 @@ def test_inspect_when_json_then_one_document_with_all_tensors(saved: Path, whole
     }
 
 
-@pytest.mark.parametrize("below", ["", "latest_checkpointed_iteration.txt"])
-def test_inspect_when_given_all_of_a_run_then_the_latest_iteration_and_it_says_so(
-    below: str, saved: Path, whole: Path, capsys: Output
+def test_inspect_when_given_all_of_a_run_or_another_path_then_it_finds_the_checkpoint(
+    saved: Path, whole: Path, capsys: Output
 ) -> None:
-    status, lines, _ = run(capsys, "inspect", saved / below)
-    assert status == 0
-    assert cells(lines)[1:3] == [["where", str(whole)], ["which", f"the latest in {saved}"]]
-
-
-@pytest.mark.parametrize("below", [ITERATION, f"{ITERATION}/distrib_optim.distopt/{MANIFEST}"])
-def test_inspect_when_given_another_path_of_it_then_the_same(
-    below: str, saved: Path, whole: Path, capsys: Output
-) -> None:
-    assert run(capsys, "inspect", saved / below) == run(capsys, "inspect", whole)
+    for below in ("", "latest_checkpointed_iteration.txt"):
+        status, lines, _ = run(capsys, "inspect", saved / below)
+        assert status == 0
+        assert cells(lines)[1:3] == [["where", str(whole)], ["which", f"the latest in {saved}"]]
+    same = run(capsys, "inspect", whole)
+    for below in (ITERATION, f"{ITERATION}/distrib_optim.distopt/{MANIFEST}"):
+        assert run(capsys, "inspect", saved / below) == same
 
 
 def test_inspect_when_files_are_not_whole_then_it_says_so_without_reading_them(copied: Path, capsys: Output) -> None:
@@ -103,8 +98,6 @@ def test_inspect_when_there_are_many_files_and_dtypes_then_files_are_summed_up(t
     rewritten(tmp_path, tensors={**manifest.tensors, **bf16}, about=about, num_skipped=3, loss_scale={}, groups=groups)
     (tmp_path / manifest.files[4].name).unlink()
     lines = run(capsys, "inspect", tmp_path)[1]
-    sizes = sorted(file.nbytes for file in manifest.files)
-    first, last = manifest.files[0].name, manifest.files[-1].name
     shown = cells(lines)
     for row in (
         ["written by", "host megatron-core"],
@@ -112,7 +105,6 @@ def test_inspect_when_there_are_many_files_and_dtypes_then_files_are_summed_up(t
         ["steps", "not counted, 10; 3 more were skipped"],
         ["loss scale", "none, or one that never changes"],
         ["size", "15 params, 1,337 elements, 15.7 KiB of state"],
-        ["17 files", f"{first} to {last}, {size_text(sizes[0])} to {size_text(sizes[-1])} each"],
         ["not whole", f"{manifest.files[4].name} is missing"],
     ):
         assert row in shown
@@ -166,7 +158,7 @@ def test_inspect_when_there_is_nothing_of_a_checkpoint_then_refused(tmp_path: Pa
         assert err.startswith("megatron-distopt: ") and str(path) in err
 
 
-@pytest.mark.parametrize("text", ["300", "../x", ""])
+@pytest.mark.parametrize("text", ["300", "../x"])
 def test_inspect_when_the_latest_iteration_is_not_there_then_another_is_offered(
     text: str, saved: Path, tmp_path: Path, capsys: Output
 ) -> None:

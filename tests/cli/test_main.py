@@ -16,7 +16,7 @@ from megatron_distopt.cli.main import main
 from megatron_distopt.cli.show import ok, problem
 from megatron_distopt.hosts.fork_source import BLOCK, GROUP
 from megatron_distopt.version import VERSION
-from tests.support.fork_trees import per_rank_2023
+from tests.support.fork_trees import neox, per_rank_2023
 from tests.support.refusals import assert_mentions
 
 FACTORY = "megatron/optimizer/__init__.py"
@@ -49,11 +49,13 @@ def test_patch_when_checked_applied_and_undone_then_says_what_it_did(tmp_path: P
     assert run(capsys, "patch", "--undo", fork) == (0, "is not applied: nothing to undo\n", "")
 
 
-@pytest.mark.parametrize("action", ["--check", "--apply", "--undo"])
-def test_patch_when_the_fork_is_none_then_one_line_and_status_1(action: str, tmp_path: Path, capsys: Output) -> None:
-    status, out, err = run(capsys, "patch", action, tmp_path)
+def test_patch_when_the_fork_is_none_then_one_line_and_status_1(tmp_path: Path, capsys: Output) -> None:
+    status, out, err = run(capsys, "patch", "--undo", tmp_path)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert_mentions(err, "megatron-distopt: ", str(tmp_path), "Write the path of your Megatron's checkout.")
+    status, out, err = run(capsys, "patch", "--apply", neox(tmp_path / "neox"))
+    assert (status, out) == (1, "")
+    assert_mentions(err, "GPT-NeoX", 'Write "zero_optimization": {"stage": 1} in its DeepSpeed config')
 
 
 @pytest.mark.parametrize(
@@ -71,11 +73,9 @@ def test_help_when_asked_for_then_each_command_says_what_it_is_for(capsys: Outpu
         (["-h"], "would training start here, and with what?"),
         (["doctor", "-h"], "usage: megatron-distopt doctor [-h] [--json] [--no-trial] [FORK] [-- LAUNCH FLAGS ...]"),
         (["patch", "-h"], "take exactly those lines out"),
-        (["-h"], "doctor|patch|inspect|verify|diff|convert"),
-        (["inspect", "-h"], "usage: megatron-distopt inspect [-h] [--json] CKPT"),
-        (["verify", "-h"], "Exit status 0 if it is whole, 1 if not."),
-        (["diff", "-h"], "are equal to the bit, 1 if not, 2 if one cannot be read."),
+        (["-h"], "doctor|patch|inspect|verify|diff|convert|plan"),
         (["convert", "-h"], "per-rank    of Megatron-LM 23.04"),
+        (["plan", "-h"], "--llama"),
         (["--version"], f"megatron-distopt {VERSION}"),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -23,11 +23,8 @@ from megatron_distopt.hosts.fork_source import BEGIN, BLOCK, END, GROUP, as_byte
 from tests.support.fork_trees import (
     FACTORY_OF_2023,
     core,
-    early_core,
     gathered_2023,
-    neox,
     per_rank_2023,
-    pre_distopt,
     write_tree,
 )
 from tests.support.refusals import assert_mentions
@@ -188,7 +185,7 @@ def test_patch_when_the_fork_drifted_then_applied_and_undone_to_the_byte_by_the_
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("coding", ["utf-8", "latin-1", "utf-8-sig"])
+@pytest.mark.parametrize("coding", ["latin-1", "utf-8-sig"])
 def test_patch_when_the_file_has_an_encoding_then_it_is_kept(coding: str, tmp_path: Path) -> None:
     cookie = "" if coding == "utf-8-sig" else f"# -*- coding: {coding} -*-\n"
     file = per_rank_2023(tmp_path) / FACTORY
@@ -254,25 +251,6 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: t
     text = refusal_of(lambda: find_block(fork_at(tmp_path)))
     assert_mentions(text, FACTORY, repr(BEGIN), repr(END), "Take the lines out by hand")
     assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "instead"),
-    [
-        (
-            early_core,
-            "Megatron-LM with megatron-core 0.4 or 0.5",
-            "Move the fork to megatron-core 0.9 or newer, or call ",
-        ),
-        (pre_distopt, "Megatron without a distributed optimizer", "Call megatron_distopt.distribute(...) on its model"),
-        (neox, "GPT-NeoX", 'Write "zero_optimization": {"stage": 1} in its DeepSpeed config'),
-    ],
-)
-def test_patch_when_the_generation_has_no_adapter_then_refused(
-    make: Callable[[Path], Path], name: str, instead: str, tmp_path: Path
-) -> None:
-    text = refusal_of(lambda: plan_apply(fork_at(make(tmp_path))))
-    assert_mentions(text, name, instead)
 
 
 @pytest.mark.parametrize(

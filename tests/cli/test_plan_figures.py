@@ -312,16 +312,6 @@ def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_tak
     assert plan.num_buckets > 4
 
 
-def test_plan_when_experts_are_spread_then_a_rank_has_its_share() -> None:
-    mixture = replace(GPT, experts=8)
-    whole, spread = (stage_params(mixture, ParallelSizes(dp=8, ep=ep), 0, "float32") for ep in (1, 4))
-    of_experts = [param for param in spread if param.is_expert]
-    assert not any(param.is_expert for param in whole)
-    assert sum(param.spec.numel for param in of_experts) * 4 == sum(
-        param.spec.numel for param in whole if ".experts." in param.spec.name
-    )
-
-
 def test_plan_of_muon_when_ranks_share_matrices_then_they_send_them() -> None:
     one, joined = (plan_stage(GPT, Choice(ParallelSizes(dp=2, tp=tp), optimizer="muon"), 0) for tp in (1, 2))
     alone = plan_stage(GPT, Choice(ParallelSizes(dp=1), optimizer="muon"), 0)
