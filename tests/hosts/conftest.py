@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 # To be imported in the ranks only: it imports the host, which would map torch.cuda in the test process.
-collect_ignore = ["contract_facts.py"]
+collect_ignore = ["core_contract.py"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

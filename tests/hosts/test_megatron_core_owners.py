@@ -98,15 +98,14 @@ def _whole(case: Case, *, is_named: bool = False) -> Both:
 
 
 TP2 = EXACT.of(tp=2)
+PP2 = BF16.of(pp=2, tied=TIED)
+OVERLAPPED_DP2 = BF16.of(dp=2, **OVERLAPPED)
 CASES: dict[tuple[str, str], Both] = {
-    ("muon", "fp32 dp2"): _muon(EXACT.of(dp=2)),
-    ("muon", "bf16 dp2, overlapped"): _muon(BF16.of(dp=2, **OVERLAPPED)),
+    ("muon", "bf16 dp2, overlapped"): _muon(OVERLAPPED_DP2),
     ("muon", "bf16 dp2, fp32 norms"): _muon(BF16.of(dp=2, fp32_norms=True)),
-    ("muon", "fp16 dp2"): _muon(EXACT.of(dp=2, precision="fp16")),
-    ("muon", "bf16 pp2"): _muon(BF16.of(pp=2, tied=TIED)),
-    ("muon", "tp2, heads share keys"): _muon(EXACT.of(tp=2, query_groups=2)),
+    ("muon", "bf16 pp2"): _muon(PP2),
+    ("muon", "tp2, heads share keys"): _muon(TP2.of(query_groups=2)),
     ("muon", "tp2, gates"): _muon(TP2.of(gated=True), ours={"MUON_SPLIT": "all"}, splits_gates=True),
-    ("muon", "tp2, gates not split"): _muon(TP2.of(gated=True)),
     ("muon", "tp2, blockwise"): _muon(TP2, ours={"MUON_TP_MODE": "blockwise"}, joins=False),
     ("muon", "dp2, options"): _muon(
         EXACT.of(dp=2),
@@ -120,24 +119,18 @@ CASES: dict[tuple[str, str], Both] = {
         },
         split=False,
     ),
-    ("muon", "bf16 tp2 dp2"): _muon(BF16.of(tp=2, dp=2)),
-    ("muon", "bf16 experts ep2"): _muon(BF16.of(dp=4, num_experts=4, ep=2)),
-    ("whole", "fp32 dp2"): _whole(EXACT.of(dp=2)),
     ("whole", "bf16 dp2, named"): _whole(BF16.of(dp=2), is_named=True),
-    ("whole", "bf16 dp2, overlapped"): _whole(BF16.of(dp=2, **OVERLAPPED)),
+    ("whole", "bf16 dp2, overlapped"): _whole(OVERLAPPED_DP2),
     ("whole", "fp16 dp2"): _whole(EXACT.of(dp=2, precision="fp16")),
-    ("whole", "bf16 pp2"): _whole(BF16.of(pp=2, tied=TIED)),
+    ("whole", "bf16 pp2"): _whole(PP2),
     ("whole", "tp2, gates"): _whole(TP2.of(gated=True)),
-    ("whole", "bf16 tp2 dp2"): _whole(BF16.of(tp=2, dp=2)),
     ("whole", "bf16 experts ep2"): _whole(BF16.of(dp=4, num_experts=4, ep=2)),
 }
 if core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm"):  # see tests/support/gpt.py
-    for inner, built in (("muon", _muon), ("whole", _whole)):
-        CASES[inner, "experts tp2 ep2"] = built(EXACT.of(tp=2, dp=2, num_experts=4, ep=2))
+    CASES["muon", "experts tp2 ep2"] = _muon(EXACT.of(tp=2, dp=2, num_experts=4, ep=2))
 if HAS_MUON:
     CASES |= {
-        ("muon", "bf16 dp2, the host's"): _hosts_muon(BF16.of(dp=2)),
-        ("muon", "bf16 dp2, overlapped, the host's"): _hosts_muon(BF16.of(dp=2, **OVERLAPPED)),
+        ("muon", "bf16 dp2, overlapped, the host's"): _hosts_muon(OVERLAPPED_DP2),
         ("muon", "fp32 tp2, the host's"): _hosts_muon(TP2),
         ("muon", "tp2, gathered, the host's"): _hosts_muon(TP2, joins=True, muon_tp_mode="duplicated"),
         ("muon", "dp2, options of the host"): _hosts_muon(
@@ -160,8 +153,8 @@ if HAS_MUON:
     }
 if HAS_LAYER_WISE:  # what megatron.training makes of --optimizer muon --use-distributed-optimizer
     FIELDS = {"use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True}
-    for name, case in {"": BF16.of(dp=2), "overlapped, ": BF16.of(dp=2, tied=False, **OVERLAPPED)}.items():
-        CASES["muon", f"bf16 dp2, {name}layer-wise buffers"] = _hosts_muon(case, ours=layer_wise_buffers, **FIELDS)
+    case = OVERLAPPED_DP2.of(tied=False)
+    CASES["muon", "bf16 dp2, overlapped, layer-wise buffers"] = _hosts_muon(case, ours=layer_wise_buffers, **FIELDS)
 
 CASES = {key: both for key, both in CASES.items() if HAS_TORCHS_MUON or key[0] != "muon"}
 SAVED = BF16.of(dp=2)

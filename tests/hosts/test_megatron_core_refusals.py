@@ -26,10 +26,13 @@ from tests.support.spawn import run_ranks
 
 SIZE = 2
 Refusal = tuple[type[DistOptError], str]
+Make = Callable[[int], object]  # in a rank
 
 
 def run_all(rank: int, size: int) -> dict[str, Refusal | None]:
-    return {name: _refusal(lambda make=make: make(rank)) for name, make in _cases().items()}  # type: ignore[misc]
+    """In the order of the tables: the first case runs before there is a parallel_state."""
+    cases = {name: case[0] for name, case in (ON_ALL | ON_RANK_1).items()} | SERVED | {"switched off": _switched_off}
+    return {name: _refusal(lambda make=make: make(rank)) for name, make in cases.items()}  # type: ignore[misc]
 
 
 def _refusal(make: Callable[[], object]) -> Refusal | None:
@@ -38,53 +41,6 @@ def _refusal(make: Callable[[], object]) -> Refusal | None:
     except DistOptError as error:
         return type(error), str(error)
     return None
-
-
-def _cases() -> dict[str, Callable[[int], object]]:
-    """In this order: the first one runs before there is a parallel_state."""
-    return {
-        "no parallel_state": _without_parallel_state,
-        "ddp without the flag": lambda rank: _build(ddp={"use_distributed_optimizer": False}),
-        "no ddp": lambda rank: _build(unwrapped=True),
-        "unfrozen after wrapping": lambda rank: _build(frozen_when_wrapped=True),
-        "float64": lambda rank: _build(double=True),
-        "fp16 params without fp16": lambda rank: _build(half=True),
-        "unknown precision": lambda rank: _build(
-            optimizer={
-                "use_precision_aware_optimizer": True,
-                "main_params_dtype": torch.float32,
-                "exp_avg_dtype": torch.float64,
-                "exp_avg_sq_dtype": torch.float32,
-            }
-        ),
-        "cuda graph": lambda rank: _build(optimizer={"optimizer_cuda_graph": True}),
-        "fp4 gather": lambda rank: _build(ddp_later={"fp4_param_gather": True}),
-        "custom fsdp": lambda rank: _build(ddp_later={"use_custom_fsdp": True}),
-        "generalized tensor parallelism": lambda rank: _build(tag="is_gtp_weight_remat"),
-        "unknown field": lambda rank: _build(newer=5),
-        "unknown field, default": lambda rank: _only_part(_build(newer=4)) and None,
-        "unknown optimizer": lambda rank: _build(optimizer={"optimizer": "lion"}),
-        "absent adam": lambda rank: _build(options=DistOptConfig(adam="apex")),
-        "our buckets": lambda rank: _build(options=DistOptConfig(bucket_size=1000)),
-        "our clipping": lambda rank: _build(options=DistOptConfig(clip_grad=3.5)),
-        "our decay": lambda rank: _build(
-            optimizer={"decoupled_weight_decay": False}, options=DistOptConfig(decay="decoupled")
-        ),
-        "our overlap, off": lambda rank: _build(options=DistOptConfig(overlap_grad_reduce=False)),
-        "our shared memory, off": lambda rank: _with_variable("MEGATRON_DISTOPT_SHARED_MEMORY", "no"),
-        "one rank only": lambda rank: _build(double=rank == 1),
-        "ranks disagree on options": lambda rank: _build(optimizer={"lr": 0.1 if rank == 1 else 0.2}),
-        "required and not used": lambda rank: _with_variable(
-            "MEGATRON_DISTOPT", "require", optimizer={"use_distributed_optimizer": False}
-        ),
-        "gathered state": lambda rank: _only_part(_build()).get_parameter_state_dp_zero(),
-        "no groups": lambda rank: _build().load_state_dict({"inner": "adam", "param_groups": [], "param_shards": {}}),
-        "fewer groups": lambda rank: _build().load_state_dict({"optimizer": {"param_groups": [{}]}}),
-        "other ddp options": lambda rank: _build(ddp={"average_in_collective": rank == 1}),
-        "other buckets": lambda rank: _build(ddp={"overlap_grad_reduce": True, "bucket_size": 999 if rank == 1 else 1}),
-        "bad variable on one rank": lambda rank: _with_variable("MEGATRON_DISTOPT_NONFINITE", "ignore", rank == 1),
-        "switched off on one rank": _switched_off,
-    }
 
 
 def _without_parallel_state(rank: int) -> object:
@@ -146,13 +102,6 @@ def _newer_class(host_config: type[Any]) -> type[Any]:
     return dataclasses.make_dataclass("OptimizerConfig", [("new_idea", int, 4)], bases=(host_config,))
 
 
-def _only_part(optimizer: Any) -> Any:
-    from tests.support.gpt import parts_of
-
-    (part,) = parts_of(optimizer)
-    return part
-
-
 def _with_variable(name: str, value: str, is_set: bool = True, **changes: Any) -> object:
     with mock.patch.dict(os.environ, {name: value} if is_set else {}):
         return _build(**changes)
@@ -169,96 +118,85 @@ def _switched_off(rank: int) -> object:
     return None
 
 
+def _built(**changes: Any) -> Make:
+    return lambda rank: _build(**changes)
+
+
 EMBEDDING = "embedding.word_embeddings.weight"
 FLOAT64 = (LayoutError, f"param '{EMBEDDING}'", "float64", "one of float32, bfloat16, float16", "Convert or freeze")
-_OTHERS = "Start rank(s) 1 with the code and options of the others."
 _TAKE_ANOTHER = "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim."
-#: The class of each error, and what a user needs of its text.
-WANTED: dict[str, tuple[Any, ...]] = {
-    "no parallel_state": (
-        ConfigError,
-        "use_distributed_optimizer",
-        "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...).",
-    ),
+_DOUBLE_MOMENTS = dict.fromkeys(("main_params_dtype", "exp_avg_sq_dtype"), torch.float32)
+_DOUBLE_MOMENTS |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float64}
+_L2 = {"decoupled_weight_decay": False}
+_OURS = DistOptConfig
+#: What is wrong on all ranks, the class of the error, and what a user needs of its text.
+ON_ALL: dict[str, tuple[Any, ...]] = {
+    "no parallel_state": (_without_parallel_state, ConfigError, "Call parallel_state.initialize_model_parallel(...)"),
     "ddp without the flag": (
+        _built(ddp={"use_distributed_optimizer": False}),
         ConfigError,
-        "without use_distributed_optimizer",
         "Write DistributedDataParallelConfig(use_distributed_optimizer=True).",
     ),
-    "our buckets": (ConfigError, "bucket_size", "host's --ddp-bucket-size", "Drop --distopt-bucket-size."),
-    "our clipping": (ConfigError, "clip_grad", "3.5 in DistOptConfig(...)", "1.0", "give the host's flag that value."),
-    "our decay": (ConfigError, "decay", "'decoupled'", "'l2'", "give the host's flag that value."),
-    "our overlap, off": (ConfigError, "host's --overlap-grad-reduce", "Drop --distopt-overlap-grad-reduce."),
-    "our shared memory, off": (ConfigError, "host's own collectives", "Drop --distopt-shared-memory."),
-    "no ddp": (
-        HostError,
-        "model chunk",
-        "GPTModel",
-        "megatron.core.distributed.DistributedDataParallel",
-        "Wrap it, or drop the flag.",
-    ),
-    "unfrozen after wrapping": (
-        LayoutError,
-        f"param '{EMBEDDING}'",
-        "in no buffer",
-        "Unfreeze params before wrapping.",
-    ),
-    "float64": FLOAT64,
-    "fp16 params without fp16": (ConfigError, "fp16 params", "loss_scale=None", "--fp16 or --loss-scale 1024."),
-    "unknown precision": (
+    "no ddp": (_built(unwrapped=True), HostError, "GPTModel", "Wrap it, or drop the flag."),
+    "unfrozen": (_built(frozen_when_wrapped=True), LayoutError, EMBEDDING, "Unfreeze params before wrapping."),
+    "float64": (_built(double=True), *FLOAT64),
+    "fp16 params without fp16": (_built(half=True), ConfigError, "fp16 params", "--fp16 or --loss-scale 1024."),
+    "unknown precision": (_built(optimizer=_DOUBLE_MOMENTS), ConfigError, "float64", "Write --exp-avg-dtype fp32."),
+    "cuda graph": (_built(optimizer={"optimizer_cuda_graph": True}), ConfigError, "Drop --optimizer-cuda-graph."),
+    "fp4 gather": (_built(ddp_later={"fp4_param_gather": True}), ConfigError, "Drop --fp4-param-gather."),
+    "generalized tensor parallelism": (_built(tag="is_gtp_weight_remat"), ConfigError, EMBEDDING, "Leave generalized"),
+    "unknown field": (_built(newer=5), ConfigError, "new_idea is 5 in", "default is 4", "Leave new_idea out"),
+    "unknown optimizer": (_built(optimizer={"optimizer": "lion"}), ConfigError, "'lion'", "one of adam, sgd, muon"),
+    "our buckets": (_built(options=_OURS(bucket_size=9)), ConfigError, "--ddp-bucket-size", "Drop --distopt-bucket"),
+    "our clipping": (_built(options=_OURS(clip_grad=3.5)), ConfigError, "3.5 in DistOptConfig(...)", "is 1.0"),
+    "our decay": (_built(optimizer=_L2, options=_OURS(decay="decoupled")), ConfigError, "'decoupled' in", "is 'l2'"),
+    "our shared memory, off": (
+        lambda rank: _with_variable("MEGATRON_DISTOPT_SHARED_MEMORY", "no"),
         ConfigError,
-        "exp_avg_dtype",
-        "float64",
-        "one of float32, bfloat16, float16, uint8",
-        "Write --exp-avg-dtype fp32.",
+        "Drop --distopt-shared-memory.",
     ),
-    "cuda graph": (ConfigError, "optimizer_cuda_graph", "Drop --optimizer-cuda-graph."),
-    "fp4 gather": (ConfigError, "fp4_param_gather", "Drop --fp4-param-gather."),
-    "custom fsdp": (ConfigError, "use_custom_fsdp", "Drop --use-custom-fsdp, or --use-distributed-optimizer."),
-    "generalized tensor parallelism": (
+    "required and not used": (
+        lambda rank: _with_variable("MEGATRON_DISTOPT", "require", optimizer={"use_distributed_optimizer": False}),
         ConfigError,
-        f"param '{EMBEDDING}'",
-        "Leave generalized tensor parallelism out, or use the host's own optimizer.",
+        "Add --use-distributed-optimizer",
     ),
-    "unknown field": (
-        ConfigError,
-        "new_idea",
-        "5 in OptimizerConfig",
-        "default",
-        "4",
-        "Leave new_idea out, or use a megatron_distopt that lists it.",
-    ),
-    "unknown optimizer": (ConfigError, "optimizer is 'lion'", "one of adam, sgd, muon, module:Class."),
-    "absent adam": (ConfigError, "adam 'apex'", "no kernels for cpu", "Install it, or write adam='auto'."),
-    "required and not used": (ConfigError, "MEGATRON_DISTOPT=require", "Add --use-distributed-optimizer"),
     "ranks disagree on options": (
+        lambda rank: _build(optimizer={"lr": 0.1 if rank == 1 else 0.2}),
         RanksDisagreeError,
         "options: rank 1 has lr=0.1",
         "rank 0 has lr=0.2",
-        _OTHERS,
+        "Start rank(s) 1 with the code and options of the others.",
     ),
     "other ddp options": (
-        RanksDisagreeError,
-        "host options: rank 1 has average_in_collective=True",
-        "rank 0 has average_in_collective=False",
-        _OTHERS,
-    ),
-    "other buckets": (
+        lambda rank: _build(ddp={"overlap_grad_reduce": True, "bucket_size": 999 if rank == 1 else 1}),
         RanksDisagreeError,
         "host options: rank 1 has bucket_size=999",
         "rank 0 has bucket_size=1",
-        _OTHERS,
     ),
-    "gathered state": (CheckpointError, "get_parameter_state_dp_zero", "Call save(folder) and load(folder)."),
     "no groups": (
+        lambda rank: _build().load_state_dict({"inner": "adam", "param_groups": []}),
         CheckpointError,
-        "optimizer state",
-        "inner, param_groups, param_shards",
         "no 'optimizer' with param_groups",
         _TAKE_ANOTHER,
     ),
-    "fewer groups": (CheckpointError, "number of param groups", "1", "2", _TAKE_ANOTHER),
+    "fewer groups": (
+        lambda rank: _build().load_state_dict({"optimizer": {"param_groups": [{}]}}),
+        CheckpointError,
+        "number of param groups is 1 in the state and 2",
+        _TAKE_ANOTHER,
+    ),
 }
+#: The same for what rank 1 alone runs into.
+ON_RANK_1: dict[str, tuple[Any, ...]] = {
+    "one rank only": (lambda rank: _build(double=rank == 1), *FLOAT64),
+    "bad variable": (
+        lambda rank: _with_variable("MEGATRON_DISTOPT_NONFINITE", "ignore", rank == 1),
+        ConfigError,
+        "MEGATRON_DISTOPT_NONFINITE is 'ignore'",
+        "one of raise, skip, log.",
+    ),
+}
+SERVED: dict[str, Make] = {"unknown field, default": _built(newer=4)}
 
 
 @pytest.fixture(scope="module")
@@ -266,33 +204,29 @@ def found() -> list[dict[str, Refusal | None]]:
     return run_ranks(run_all, SIZE)
 
 
-@pytest.mark.parametrize("name", WANTED)
+@pytest.mark.parametrize("name", ON_ALL)
 def test_host_when_input_is_bad_then_every_rank_says_what_to_write(
     found: list[dict[str, Refusal | None]], name: str
 ) -> None:
-    kind, *parts = WANTED[name]
+    _, kind, *parts = ON_ALL[name]
     for refused in (each[name] for each in found):
         assert refused is not None and refused == found[0][name]
         assert refused[0] is kind
         assert_mentions(refused[1], *parts)
 
 
-def test_host_when_an_unknown_field_has_its_default_then_it_is_served(found: list[dict[str, Refusal | None]]) -> None:
-    assert [each["unknown field, default"] for each in found] == [None] * SIZE
+@pytest.mark.parametrize("name", SERVED)
+def test_host_when_an_unknown_field_has_its_default_then_it_is_served(
+    found: list[dict[str, Refusal | None]], name: str
+) -> None:
+    assert [each[name] for each in found] == [None] * SIZE
 
 
-#: What rank 1 alone runs into.
-OF_RANK_1: dict[str, tuple[Any, ...]] = {
-    "one rank only": FLOAT64,
-    "bad variable on one rank": (ConfigError, "MEGATRON_DISTOPT_NONFINITE is 'ignore'", "one of raise, skip, log."),
-}
-
-
-@pytest.mark.parametrize("name", OF_RANK_1)
+@pytest.mark.parametrize("name", ON_RANK_1)
 def test_host_when_one_rank_refuses_then_the_other_says_which(
     found: list[dict[str, Refusal | None]], name: str
 ) -> None:
-    kind, *parts = OF_RANK_1[name]
+    _, kind, *parts = ON_RANK_1[name]
     own, other = found[1][name], found[0][name]
     assert own is not None and own[0] is kind and other is not None and other[0] is RanksDisagreeError
     assert_mentions(own[1], *parts)
@@ -302,7 +236,7 @@ def test_host_when_one_rank_refuses_then_the_other_says_which(
 def test_host_when_switched_off_on_one_rank_then_the_other_names_it_and_nothing_hangs(
     found: list[dict[str, Refusal | None]],
 ) -> None:
-    refused = found[0]["switched off on one rank"]
+    refused = found[0]["switched off"]
     assert refused is not None and refused[0] is RanksDisagreeError
     assert_mentions(
         refused[1], "not used on rank 1 (MEGATRON_DISTOPT=0)", "all 2 ranks", "the same flags and variables."

@@ -163,16 +163,10 @@ class Resume:
 
 
 RESUMES = (
-    Resume("fp32", 2, "bf16"),
-    Resume("int8", 1, "fp32"),
-    Resume("bf16 param", 2, "remainder"),
+    Resume("fp32", 2, "remainder"),
     Resume("remainder", 1, "fp8"),
-    Resume("fp8", 2, "fp16"),
-    Resume("fp16", 1, "int8"),
-    Resume("bf16", 2, "bf16 param"),
-    Resume("fp32", 1, "remainder"),
-    Resume("remainder", 2, "int8"),
-    Resume("fp16", 1, "remainder"),
+    Resume("int8", 1, "fp16"),
+    Resume("bf16 param", 2, "int8"),
 )
 SAVED = tuple(dict.fromkeys((resume.saved, resume.tp) for resume in RESUMES))
 #: Of losses of 4 in the first two steps after the load. Tensor-parallel ranks that add up otherwise move them by 1e-3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.support.fork_trees import (
 from tests.support.refusals import assert_mentions
 
 FACTORY = "megatron/optimizer/__init__.py"
+BLOCK_TEXT = as_bytes(b"\n").decode()
 
 
 def read(folder: Path) -> Survey:
@@ -39,23 +39,27 @@ def read(folder: Path) -> Survey:
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "name", "files"),
     [
-        (per_rank_2023, MEGATRON_2023.name),
-        (gathered_2023, MEGATRON_2023.name),
-        (core, MEGATRON_CORE.name),
-        (early_core, "Megatron-LM with megatron-core 0.4 or 0.5"),
-        (pre_distopt, "Megatron without a distributed optimizer"),
-        (neox, "GPT-NeoX"),
+        (per_rank_2023, MEGATRON_2023.name, "per-rank files"),
+        (gathered_2023, MEGATRON_2023.name, "gathered file"),
+        (core, MEGATRON_CORE.name, ""),
+        (early_core, "Megatron-LM with megatron-core 0.4 or 0.5", None),
+        (pre_distopt, "Megatron without a distributed optimizer", None),
+        (neox, "GPT-NeoX", None),
     ],
 )
 def test_survey_when_a_fork_is_of_a_generation_then_says_which(
-    make: Callable[[Path], Path], name: str, tmp_path: Path
+    make: Callable[[Path], Path], name: str, files: str | None, tmp_path: Path
 ) -> None:
     found = read(make(tmp_path))
     assert found.generation.name == name
     assert bool(found.patch_points) == found.generation.is_supported
-    assert (found.optimizer_class is not None) == found.generation.is_supported
+    if files is None:
+        assert found.optimizer_class is None
+    else:
+        assert found.optimizer_class is not None
+        assert (found.optimizer_class.files, found.optimizer_class.refusal) == (files, None)
     assert [patch_point.refusal for patch_point in found.patch_points] == [None] * len(found.patch_points)
 
 
@@ -64,18 +68,6 @@ def test_survey_when_a_fork_is_whole_then_every_patch_point_has_its_place(tmp_pa
     assert not factory.is_patched and not parser.is_patched
     assert (factory.place, parser.place) == (f"{FACTORY}:4", "megatron/arguments.py:1")
     assert factory.parameters == ("model", "no_weight_decay_cond", "scale_lr_cond", "lr_mult")
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"), [(per_rank_2023, "per-rank files"), (gathered_2023, "gathered file"), (core, "")]
-)
-def test_survey_when_the_class_gathers_state_then_it_is_gathered(
-    make: Callable[[Path], Path], kind: str, tmp_path: Path
-) -> None:
-    found = read(make(tmp_path)).optimizer_class
-    assert found is not None
-    assert found.files == kind
-    assert found.refusal is None
 
 
 @pytest.mark.parametrize("flag", ["--use-distributed-optimizer", "--use_distributed_optimizer"])
@@ -88,21 +80,37 @@ def test_survey_when_the_parser_spells_the_flag_then_as_it_does(flag: str, tmp_p
     assert (contiguous.flag, contiguous.value) == ("--no-contiguous-buffers-in-local-ddp", False)
 
 
+_SIGNATURE = "its signature must start with (model, no_weight_decay_cond"
+_OTHER = "Take the other patcher out"
+
+
 @pytest.mark.parametrize(
-    "patcher",
+    ("text", "parts"),
     [
-        "get_megatron_optimizer = wrap(get_megatron_optimizer)\n",
-        "from foreign import get_megatron_optimizer\n",
-        "try:\n    import foreign as get_megatron_optimizer\nexcept ImportError:\n    pass\n",
-        "for get_megatron_optimizer in factories:\n    pass\n",
-        "class get_megatron_optimizer:\n    pass\n",
+        (FACTORY_OF_2023 + "get_megatron_optimizer = wrap(get_megatron_optimizer)\n", (f"{FACTORY}:6", _OTHER)),
+        (FACTORY_OF_2023 + "from foreign import get_megatron_optimizer\n", (f"{FACTORY}:6", _OTHER)),
+        (
+            FACTORY_OF_2023 + "try:\n    import foreign as get_megatron_optimizer\nexcept ImportError:\n    pass\n",
+            (f"{FACTORY}:7", _OTHER),
+        ),
+        (FACTORY_OF_2023 + "for get_megatron_optimizer in factories:\n    pass\n", (f"{FACTORY}:6", _OTHER)),
+        (FACTORY_OF_2023 + "class get_megatron_optimizer:\n    pass\n", (f"{FACTORY}:6", _OTHER)),
+        (FACTORY_OF_2023 + f"{BLOCK_TEXT}get_megatron_optimizer = None\n", ("bound to something else", _OTHER)),
+        (
+            FACTORY_OF_2023.replace("model, no_weight", "chunks, no_weight"),
+            (f"{FACTORY}:4 takes (chunks, no_weight_decay_cond", _SIGNATURE, "docs/hosts.md"),
+        ),
+        (
+            "from .distrib_optimizer import DistributedOptimizer\n",
+            ("get_megatron_optimizer is missing", "docs/hosts.md"),
+        ),
     ],
 )
-def test_survey_when_somebody_binds_the_name_again_then_refused_with_the_line(patcher: str, tmp_path: Path) -> None:
-    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + patcher})
-    patch_point = read(tmp_path).patch_points[0]
-    line = 7 if "try" in patcher else 6
-    assert_mentions(patch_point.refusal, f"{FACTORY}:{line}", "Take the other patcher out")
+def test_survey_when_the_function_cannot_be_replaced_then_refused_with_the_line(
+    text: str, parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_tree(per_rank_2023(tmp_path), {FACTORY: text})
+    assert_mentions(read(tmp_path).patch_points[0].refusal, *parts)
 
 
 @pytest.mark.parametrize(
@@ -122,28 +130,9 @@ def test_survey_when_the_name_is_bound_in_another_scope_then_the_patch_point_is_
 
 
 def test_survey_when_our_block_is_in_then_the_patch_point_is_patched(tmp_path: Path) -> None:
-    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + as_bytes(b"\n").decode()})
+    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + BLOCK_TEXT})
     patch_point = read(tmp_path).patch_points[0]
     assert (patch_point.is_patched, patch_point.refusal, patch_point.place) == (True, None, f"{FACTORY}:4")
-
-
-def test_survey_when_somebody_binds_the_name_after_our_block_then_it_is_replaced(tmp_path: Path) -> None:
-    patched = FACTORY_OF_2023 + as_bytes(b"\n").decode()
-    write_tree(per_rank_2023(tmp_path), {FACTORY: patched + "get_megatron_optimizer = None\n"})
-    assert_mentions(read(tmp_path).patch_points[0].refusal, "bound to something else")
-
-
-def test_survey_when_the_signature_differs_then_refused_with_both(tmp_path: Path) -> None:
-    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023.replace("model, no_weight", "chunks, no_weight")})
-    patch_point = read(tmp_path).patch_points[0]
-    wanted, found = "(model, no_weight_decay_cond", "(chunks, no_weight_decay_cond"
-    assert_mentions(patch_point.refusal, f"{FACTORY}:4", wanted, found, "docs/hosts.md")
-
-
-def test_survey_when_the_function_is_gone_then_refused(tmp_path: Path) -> None:
-    write_tree(per_rank_2023(tmp_path), {FACTORY: "from .distrib_optimizer import DistributedOptimizer\n"})
-    patch_point = read(tmp_path).patch_points[0]
-    assert_mentions(patch_point.refusal, "megatron.optimizer.get_megatron_optimizer", "docs/hosts.md")
 
 
 def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> None:
@@ -237,13 +226,3 @@ def test_survey_when_read_from_the_installed_megatron_core_then_its_patch_point_
     assert found.generation is MEGATRON_CORE
     assert found.patch_points[0].refusal is None
     assert found.optimizer_class is not None and found.optimizer_class.refusal is None
-
-
-def test_survey_when_a_real_fork_is_given_then_everything_is_found() -> None:
-    if "MEGATRON_FORK" not in os.environ:
-        pytest.skip("MEGATRON_FORK names no checkout of a fork")
-    found = read(Path(os.environ["MEGATRON_FORK"]))
-    assert found.generation.is_supported
-    assert [patch_point.refusal for patch_point in found.patch_points] == [None] * len(found.patch_points)
-    assert found.optimizer_class is not None and found.optimizer_class.refusal is None
-    assert any(option.name == "use_distributed_optimizer" for option in found.options)

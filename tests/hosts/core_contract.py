@@ -1,0 +1,526 @@
+"""What megatron-core's training loop and checkpoint code read off an optimizer: checked on ours, inside the ranks.
+
+Each function of `CHECKS` takes models through a few steps. All of it runs on two data-parallel or two pipeline ranks,
+in one spawn of `test_megatron_core_contract.py`. To be imported in the ranks only: it imports the host.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import megatron.core.optimizer as host_optimizer
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.timers import Timers
+from torch import Tensor
+
+import megatron_distopt
+from megatron_distopt.errors import CheckpointError
+from tests.support.cases import Case
+from tests.support.gpt import Training, build_chunks, enter_layout, hosts_own_runs, optimizer_config, parts_of
+
+#: Whether the host puts a chain around one optimizer as well, as it does from 0.12 on.
+CHAINS_ALWAYS = "optimizer" in vars(ChainedOptimizer)
+HOST_KEYS = {"params", "lr", "weight_decay", "max_lr", "min_lr", "lr_mult", "wd_mult", "is_decoupled_lr"}
+HOST_KEYS |= {"is_expert_parallel", "default_config"}
+BF16 = Case("distopt", dp=2, precision="bf16")
+FP32 = BF16.of(precision="fp32")
+FP16 = Case("distopt", dp=2, precision="fp16", initial_loss_scale=1024.0)
+WEIGHT = "0.decoder.layers.1.self_attention.linear_qkv.weight"
+
+
+class HostCannot(Exception):
+    """This version of the host cannot do what a check is about."""
+
+
+def needs(has_it: bool, what: str) -> None:
+    if not has_it:
+        raise HostCannot(f"this megatron-core has no {what}")
+
+
+@contextmanager
+def trained(case: Case, steps: int = 2) -> Iterator[Training]:
+    """A model that has taken a few steps."""
+    with closing(Training(case)) as training:
+        for _ in range(steps):
+            training.step()
+        yield training
+
+
+def gathered(value: Any) -> list[Any]:
+    """Collective: the value of each rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def whole_main_param(param: Tensor) -> Tensor:
+    """Collective: the main param put together from the ranks, who own its elements in their order."""
+    shards = gathered(param.main_param)
+    return torch.cat([shard for shard in shards if shard is not None])
+
+
+def set_lr(training: Training, lr: float) -> None:
+    for group in training.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def all_equal(params: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    return all(torch.equal(param, others[name]) for name, param in params.items())
+
+
+def what_the_host_reads() -> None:
+    """Classes, attributes, param groups, flat params and timers."""
+    with trained(BF16) as training:
+        chained, (ours,) = training.optimizer, parts_of(training.optimizer)
+        assert isinstance(chained, ChainedOptimizer if CHAINS_ALWAYS else MegatronOptimizer)
+        assert isinstance(ours, DistributedOptimizer) and type(ours) is not DistributedOptimizer
+        assert (chained.is_stub_optimizer, ours.is_stub_optimizer) == (False, False)
+        assert chained.model_chunks == training.chunks
+        assert chained.config == ours.config == optimizer_config(BF16)
+        assert chained.optimizer is ours.optimizer
+        assert {key for state in ours.optimizer.state.values() for key in state} == {"exp_avg", "exp_avg_sq", "step"}
+        assert ours.stats_group.size == 2
+        assert float(chained.get_loss_scale()) == 1.0
+        assert float(chained.scale_loss(torch.tensor(3.0))) == 3.0
+        assert torch.tensor(3.0).type() == "torch.FloatTensor"  # unmapped: ours compares none
+        groups = chained.param_groups
+        assert all(a is b for a, b in zip(groups, chained.param_groups, strict=True)), "live"
+        assert [group["wd_mult"] for group in groups] == [1.0, 0.0]
+        assert [group["max_lr"] for group in groups] == [3e-3, 3e-3]
+        params = ours.get_parameters()
+        assert {id(param) for param in params} == {id(param) for group in groups for param in group["params"]}
+        assert {param.dtype for param in params} == {torch.float32}
+        buffer = training.chunks[0].buffers[0]
+        numels = gathered(sum(param.numel() for param in params))
+        # Padding between two params may belong to a shard, so the ranks hold at most the buffer.
+        assert sum(param.numel() for _, param in training.named_params()) <= sum(numels) <= buffer.numel
+        assert max(numels) <= buffer.numel // 2
+        for param, span in buffer.param_index_map.items():
+            assert param.data_ptr() == buffer.param_data[span[0] :].data_ptr()
+        chained.config.timers = Timers(log_level=2, log_option="all")
+        assert training.step().success
+    with closing(Training(BF16.of(optimizer="host-plain"))) as training:
+        wanted = HOST_KEYS & {key for group in training.optimizer.param_groups for key in group}
+    assert len(wanted) >= len(HOST_KEYS) - 1  # "default_config" came in 0.16
+    assert all(wanted <= set(group) for group in groups)
+
+
+def no_param_trains_on_any_rank() -> None:
+    # A rank may train nothing from 0.11 on.
+    needs("is_stub_optimizer" in inspect.getsource(DistributedOptimizer.__init__), "optimizer without params")
+    found = []
+    for name in ("host-distributed", "distopt"):
+        with closing(Training(BF16.of(optimizer=name, frozen=("",)))) as training:
+            training.optimizer.zero_grad()
+            with training.type_strings():
+                result = training.optimizer.step()
+            stubs = training.optimizer.is_stub_optimizer, parts_of(training.optimizer)[0].is_stub_optimizer
+            # Some versions count 0 zeros where nobody asked for a count.
+            scale = float(training.optimizer.get_loss_scale())
+            found.append((stubs, training.optimizer.param_groups, result[:2], result[2] or None, scale))
+    assert found[0] == found[1]
+    assert found[1][:2] == ((True, True), [])
+
+
+def one_rank_trains_nothing() -> None:
+    """Its param groups have the form of the others."""
+    needs("all_gather_object" in inspect.getsource(host_optimizer), "param groups that are the same on all ranks")
+    with trained(Case("distopt", pp=2, tied=False, frozen=("embedding", "layers.")), steps=1) as training:
+        groups = training.optimizer.param_groups
+        first, last = gathered([sorted(set(group) - {"params"}) for group in groups])
+        numels = gathered([sum(param.numel() for param in group["params"]) for group in groups])
+    assert first == last and len(first) == 2
+    assert numels[0] == [0, 0] and min(numels[1]) > 0
+
+
+def main_params() -> None:
+    """The ranks hold the unrounded param; one that a rank has nothing of is None there, as with the host."""
+    publishes = "main_param_sharded" in inspect.getsource(DistributedOptimizer)  # from 0.12 on
+    owned = {}
+    for name in ("host-distributed", "distopt") if publishes else ("distopt",):
+        with trained(BF16.of(optimizer=name)) as training:
+            named = dict(training.named_params())
+            whole = {name: whole_main_param(param) for name, param in named.items()}
+            assert {param.main_param_sharded for param in named.values()} == {True}
+            assert {main.dtype for main in whole.values()} == {torch.float32}
+            assert all(torch.equal(whole[name].bfloat16(), named[name].flatten()) for name in named)
+            # 45,280 elements; were they rounded, all would be bf16 values. Some hundred are: biases of gradient zero.
+            assert sum(int((main == main.bfloat16().float()).sum()) for main in whole.values()) < 2000
+            mains = {each: param.main_param for each, param in named.items()}
+            owned[name] = {each: None if main is None else len(main) for each, main in mains.items()}
+    assert owned.get("host-distributed", owned["distopt"]) == owned["distopt"]
+    first, last = gathered(owned["distopt"])
+    assert None in first.values()
+    assert any(first[name] and last[name] for name in first), "a param that both have a part of"
+
+
+def main_param_is_mutated() -> None:
+    with trained(BF16) as training:
+        param = dict(training.named_params())[WEIGHT]
+        before = whole_main_param(param)
+        if param.main_param is not None:
+            with torch.no_grad():
+                param.main_param.mul_(0.5)
+        set_lr(training, 0.0)
+        training.step()
+        assert torch.equal(whole_main_param(param), before * 0.5)
+        assert torch.equal(param.flatten(), (before * 0.5).bfloat16())
+
+
+def lr_is_written() -> None:
+    """First into every group, then into the one without weight decay alone: norms and biases."""
+    with trained(BF16) as training:
+        before = training.params()
+        set_lr(training, 0.0)
+        training.step()
+        still = training.params()
+        assert all_equal(still, before)
+        set_lr(training, 1e-2)
+        next(group for group in training.optimizer.param_groups if group["wd_mult"] == 0.0)["lr"] = 0.0
+        training.step()
+        after = training.params()
+        moved = {name for name, param in after.items() if not torch.equal(param, still[name])}
+        vectors = {name for name, param in after.items() if param.ndim == 1}
+        # Two norms and four biases of each of two layers, and the last norm, weight and bias each.
+        assert len(vectors) == 18
+        assert moved == after.keys() - vectors
+
+
+def host_scheduler() -> None:
+    """Learning rate and weight decay change at every step."""
+    losses: dict[str, list[float]] = {}
+    for name in ("host-plain", "distopt"):
+        with closing(Training(FP32.of(optimizer=name))) as training:
+            schedule = OptimizerParamScheduler(
+                training.optimizer,
+                init_lr=1e-4,
+                max_lr=training.case.lr,
+                min_lr=training.case.lr / 10,
+                lr_warmup_steps=2,
+                lr_decay_steps=5,
+                lr_decay_style="cosine",
+                start_wd=0.0,
+                end_wd=1.0,
+                wd_incr_steps=5,
+                wd_incr_style="linear",
+            )
+            losses[name] = []
+            for _ in range(5):
+                losses[name].append(training.step().loss)
+                schedule.step(increment=1)
+    assert losses["distopt"][-1] < losses["distopt"][0] - 0.1
+    # The tolerance of fp32 in test_megatron_core_parity: an ulp of a loss of 4 at each of five steps.
+    assert losses["distopt"] == pytest.approx(losses["host-plain"], abs=4e-6)
+
+
+Driver = Callable[[Training], tuple[Any, ...]]
+
+
+def steps_in_parts() -> None:
+    """Who drives the step does not matter."""
+    case = FP32.of(log_num_zeros=True, clip_grad=0.5, frozen=("linear_qkv.bias",), tied=False)
+    whole = _drive(case, lambda training: training.optimizer.step())
+    assert all(success and zeros > 1000 for _, (success, _, zeros) in whole)
+    drivers: tuple[Driver, ...] = (
+        lambda training: _step_in_parts(training.optimizer, case),
+        lambda training: _step_in_parts(parts_of(training.optimizer)[0], case),
+    )
+    for driver in drivers:
+        assert _drive(case, driver) == whole
+    # An ulp or two of fp32 each step, the host sums and clips in fp32.
+    _check_the_hosts_chain(case, whole, rel_tol=1e-6)
+
+
+def fp16_steps_in_parts() -> None:
+    """With a loss scale that doubles after every second step."""
+    case = FP16.of(loss_scale_window=2, clip_grad=0.5)
+    whole = _drive(case, lambda training: training.optimizer.step())
+    assert _drive(case, lambda training: _step_in_parts(training.optimizer, case)) == whole
+    # As above, and fp16 params that straddle a rounding boundary after it.
+    _check_the_hosts_chain(case, whole, rel_tol=1e-4)
+
+
+def _check_the_hosts_chain(case: Case, whole: list[tuple[float, Any]], *, rel_tol: float) -> None:
+    """The host's own chain measures and clips by its own functions. It counts the padding between params as zeros."""
+
+    def step(training: Training) -> tuple[Any, ...]:
+        with hosts_own_runs():
+            return ChainedOptimizer(parts_of(training.optimizer)).step()
+
+    for (loss, (success, norm, _)), (ours, (our_success, our_norm, _)) in zip(_drive(case, step), whole, strict=True):
+        assert success is our_success is True
+        assert math.isclose(loss, ours, rel_tol=rel_tol)
+        assert math.isclose(norm, our_norm, rel_tol=rel_tol)
+
+
+def _drive(case: Case, driver: Driver) -> list[tuple[float, Any]]:
+    """Losses, norms and zero counts of five steps."""
+    steps = []
+    with closing(Training(case)) as training:
+        for _ in range(5):
+            loss = training.forward_backward()
+            steps.append((loss, driver(training)))
+            training.finish_step()
+    return steps
+
+
+def _step_in_parts(optimizer: Any, case: Case) -> tuple[Any, ...]:
+    """The calls that the host's layers make one by one, without clipping where a chain has no call for it."""
+    if optimizer.prepare_grads():
+        return False, None, None
+    norm = optimizer.get_grad_norm()
+    for each in parts_of(optimizer):
+        each.clip_grad_norm(case.clip_grad)
+    zeros = optimizer.count_zeros() if case.log_num_zeros else None
+    return optimizer.step_with_ready_grads(), norm, zeros
+
+
+def reloaded_model_params() -> None:
+    """The model changes under the optimizer, as when a checkpoint is loaded without optimizer state."""
+    with trained(BF16) as training:
+        with torch.no_grad():
+            for _, param in training.named_params():
+                param.mul_(0.75)
+        wanted = training.params()
+        training.optimizer.reload_model_params()
+        set_lr(training, 0.0)
+        training.step()
+        assert all_equal(training.params(), wanted)
+
+
+def reloaded_main_params() -> None:
+    """From a state dict that is more precise than the model."""
+    takes_it = "state_dict" in inspect.signature(MegatronOptimizer.reload_model_params).parameters
+    needs(takes_it, "reload_model_params(state_dict)")
+    with trained(BF16) as training:
+        precise = {name: param.detach().float() * 1.001 for name, param in training.named_params()}
+        training.optimizer.reload_model_params(
+            state_dict={"model": {name.removeprefix("0."): value for name, value in precise.items()}}
+        )
+        for name, param in training.named_params():
+            assert torch.equal(whole_main_param(param), precise[name].flatten())
+
+
+def skipped_step() -> None:
+    """One rank finds something in its own shard: everything but the loss scale keeps its bits."""
+    with trained(FP16.of(hysteresis=1), steps=3) as training:
+        for value in (float("inf"), float("-inf"), float("nan")):
+            training.forward_backward()
+            if dist.get_rank() == 1:
+                _poison(training, value)
+            before = _snapshot(training)
+            scale = float(training.optimizer.get_loss_scale())
+            assert training.optimizer.step() == (False, None, None)
+            _check_same(before, _snapshot(training))
+            assert float(training.optimizer.get_loss_scale()) == scale / 2
+        assert training.step().success
+
+
+def nonfinite_without_a_scaler() -> None:
+    with trained(BF16) as training:
+        training.forward_backward()
+        if dist.get_rank() == 1:
+            _poison(training, float("nan"))
+        before = _snapshot(training)
+        with pytest.raises(FloatingPointError, match=r"rank 1: decoder\."):
+            training.optimizer.step()
+        _check_same(before, _snapshot(training))
+
+
+def _poison(training: Training, value: float) -> None:
+    """One element of the grad buffer that this rank owns and that belongs to a param."""
+    buffer = training.chunks[0].buffers[0]
+    middle = buffer.grad_data.numel() // 2
+    start, stop, _ = next(span for span in buffer.param_index_map.values() if span[1] > middle)
+    buffer.grad_data[max(start, middle)] = value
+    assert stop > max(start, middle)
+
+
+def _snapshot(training: Training) -> dict[str, Any]:
+    inner = training.optimizer.optimizer
+    held: dict[str, Any] = dict(training.params())
+    for index, (param, state) in enumerate(inner.state.items()):
+        held[f"main {index}"] = param.detach().clone()
+        held |= {f"{key} {index}": copy.deepcopy(value) for key, value in state.items()}
+    for index, group in enumerate(inner.param_groups):
+        held |= {f"{key} of group {index}": value for key, value in group.items() if key != "params"}
+    return held
+
+
+def _check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name], name
+
+
+def constant_loss_scale() -> None:
+    """The same curve with and without a loss scale, which bf16 may have too."""
+    steps = {}
+    for scale in (None, 1024.0):
+        with closing(Training(BF16.of(loss_scale=scale))) as training:
+            assert float(training.optimizer.get_loss_scale()) == (scale or 1.0)
+            assert float(training.optimizer.scale_loss(torch.tensor(3.0))) == 3.0 * (scale or 1.0)
+            steps[scale] = [(step.loss, step.grad_norm) for step in (training.step() for _ in range(3))]
+    # A power of two shifts exponents of bf16 and fp32 and nothing else.
+    assert steps[None] == steps[1024.0]
+
+
+def state_dict() -> None:
+    """What the host puts into its own files, of a run without a loss scale and of one with; then taken back."""
+    for case, keys in ((BF16, ["optimizer"]), (FP16, ["grad_scaler", "optimizer"])):
+        with trained(case) as training:
+            state = copy.deepcopy(training.optimizer.state_dict())
+            assert sorted(state) == keys
+            assert [*state["optimizer"]] == ["param_groups"]
+            groups, live = state["optimizer"]["param_groups"], training.optimizer.param_groups
+            assert all(set(group) == {*one, "step"} - {"params"} for group, one in zip(groups, live, strict=True))
+            assert [group["step"] for group in groups] == [2, 2]
+            set_lr(training, 0.5)
+            training.optimizer.load_state_dict(state)
+            assert [group["lr"] for group in training.optimizer.param_groups] == [3e-3, 3e-3]
+
+
+def frozen_after_wrapping() -> None:
+    """The same param is frozen after it was wrapped, and before, when it gets no place in a buffer at all."""
+    part = "linear_fc1.weight"
+    frozen = [f"0.decoder.layers.{layer}.mlp.{part}" for layer in (0, 1)]
+    curves = []
+    for context, case in ((_frozen_when_built(part), FP32), (nullcontext(), FP32.of(frozen=(part,)))):
+        with context, closing(Training(case)) as training:
+            before = training.params()
+            curves.append([training.step().loss for _ in range(5)])
+            kept = [name for name, param in training.params().items() if torch.equal(param, before[name])]
+            assert sorted(kept) == frozen
+            flat_params = parts_of(training.optimizer)[0].sharded.flat_params
+            assert not [each for flat in flat_params for each in flat.plan.shards if part in each.name]
+    assert curves[0][-1] < curves[0][0] - 0.1
+    # The tolerance of fp32 in test_megatron_core_parity: an ulp of a loss of 4 at each step.
+    assert curves[0] == pytest.approx(curves[1], abs=4e-6)
+
+
+@contextmanager
+def _frozen_when_built(part: str) -> Iterator[None]:
+    def build(case: Case) -> list[Any]:
+        chunks = build_chunks(case)
+        for chunk in chunks:
+            for name, param in chunk.named_parameters():
+                param.requires_grad_(part not in name)
+        return chunks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.support.gpt.build_chunks", build)
+        yield
+
+
+def state_in_a_fresh_model() -> None:
+    """The model has the saved params right after loading, with no other call between, and goes on to the bit."""
+    for case in (FP16, BF16.of(overlap_grad_reduce=True, overlap_param_gather=True)):
+        with trained(case) as training:
+            folder = gathered(tempfile.mkdtemp())[0]
+            training.optimizer.save(folder)
+            wanted = training.params()
+            losses = [training.step().loss for _ in range(2)]
+        with trained(case, steps=0) as fresh:
+            fresh.optimizer.load(folder)
+            assert all_equal({name: param.detach() for name, param in fresh.named_params()}, wanted)
+            fresh.steps_taken = 2
+            if case.overlap_param_gather:
+                for chunk in fresh.chunks:
+                    chunk.enable_forward_pre_hook()
+            assert [fresh.step().loss for _ in range(2)] == losses
+
+
+def chain_of_two() -> None:
+    """The host chains two optimizers where the first chunk's gather overlaps the step."""
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_param_gather_with_step": True}
+    with closing(Training(Case("distopt", pp=2, vp=2, tied=False, **overlap))) as training:
+        chained = training.optimizer
+        assert len(parts_of(chained)) == len(chained.state_dict()) == 2
+        set_lr(training, 0.25)
+        states = copy.deepcopy(chained.state_dict())
+        set_lr(training, 0.5)
+        chained.load_state_dict(states)
+        assert {group["lr"] for group in chained.param_groups} == {0.25}
+        for call in ("get_parameter_state_dp_zero", "load_parameter_state_from_dp_zero"):
+            with pytest.raises(CheckpointError, match=rf"{call}.* Call save\(folder\) and load\(folder\)\."):
+                getattr(chained, call)()
+
+
+def installation() -> None:
+    """Installed and undone twice, nothing of it is left in the host."""
+    enter_layout(BF16)
+    importer = ModuleType("imports_the_factory_by_value")
+    importer.get_megatron_optimizer = host_optimizer.get_megatron_optimizer  # type: ignore[attr-defined]
+    sys.modules[importer.__name__] = importer
+    modules = (host_optimizer, sys.modules["megatron.core.optimizer.distrib_optimizer"], importer)
+    before = [dict(vars(module)) for module in modules]
+    for _ in range(2):
+        installed = megatron_distopt.install()
+        ours = host_optimizer.get_megatron_optimizer
+        assert ours is not before[0]["get_megatron_optimizer"]
+        assert importer.get_megatron_optimizer is ours
+        assert megatron_distopt.install() is installed
+        optimizer = ours(optimizer_config(BF16), build_chunks(BF16))
+        assert type(parts_of(optimizer)[0]) is not DistributedOptimizer
+        installed.undo()
+        installed.undo()
+        for module, attributes in zip(modules, before, strict=True):
+            assert vars(module).keys() == attributes.keys()
+            assert [name for name, value in vars(module).items() if value is not attributes[name]] == []
+    del sys.modules[importer.__name__]
+
+
+def not_asked_for() -> None:
+    """The host builds its own classes without the flag, and with it where a variable switches us off."""
+    enter_layout(BF16)
+    installed = megatron_distopt.install()
+    own = "optimizer.optimizer.Float16OptimizerWithFloat16Params", "optimizer.distrib_optimizer.DistributedOptimizer"
+    cases = (BF16.of(optimizer="host-plain"), "1", own[0]), (BF16, "0", own[1])
+    for case, switch, expected in cases:
+        with pytest.MonkeyPatch.context() as patch, hosts_own_runs():
+            patch.setenv("MEGATRON_DISTOPT", switch)
+            built = host_optimizer.get_megatron_optimizer(optimizer_config(case), build_chunks(case))
+        kinds = [f"{type(each).__module__}.{type(each).__name__}" for each in (built, parts_of(built)[0])]
+        assert kinds[1] == f"megatron.core.{expected}"
+        assert kinds[0] in (kinds[1], "megatron.core.optimizer.optimizer.ChainedOptimizer")
+    installed.undo()
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check
+    for check in (
+        what_the_host_reads,
+        no_param_trains_on_any_rank,
+        main_params,
+        main_param_is_mutated,
+        lr_is_written,
+        host_scheduler,
+        steps_in_parts,
+        fp16_steps_in_parts,
+        reloaded_model_params,
+        reloaded_main_params,
+        skipped_step,
+        nonfinite_without_a_scaler,
+        constant_loss_scale,
+        state_dict,
+        frozen_after_wrapping,
+        state_in_a_fresh_model,
+        installation,
+        not_asked_for,
+        one_rank_trains_nothing,  # from here on: other layouts
+        chain_of_two,
+    )
+}
