@@ -94,7 +94,6 @@ def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
 
 
 def spec_of(name: str, param: Parameter) -> ParamSpec:
-    """The param without its tensor."""
     return ParamSpec(name, param.numel(), tuple(param.shape), dtype_name(param.dtype))
 
 
@@ -185,7 +184,6 @@ class HostLossScale:
 
     @property
     def value(self) -> float:
-        """The scale as a Python number; the CPU waits for the device."""
         return float(self.scale.item())
 
     def can_back_off(self) -> bool:

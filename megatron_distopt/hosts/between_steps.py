@@ -78,7 +78,6 @@ class PlacedParam:
 
     @torch.no_grad()
     def bring_back(self, *, with_values: bool) -> None:
-        """Makes `param.data` the view again."""
         if with_values:
             self.view.copy_(_torch_data.__get__(self.param))
         _torch_data.__set__(self.param, self.view)
@@ -168,7 +167,6 @@ def raising(error: Exception | None) -> Callable[[], None]:
 
 
 def not_copied(how: str) -> AccessError:
-    """Returns the error of copying or pickling an optimizer."""
     rule = "stay where its model is, whose params lie in its buffers"
     remedy = (
         "Keep optimizer.state_dict(), or build the model again and call distribute(...) or get_megatron_optimizer(...)"
@@ -179,9 +177,7 @@ def not_copied(how: str) -> AccessError:
 class WatchedParam(Protocol):
     """Wants to know of the aliases of a param."""
 
-    @property
-    def param(self) -> Parameter:
-        """Whose."""
+    param: Parameter
 
     def keep(self, alias: Tensor) -> None:
         """Notes an alias, through which the values may be changed."""
@@ -204,7 +200,6 @@ class _DataWatch:
             Parameter.data = property(self._get, self._set)  # type: ignore[assignment]
 
     def remove(self, user: object, params: Iterable[WatchedParam]) -> None:
-        """Takes back what `add` did."""
         for each in params:
             self._watched.pop(id(each.param), None)
         self._users.discard(user)
@@ -254,7 +249,6 @@ class _Writes:
 
     @property
     def is_written(self) -> bool:
-        """Whether any of it was written to since `forget`."""
         if self._was_written or self.param._version != self._version:
             return True
         return bool(self._aliases) and any(alias._version != count for alias, count in self._aliases)

@@ -35,12 +35,10 @@ class Generation:
 
     @property
     def is_supported(self) -> bool:
-        """Whether an adapter exists."""
         return bool(self.patch_points)
 
     @property
     def factory(self) -> PatchPoint:
-        """The function that builds optimizers."""
         return self.patch_points[0]
 
     @property
@@ -49,7 +47,6 @@ class Generation:
         return self.patch_points[1] if len(self.patch_points) > 1 else None
 
     def refusal(self) -> str | None:
-        """Says why the generation is not supported; None where an adapter exists."""
         return None if self.is_supported else f"The host is {self.name}, which is not supported. {self.remedy}."
 
     def replacement(self, original: Callable[..., Any], options: DistOptConfig) -> Replacement:

@@ -38,7 +38,6 @@ class Fix:
     after: Callable[[ModuleType], Undo] = lambda module: lambda: None  # acts on the executed module
 
     def is_needed(self, source: str) -> bool:
-        """Whether the source of the module and this Python are as the fix expects."""
         if self.absent:
             parent, _, _ = self.absent[0].rpartition(".")
             if _is_installed(self.absent[0]) or (parent and not _is_installed(parent)):
@@ -74,7 +73,6 @@ def no_deepspeed_config(module: ModuleType) -> Undo:
 
 
 def contiguous_attention(module: ModuleType) -> Undo:
-    """Wraps `CoreAttention.forward(query_layer, key_layer, value_layer, ...)`."""
     owner: Any = module.CoreAttention
     original = owner.forward
 
@@ -138,7 +136,6 @@ _applied: list[Fix] = []
 
 
 def applied_fixes() -> tuple[Fix, ...]:
-    """Returns the fixes that are in force in this process."""
     return tuple(_applied)
 
 

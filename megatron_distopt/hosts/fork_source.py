@@ -36,14 +36,12 @@ class SourceTree:
     roots: tuple[Path, ...]  # folders that hold a folder `megatron`; a module comes from the first that has it
 
     def file_of(self, module: str) -> Path | None:
-        """Returns the file of a module, or None where there is none."""
         inside = Path(*module.split("."))
         candidates = (inside / "__init__.py", inside.with_suffix(".py"))
         files = (root / candidate for root in self.roots for candidate in candidates)
         return next((file for file in files if file.is_file()), None)
 
     def has(self, module: str) -> bool:
-        """Whether the host has a module of that dotted name."""
         return self.file_of(module) is not None
 
     def shown(self, file: Path, line: int | None = None) -> str:
@@ -53,7 +51,6 @@ class SourceTree:
         return name if line is None else f"{name}:{line}"
 
     def parse(self, file: Path) -> ast.Module:
-        """A file's syntax tree."""
         try:
             with warnings.catch_warnings():  # a fork's invalid escape sequences are not our subject
                 warnings.simplefilter("ignore")
@@ -127,7 +124,6 @@ def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def required_of(function: ast.FunctionDef) -> tuple[str, ...]:
-    """The names of the parameters without a default."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     keywords = [argument for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if not default]
@@ -135,7 +131,6 @@ def required_of(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def classes_of(module: ast.Module) -> dict[str, ast.ClassDef]:
-    """Returns the classes at the top of a module, by name."""
     return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
 
 
@@ -207,7 +202,6 @@ def survey(tree: SourceTree) -> Survey:
 
 
 def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInSource:
-    """Looks for a patch point in the file that defines it."""
     file = tree.file_of(patch_point.module)
     content = b"" if file is None else file.read_bytes()
     ours = range(0)
@@ -318,7 +312,6 @@ def as_bytes(newline: bytes) -> bytes:
 
 
 def has_marker(content: bytes) -> bool:
-    """Whether a file has the first or the last line of a block."""
     return any(line in (BEGIN.encode(), END.encode()) for line in content.splitlines())
 
 

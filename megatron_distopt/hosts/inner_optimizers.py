@@ -200,7 +200,6 @@ def with_muon_groups(
 
 
 def muon_params(groups: Iterable[Mapping[str, Any]]) -> frozenset[Parameter]:
-    """Those of Muon's groups."""
     return frozenset(param for group in groups if is_muons_group(group) for param in group["params"])
 
 
@@ -211,7 +210,6 @@ def check_is_adam(base: Optimizer) -> None:
 
 
 def unsupported_base(name: str) -> ConfigError:
-    """The error for another optimizer of the host's beside Muon."""
     return ConfigError(
         f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. Write --optimizer adam, "
         "whose place is taken, or drop --distopt-optimizer muon."

@@ -27,7 +27,6 @@ class Replacement:
     ours: Callable[..., Any]  # takes the same arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the replacement."""
         return self.ours(*args, **kwargs)
 
 
@@ -63,7 +62,6 @@ class PatchPoint:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether it is replaced already; looks only at a loaded module."""
         return isinstance(self.current, Replacement)
 
     def checked(self, found: Any) -> Callable[..., Any]:

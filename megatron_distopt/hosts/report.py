@@ -64,7 +64,6 @@ def describe(
 
 
 def _describe_host_state(optimizer: ShardedOptimizer) -> str:
-    """How much of the state is on the host, see optimizer/offload.py."""
     if optimizer.device.type == CPU:
         return "all of it, because the params are on the CPU; offload_fraction changes nothing"
     moved = [flat.main.numel() for flat in optimizer.flat_params if flat.on_host is not None]

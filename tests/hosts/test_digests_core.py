@@ -73,7 +73,7 @@ def _train(rank: int, size: int, folder: Path) -> Found:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(_train, 2, tmp_path_factory.mktemp("core"))[0]
+    return run_ranks(_train, 2, tmp_path_factory.mktemp("core"), core=True)[0]
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -611,7 +611,7 @@ def _layout(run: Run) -> tuple[bool, int, int, int]:
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_collect, RANKS, str(tmp_path_factory.mktemp("checkpoints")), seconds=300)
+    return run_ranks(_collect, RANKS, str(tmp_path_factory.mktemp("checkpoints")), seconds=300, core=True)
 
 
 @pytest.fixture(scope="module")

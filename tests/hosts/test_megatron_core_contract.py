@@ -38,7 +38,7 @@ def _check_all(rank: int, size: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def by_rank() -> list[dict[str, str]]:
-    return run_ranks(_check_all, 2, seconds=240)
+    return run_ranks(_check_all, 2, seconds=240, core=True)
 
 
 @pytest.mark.parametrize("name", CHECKS)

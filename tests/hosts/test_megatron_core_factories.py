@@ -236,7 +236,7 @@ def _lines_when_not_used() -> list[str]:
 
 @pytest.fixture(scope="module")
 def found() -> list[Facts]:
-    return run_ranks(_collect, 2, seconds=240)
+    return run_ranks(_collect, 2, seconds=240, core=True)
 
 
 FACTORIES = ["copied factory", "wrapped factory", "copied factory, required"]

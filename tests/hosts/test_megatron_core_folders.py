@@ -111,7 +111,7 @@ def _start(**args: Any) -> str:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("folders")
-    return run_ranks(_collect, 2, str(folder), seconds=240)
+    return run_ranks(_collect, 2, str(folder), seconds=240, core=True)
 
 
 @pytest.mark.parametrize("layout", AGAIN)

@@ -145,7 +145,7 @@ def _one_layout(before: Mapping[str, Any], to: Mapping[str, Any]) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Any]]:
-    return run_ranks(collect, 2, str(tmp_path_factory.mktemp("models")), seconds=400.0)
+    return run_ranks(collect, 2, str(tmp_path_factory.mktemp("models")), seconds=400.0, core=True)
 
 
 @pytest.mark.parametrize(("name", "precision"), COMPARED)
@@ -210,7 +210,7 @@ def collect_instances(rank: int, size: int, folder: str) -> Mapping[str, Any]:
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_INSTANCES, reason="this megatron-core has one instance of its distributed optimizer")
 def test_curve_when_there_are_two_instances_then_it_is_the_hosts_and_one_goes_on(tmp_path: Path) -> None:
-    found = run_ranks(collect_instances, 4, str(tmp_path), seconds=200.0)[0]
+    found = run_ranks(collect_instances, 4, str(tmp_path), seconds=200.0, core=True)[0]
     for name, case in INSTANCES.items():
         loss, norm = _distance(*(found["curves"][optimizer][name].steps for optimizer in OPTIMIZERS))
         assert loss <= NEAR[case.precision][0], name

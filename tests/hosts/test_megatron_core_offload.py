@@ -191,7 +191,7 @@ def collect(rank: int, size: int, folder: str) -> Facts:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
-    return run_ranks(collect, SIZE, str(tmp_path_factory.mktemp("offload")))
+    return run_ranks(collect, SIZE, str(tmp_path_factory.mktemp("offload")), core=True)
 
 
 @pytest.mark.parametrize("case", [*CASES, *FORMS])

@@ -85,7 +85,7 @@ def curves() -> dict[str, Curve]:
     cases |= {f"groups {name}": case for name, case in NORM_GROUPS.items()} if HAS_NORM_GROUPS else {}
     cases |= {"one norm": GROUPED.of(norm_group=())} if HAS_NORM_GROUPS else {}
     of_each = {f"{name} {each}": case.of(optimizer=each) for name, case in cases.items() for each in OPTIMIZERS}
-    return run_ranks(train_all, 2, of_each, seconds=300)[0]
+    return run_ranks(train_all, 2, of_each, seconds=300, core=True)[0]
 
 
 @pytest.mark.skipif(not HAS_THRESHOLD, reason="this megatron-core has no grad_norm_skip_threshold")

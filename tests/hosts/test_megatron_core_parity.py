@@ -148,7 +148,7 @@ def _special_cases() -> dict[str, Case]:
 
 def _run(size: int, cases: dict[str, Case]) -> Curves:
     by_layout = dict(sorted(cases.items(), key=lambda item: (item[1].tp, item[1].pp, item[1].vp)))
-    by_rank = run_ranks(train_all, size, by_layout, seconds=400)
+    by_rank = run_ranks(train_all, size, by_layout, seconds=400, core=True)
     return {name: [curves[name] for curves in by_rank] for name in cases}
 
 

@@ -201,7 +201,7 @@ SERVED: dict[str, Make] = {"unknown field, default": _built(newer=4)}
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Refusal | None]]:
-    return run_ranks(run_all, SIZE)
+    return run_ranks(run_all, SIZE, core=True)
 
 
 @pytest.mark.parametrize("name", ON_ALL)

@@ -123,7 +123,7 @@ def act_in(rank: int, size: int, host: str) -> dict[str, Compared]:
 @pytest.fixture(scope="module", params=["megatron_2023", "megatron_core"])
 def acted(request: pytest.FixtureRequest) -> list[dict[str, Compared]]:
     core_folder()
-    return run_ranks(act_in, 2, request.param, seconds=200)
+    return run_ranks(act_in, 2, request.param, seconds=200, core=request.param == "megatron_core")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

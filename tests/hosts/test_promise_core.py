@@ -156,7 +156,7 @@ def _collect(rank: int, size: int) -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def by_rank() -> list[dict[str, Result]]:
-    return run_ranks(_collect, 2, seconds=400)
+    return run_ranks(_collect, 2, seconds=400, core=True)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

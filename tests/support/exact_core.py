@@ -120,7 +120,7 @@ def in_worlds_of_two_and_four(collect: Callable[..., Any], folder: Path) -> dict
     """What the ranks of both worlds have collected, by name."""
     found: dict[Any, list[Any]] = {}
     for size in (2, 4):  # with a time limit for a machine that does other things as well
-        for of_rank in run_ranks(collect, size, str(folder), seconds=300):
+        for of_rank in run_ranks(collect, size, str(folder), seconds=300, core=True):
             for name, value in of_rank.items():
                 found.setdefault(name, []).append(value)
     return found

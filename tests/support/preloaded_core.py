@@ -1,21 +1,10 @@
-"""A pytest plugin (`-p tests.support.preloaded_core`): ranks are forked from processes that know megatron-core as well.
-
-For a run of files that all need it: it is imported by two processes, and not by each rank of each file.
-"""
+"""What ranks of megatron-core's tests find imported as well: the host, which each of them would take seconds for."""
 
 from __future__ import annotations
 
-from multiprocessing.forkserver import ForkServer
+import gc
 
-import pytest
+import tests.support.gpt
+import tests.support.preloaded  # noqa: F401
 
-from tests.support import spawn
-
-
-class CoreServer(ForkServer):
-    def set_forkserver_preload(self, modules_names: list[str]) -> None:
-        super().set_forkserver_preload([*modules_names, "tests.support.gpt"])
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    spawn._SERVERS = (CoreServer(), CoreServer())
+gc.freeze()

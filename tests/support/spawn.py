@@ -76,7 +76,9 @@ class _Task:
     call: bytes
 
 
-def run_ranks(function: Callable[..., Result], size: int, *args: object, seconds: float = 120.0) -> list[Result]:
+def run_ranks(
+    function: Callable[..., Result], size: int, *args: object, seconds: float = 120.0, core: bool = False
+) -> list[Result]:
     """Calls `function(rank, size, *args)` on `size` processes that form one gloo process group.
 
     Args:
@@ -84,6 +86,7 @@ def run_ranks(function: Callable[..., Result], size: int, *args: object, seconds
         size: the number of ranks.
         args: the same for every rank.
         seconds: the time limit for all of it, process start included.
+        core: the ranks are forked from processes that have imported megatron-core, too.
 
     Returns:
         What each rank returned, in the order of the ranks.
@@ -94,7 +97,7 @@ def run_ranks(function: Callable[..., Result], size: int, *args: object, seconds
     """
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder, _environment_of_ranks():
         task = _Task(folder, size, seconds, dict(os.environ), pickle.dumps((function, args)))
-        processes = [_start(task, rank) for rank in range(size)]
+        processes = [_start(task, rank, core) for rank in range(size)]
         try:
             late = _wait(processes, deadline=time.monotonic() + seconds)
         finally:
@@ -130,13 +133,14 @@ def _environment_of_ranks() -> Iterator[None]:
                 os.environ[name] = value
 
 
-_SERVERS = (ForkServer(), ForkServer())
+#: By whether they know megatron-core.
+_SERVERS = {core: (ForkServer(), ForkServer()) for core in (False, True)}
 
 
-def _start(task: _Task, rank: int) -> BaseProcess:
+def _start(task: _Task, rank: int, core: bool) -> BaseProcess:
     """See [Note: two servers]. The standard library knows one server, so the call that asks it for a process is led."""
-    server = _SERVERS[min(rank, 1)]
-    server.set_forkserver_preload(["tests.support.preloaded"])
+    server = _SERVERS[core][min(rank, 1)]
+    server.set_forkserver_preload(["tests.support.preloaded_core" if core else "tests.support.preloaded"])
     process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=(task, rank), daemon=True)
     with mock.patch("multiprocessing.forkserver.connect_to_new_process", server.connect_to_new_process):
         process.start()

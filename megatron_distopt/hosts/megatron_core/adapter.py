@@ -65,7 +65,6 @@ def build(
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
 
     def merge() -> Merged:
-        """Everything that this rank can see by itself."""
         check_class()
         has_groups = call.get("pg_collection") is not None or parallel_state.model_parallel_is_initialized()
         check_parallel_state(has_groups)

@@ -319,12 +319,10 @@ def _state_to_load(model: WholeModel) -> dict[str, Any]:
 
 
 def _box_key(model: WholeModel, key: str, box: Box) -> str:
-    """Of a box in the state."""
     return f"{kind_of(key)}/{model.canonical(name_of(key))} {list(box.offsets)} {list(box.sizes)}"
 
 
 def _whole_key(model: WholeModel, key: str) -> str:
-    """Of a whole tensor in the host's checkpoint."""
     return f"{_PREFIX}.{kind_of(key)}.{model.canonical(name_of(key))}"
 
 

@@ -48,7 +48,6 @@ _GROUPED = ("experts.weight1", "experts.weight2")
 
 
 def is_hosts_muon(config: Any) -> bool:
-    """Whether the host's own flags ask for Muon."""
     return getattr(config, "optimizer", None) in (MUON, f"dist_{MUON}")
 
 

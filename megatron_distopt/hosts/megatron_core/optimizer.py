@@ -164,7 +164,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
 
     @property
     def stats_group(self) -> Group:
-        """All ranks that hold a part of the model."""
         # megatron-core 0.9 calls it model-parallel.
         find = getattr(self, "get_grad_stats_parallel_group", None) or self.get_model_parallel_group
         return Group.of(find())
@@ -235,7 +234,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return measure_memory(self.sharded).undistributed_state_nbytes
 
     def ours(self) -> Sequence[DistributedOptimizer]:
-        """This one."""
         return [self]
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,7 +281,6 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
     __reduce_ex__ = DistributedOptimizer.__reduce_ex__
 
     def ours(self) -> Sequence[DistributedOptimizer]:
-        """All of them."""
         return self.chained_optimizers
 
     def offload_to_cpu(self) -> None:

@@ -103,7 +103,6 @@ class OffloadedState:
         empty_cache(self._sharded.device)
 
     def restore(self) -> None:
-        """Moves all of it to where it was."""
         self._move_main_params_and_forms(self._sharded.device)
         for flat, state, name in self._plain():
             usual = flat.model.device if state[name].shape == flat.main.shape else state[name].device

@@ -54,7 +54,6 @@ class NormGroupStats:
     num_zeros: int  # of those, how many are exactly zero
 
     def norm(self, divisor: float) -> float:
-        """L2 norm of the gradients divided by `divisor`."""
         return math.sqrt(self.sum_of_squares) / divisor
 
 
@@ -235,7 +234,6 @@ def prepared_of(optimizer: OneOptimizer) -> PreparedStep:
 
 
 def _timer(config: Any, name: str) -> AbstractContextManager[None]:
-    """The host's timer of that name, where it keeps timers."""
     return timed(config.timers, name, barrier=config.barrier_with_L1_time)
 
 
