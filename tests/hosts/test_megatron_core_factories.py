@@ -147,7 +147,7 @@ def _with_adam(adam: type, optimizer: str, source: str = "auto") -> Facts:
             stack.enter_context(_installed())
         with contextlib.closing(gpt.Training(CASE.of(optimizer=optimizer))) as training:
             losses = [training.step().loss for _ in range(CASE.steps)]
-        kind = type(gpt.parts_of(training.optimizer)[0].optimizer).__name__
+            kind = type(gpt.parts_of(training.optimizer)[0].optimizer).__name__
     return {"losses": losses, "kind": kind}
 
 

@@ -24,6 +24,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+#: That process imports the host itself, once, and its ranks are forked from it.
+_PLUGINS = ("-p", "no:cacheprovider", "-p", "tests.support.preloaded_core")
 #: Between the oldest and the newest; the installed one is not among them.
 _OTHERS = ("0.10.0", "0.11.0", "0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.17.1", "0.18.2")
 
@@ -46,7 +48,7 @@ def _passes(version: str, names: tuple[str, ...]) -> None:
     if not folder.exists():
         pytest.skip(f"needs megatron-core {version}, which scripts/test_hosts.sh {version} unpacks")
     files = [str(_ROOT / "tests" / "hosts" / f"test_megatron_core_{name}.py") for name in names]
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-m", "not long", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-m", "not long", *_PLUGINS, *files]
     done = subprocess.run(
         command, env=_environment(folder), cwd=_ROOT, capture_output=True, text=True, timeout=300, check=False
     )

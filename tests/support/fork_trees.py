@@ -1,4 +1,4 @@
-"""Small source trees that look like forks to somebody who reads them, and are never run."""
+"""Small source trees that look like forks to somebody who reads them; those of 2023 can be imported."""
 
 from __future__ import annotations
 
@@ -7,17 +7,6 @@ from pathlib import Path
 
 from megatron_distopt.hosts.megatron_2023 import forks as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
-
-__all__ = [
-    "FACTORY_OF_2023",
-    "core",
-    "early_core",
-    "gathered_2023",
-    "neox",
-    "per_rank_2023",
-    "pre_distopt",
-    "write_tree",
-]
 
 FACTORY_OF_2023 = """\
 from .distrib_optimizer import DistributedOptimizer
@@ -86,7 +75,6 @@ def per_rank_2023(folder: Path) -> Path:
             "megatron/initialize.py": "from .arguments import (validate_args,\n    parse_args)\n",
             "megatron/training.py": _TRAINING,
             "megatron/core/parallel_state.py": _GROUPS,
-            "tools/convert.py": "from somewhere import parse_args\nmegatron.arguments.parse_args = None\n",
             "pretrain_gpt.py": "import torch\n",
         },
     )
@@ -109,14 +97,7 @@ def core(folder: Path) -> Path:
         {
             "megatron/core/__init__.py": "",
             "megatron/core/optimizer/__init__.py": _CORE_FACTORY,
-            "megatron/core/optimizer/optimizer.py": _OPTIMIZER,
-            "megatron/core/tensor_parallel.py": "def copy_tensor_model_parallel_attributes():\n    pass\n",
-            "megatron/core/transformer/module.py": _NOT_SHARED,
-            "megatron/core/dist_checkpointing/__init__.py": "class ShardedTensor:\n    pass\n",
-            "megatron/core/dist_checkpointing/core.py": "class CheckpointingException(Exception):\n    pass\n",
             "megatron/core/optimizer/distrib_optimizer.py": _class(megatron_core.CLASS_PARAMETERS),
-            "megatron/core/optimizer/muon.py": "def build():\n    from . import get_megatron_optimizer as get\n",
-            "megatron/core/parallel_state.py": _GROUPS,
         },
     )
 
@@ -132,7 +113,6 @@ def pre_distopt(folder: Path) -> Path:
             "megatron/__init__.py": "",
             "megatron/optimizer/__init__.py": "def get_megatron_optimizer(model):\n    pass\n",
             "megatron/mpu/__init__.py": "",
-            "megatron/mpu/initialize.py": _GROUPS,
         },
     )
 

@@ -34,6 +34,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+import megatron_distopt
 from tests.support.cases import Case, Curve, Step
 from tests.support.spawn import forget_groups
 
@@ -93,23 +94,16 @@ class Training:
         self.steps_taken = 0
         enter_layout(case)
         self.chunks = build_chunks(case)
-        self._undo = contextlib.ExitStack()
-        if case.optimizer == "distopt":
-            import megatron_distopt
-
-            self._undo.callback(megatron_distopt.install().undo)
-        try:
-            with self.type_strings():
-                # Looked up when it is called, as a training module does that is imported after the installation.
-                self.optimizer = host_optimizer.get_megatron_optimizer(optimizer_config(case), self.chunks)
-        except Exception:
-            self.close()
-            raise
+        factory = host_optimizer.get_megatron_optimizer
+        if case.optimizer == "distopt":  # without installing it, which looks through all modules
+            factory = megatron_distopt.get_megatron_optimizer
+        with self.type_strings():
+            self.optimizer = factory(optimizer_config(case), self.chunks)
         self._connect_schedule()
 
     def close(self) -> None:
-        """Takes our patch point out of the host again."""
-        self._undo.close()
+        """Lets the optimizer go: a test that has closed the training cannot use it by mistake."""
+        del self.optimizer
 
     def type_strings(self) -> contextlib.AbstractContextManager[object]:
         """The mappings that the host's own optimizers cannot do without; nothing for ours."""

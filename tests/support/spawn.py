@@ -23,10 +23,11 @@ import multiprocessing.connection
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -107,6 +109,17 @@ def run_ranks(
         return [outcome.value for outcome in outcomes if outcome is not None]
 
 
+def outcomes(checks: Mapping[str, Callable[[], None]]) -> dict[str, str]:
+    """In a rank: by check, how it failed; empty where it did not."""
+    found = dict.fromkeys(checks, "")
+    for name, check in checks.items():
+        try:
+            check()
+        except (AssertionError, pytest.fail.Exception):  # the second of `pytest.raises`
+            found[name] = traceback.format_exc()
+    return found
+
+
 def forget_groups() -> None:
     """Ends all process groups but the world's: gloo's threads of one wake a hundred times a second while it lives."""
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -139,11 +152,17 @@ _SERVERS = {core: (ForkServer(), ForkServer()) for core in (False, True)}
 
 def _start(task: _Task, rank: int, core: bool) -> BaseProcess:
     """See [Note: two servers]. The standard library knows one server, so the call that asks it for a process is led."""
+    if core and "tests.support.preloaded_core" in sys.modules:  # this process has imported the host itself
+        return _begun(multiprocessing.get_context("fork").Process(target=_run_rank, args=(task, rank), daemon=True))
     server = _SERVERS[core][min(rank, 1)]
     server.set_forkserver_preload(["tests.support.preloaded_core" if core else "tests.support.preloaded"])
-    process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=(task, rank), daemon=True)
     with mock.patch("multiprocessing.forkserver.connect_to_new_process", server.connect_to_new_process):
-        process.start()
+        context = multiprocessing.get_context("forkserver")
+        return _begun(context.Process(target=_run_rank, args=(task, rank), daemon=True))
+
+
+def _begun(process: BaseProcess) -> BaseProcess:
+    process.start()
     return process
 
 

@@ -27,7 +27,7 @@ from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError
+from megatron_distopt.errors import ConfigError, HostError
 from megatron_distopt.hosts.base import compare_ranks, loss_scale_of, names_by_param, plan_groups
 from megatron_distopt.hosts.between_steps import GroupMembers, RemainderWatch, not_copied
 from megatron_distopt.hosts.inner_optimizers import (
@@ -169,7 +169,17 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return Group.of(find())
 
     def get_parameters(self) -> list[Tensor]:
-        """The flat main params."""
+        """The flat main params.
+
+        Raises:
+            HostError: between `prepare_grads` and the update with clipping. A chain of the host's own clips `grad` of
+                what it gets here, and main params have none.
+        """
+        if self.prepared is not None and self.config.clip_grad > 0:
+            raise HostError(
+                "get_parameters() was called between prepare_grads() and the update, to clip grads that main params "
+                "do not have. Call clip_grad_norm(...), or megatron_distopt.install() before optimizers are chained."
+            )
         return [flat.main for flat in self.sharded.flat_params]
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
