@@ -25,7 +25,7 @@ from megatron_distopt.checkpoint.load_plan import (
 from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kind_of, no_collection, some_of
 from megatron_distopt.checkpoint.owned_state import owned_by_name, take_owned
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
-from megatron_distopt.checkpoint.source import read_box
+from megatron_distopt.checkpoint.source import read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
     WholeModel,
@@ -146,7 +146,7 @@ def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
         str(folder),
         read=partial(_read_from, folder, manifest),
         verify=lambda reads: _verify_files(folder, manifest.files[rank::size]),
-        read_owned=lambda key: read_box(folder, manifest, key, Box.whole(manifest.tensors[key].shape)),
+        read_owned=lambda key: read_saved(folder, manifest, key, Box.whole(manifest.tensors[key].shape)),
     )
 
 

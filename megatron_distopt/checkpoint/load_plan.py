@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, key_of, kind_of, name_of, some_of
+from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, covering, key_of, kind_of, name_of, some_of
 from megatron_distopt.checkpoint.owned_state import is_owned, is_owned_part, owned_by_name
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
@@ -137,24 +137,6 @@ def plan_reads(state: Loadable, saved: Mapping[str, SavedParam], model: WholeMod
             for number, box in covering(wanted, boxes, what, _another(model)) if wanted is not None else ():
                 reads.append(Read(key, record.chunks[number], box, piece))
     return tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start)))
-
-
-def covering(wanted: Box, boxes: Sequence[Box], what: str, remedy: str) -> Iterator[tuple[int, Box]]:
-    """Yields which of the disjoint boxes hold elements of a box, by number, and which elements.
-
-    Raises after the last box, where elements of the tensor, which the error calls `what`, are missing.
-    """
-    numel = 0
-    for number, box in enumerate(boxes):
-        both = wanted.intersect(box)
-        if both is not None:
-            numel += both.numel
-            yield number, both
-    if numel != wanted.numel:
-        raise CheckpointError(
-            f"Invalid {what}: {numel} elements of {wanted}. Must hold all {wanted.numel} which this rank owns, each "
-            f"once. {remedy}."
-        )
 
 
 def _wanted(piece: OwnedPiece, shape: tuple[int, ...], what: str, model: WholeModel) -> Box | None:

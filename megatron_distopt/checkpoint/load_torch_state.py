@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.load import as_kept, fill_groups, separate
-from megatron_distopt.checkpoint.load_plan import GroupMatch, Read, SavedState, check_steps, covering, needed_moments
-from megatron_distopt.checkpoint.manifest import Chunk, key_of
+from megatron_distopt.checkpoint.load_plan import GroupMatch, Read, SavedState, check_steps, needed_moments
+from megatron_distopt.checkpoint.manifest import Chunk, covering, key_of
 from megatron_distopt.checkpoint.param_groups import (
     NOT_OPTIONS,
     GroupRecord,

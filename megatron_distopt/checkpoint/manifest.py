@@ -330,6 +330,23 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return next(((one, other) for one, other in combinations(boxes, 2) if one.intersect(other)), None)
 
 
+def covering(wanted: Box, boxes: Sequence[Box], what: str, remedy: str) -> Iterator[tuple[int, Box]]:
+    """Yields which of the disjoint boxes hold elements of a box, by number, and which elements.
+
+    Raises after the last box, where elements of the tensor, which the error calls `what`, are missing.
+    """
+    numel = 0
+    for number, box in enumerate(boxes):
+        both = wanted.intersect(box)
+        if both is not None:
+            numel += both.numel
+            yield number, both
+    if numel != wanted.numel:
+        raise CheckpointError(
+            f"Invalid {what}: {numel} elements of {wanted}. Must hold all {wanted.numel}, each once. {remedy}."
+        )
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Switches Python's garbage collector off for a block that makes many small objects, none of them in a cycle.

@@ -5,7 +5,7 @@ A reader of a format returns a `Source`, and a writer takes one. One tensor is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import commit, data_file, lock_file, new_save_id, read_manifest, withdraw
-from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord, covering
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 
+_DAMAGED = "Load an earlier checkpoint; this one was damaged after it was written"
 #: A checkpoint that one process writes begins a new file where one has reached this size.
 _FILE_NBYTES = 4 << 30
 
@@ -52,27 +53,28 @@ class Source:
 def open_checkpoint(folder: Path) -> Source:
     manifest = read_manifest(folder)
     infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
-    return Source(replace(manifest, files=(), tensors={}), infos, partial(read_box, folder, manifest))
+    return Source(replace(manifest, files=(), tensors={}), infos, partial(read_saved, folder, manifest))
 
 
-def read_box(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
-    record = manifest.tensors[key]
+def read_saved(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
+    """A part of a tensor of the checkpoint in a folder."""
+    return read_chunks(folder, [file.name for file in manifest.files], key, manifest.tensors[key], box)
+
+
+def read_chunks(folder: Path, files: Sequence[str], key: str, record: TensorRecord, box: Box) -> Tensor:
+    """A part of a tensor in some of the files of a folder; what lies elsewhere is not read."""
     dtype: torch.dtype = getattr(torch, record.dtype)
     values = torch.empty(box.sizes, dtype=dtype)
-    for chunk in record.chunks:
-        both = chunk.box.intersect(box)
-        if both is None:
-            continue
-        path = folder / manifest.files[chunk.file].name
+    what = f"tensor {key!r} in {folder}"
+    for number, both in covering(box, [chunk.box for chunk in record.chunks], what, _DAMAGED):
+        chunk = record.chunks[number]
+        path = folder / files[chunk.file]
         try:
             with TensorReader(path) as reader:
                 part = reader.read(key, chunk, dtype)[both.relative_to(chunk.box.offsets).as_slices()]
                 values[both.relative_to(box.offsets).as_slices()] = part
         except OSError as error:
-            raise CheckpointError(
-                f"Invalid file {path}: {error}. Must be readable. Load an earlier checkpoint; this one was damaged "
-                "after it was written."
-            ) from error
+            raise CheckpointError(f"Invalid file {path}: {error}. Must be readable. {_DAMAGED}.") from error
     return values
 
 

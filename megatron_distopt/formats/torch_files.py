@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.manifest import Chunk, Manifest
+from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
 from megatron_distopt.checkpoint.param_groups import check_groups, group_from_json, group_to_json
-from megatron_distopt.checkpoint.source import Source, TensorInfo
-from megatron_distopt.checkpoint.tensor_file import TensorReader
+from megatron_distopt.checkpoint.source import Source, TensorInfo, read_chunks
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.pickles import attribute, load_bytes, load_file, load_metadata, save_whole
 from megatron_distopt.layout import Box
@@ -38,67 +37,22 @@ _REMEDY = "Load an earlier checkpoint; this one is damaged or incomplete."
 
 
 @dataclass(frozen=True)
-class StoredBytes:
-    """Bytes of a file of the folder."""
-
-    file: str
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class DcpChunk:
-    """One box of a tensor, and where it is."""
-
-    box: Box
-    stored: StoredBytes
-
-
-@dataclass(frozen=True)
-class DcpTensor:
-    """A tensor as the metadata has it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[DcpChunk, ...]
-
-
-@dataclass(frozen=True)
 class DcpFolder:
     """A distributed checkpoint."""
 
     folder: Path
-    tensors: Mapping[str, DcpTensor]  # by key, in the order in which they were saved
-    objects: Mapping[str, StoredBytes]  # everything else, by key
+    files: tuple[str, ...]  # their names
+    tensors: Mapping[str, TensorRecord]  # by key, in the order in which they were saved
+    objects: Mapping[str, Chunk]  # everything else, by key; boxes mean nothing
 
     def read_box(self, key: str, box: Box) -> Tensor:
         """A part of a tensor; what lies elsewhere is not read."""
-        tensor = self.tensors[key]
-        found, numel = torch.empty(box.sizes, dtype=tensor.dtype), 0
-        for chunk in tensor.chunks:
-            both = box.intersect(chunk.box)
-            if both is not None:
-                read = self._read_chunk(key, chunk, tensor.dtype)
-                found[both.relative_to(box.offsets).as_slices()] = read[both.relative_to(chunk.box.offsets).as_slices()]
-                numel += both.numel
-        if numel != box.numel:
-            raise CheckpointError(
-                f"Tensor {key!r} in {self.folder} has {numel} of the {box.numel} elements of {box}. {_REMEDY}"
-            )
-        return found
-
-    def _read_chunk(self, key: str, chunk: DcpChunk, dtype: torch.dtype) -> Tensor:
-        path, stored = self.folder / chunk.stored.file, chunk.stored
-        try:
-            with TensorReader(path) as reader:
-                return reader.read(key, Chunk(chunk.box, 0, stored.start, stored.nbytes), dtype)
-        except OSError as error:
-            raise CheckpointError(f"File {path} cannot be read: {error}. {_REMEDY}") from error
+        return read_chunks(self.folder, self.files, key, self.tensors[key], box)
 
     def read_object(self, key: str) -> Any:
         """An object that is no tensor."""
         stored = self.objects[key]
-        path = self.folder / stored.file
+        path = self.folder / self.files[stored.file]
         try:
             with open(path, "rb") as file:
                 file.seek(stored.start)
@@ -112,22 +66,25 @@ def open_dcp(folder: Path) -> DcpFolder:
     """Reads the metadata."""
     metadata = load_metadata(folder / METADATA)
     try:
-        stored = dict(_stored_in(attribute(metadata, "storage_data")))
+        files: dict[str, int] = {}
+        stored = dict(_stored_in(attribute(metadata, "storage_data"), files))
         kept = attribute(metadata, "state_dict_metadata")
         sizes = {key: attribute(entry, "size") for key, entry in kept.items()}
         tensors = {key: _tensor_of(key, kept[key], stored) for key, size in sizes.items() if size is not None}
-        objects = {key: stored[key, None] for key, size in sizes.items() if size is None}
+        objects = {key: Chunk(Box.whole(()), *stored[key, None]) for key, size in sizes.items() if size is None}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"File {folder / METADATA} does not say of every tensor where it is: {error!r}. {_REMEDY}"
         ) from error
-    return DcpFolder(folder, tensors, objects)
+    return DcpFolder(folder, tuple(files), tensors, objects)
 
 
 _Key = tuple[str, "tuple[int, ...] | None"]  # of a tensor and the offset of a chunk, or of an object
+_Bytes = tuple[int, int, int]  # number of a file, first byte in it, bytes
 
 
-def _stored_in(storage: Mapping[Any, Any]) -> Iterator[tuple[_Key, StoredBytes]]:
+def _stored_in(storage: Mapping[Any, Any], files: dict[str, int]) -> Iterator[tuple[_Key, _Bytes]]:
+    """Where everything is; numbers the files."""
     for index, info in storage.items():
         name, offset = str(attribute(index, "fqn")), attribute(index, "offset")
         if attribute(info, "transform_descriptors"):
@@ -136,10 +93,11 @@ def _stored_in(storage: Mapping[Any, Any]) -> Iterator[tuple[_Key, StoredBytes]]
         if file in ("", ".", "..") or "/" in file or "\\" in file:  # a path could lead out of the folder
             raise ValueError(f"{file!r} is no file name")
         key = (name, None if offset is None else tuple(map(int, offset)))
-        yield key, StoredBytes(file, int(attribute(info, "offset")), int(attribute(info, "length")))
+        number = files.setdefault(file, len(files))
+        yield key, (number, int(attribute(info, "offset")), int(attribute(info, "length")))
 
 
-def _tensor_of(key: str, entry: Any, stored: Mapping[_Key, StoredBytes]) -> DcpTensor:
+def _tensor_of(key: str, entry: Any, stored: Mapping[_Key, _Bytes]) -> TensorRecord:
     shape, properties = tuple(map(int, attribute(entry, "size"))), attribute(entry, "properties")
     # torch 2.3 and later save the dtype as the first of the properties, others by name.
     state: Sequence[Any] = attribute(properties, "state") or ()
@@ -149,12 +107,12 @@ def _tensor_of(key: str, entry: Any, stored: Mapping[_Key, StoredBytes]) -> DcpT
     places = [
         (tuple(attribute(each, "offsets")), tuple(attribute(each, "sizes"))) for each in attribute(entry, "chunks")
     ]
-    chunks = tuple(DcpChunk(Box(offsets, sizes), stored[key, offsets]) for offsets, sizes in places if 0 not in sizes)
+    chunks = tuple(Chunk(Box(offsets, sizes), *stored[key, offsets]) for offsets, sizes in places if 0 not in sizes)
     numel = sum(chunk.box.numel for chunk in chunks)
     is_inside = 0 in shape or all(Box.whole(shape).intersect(chunk.box) == chunk.box for chunk in chunks)
     if numel != math.prod(shape) or not is_inside:
         raise ValueError(f"{key} has {numel} elements of {list(shape)}")
-    return DcpTensor(shape, dtype, chunks)
+    return TensorRecord(shape, dtype_name(dtype), chunks)
 
 
 def open_torch_file(path: Path) -> Source:

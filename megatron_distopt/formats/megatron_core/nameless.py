@@ -171,7 +171,7 @@ def _in_buckets(folder: DcpFolder, place: OptimizerPlace) -> list[NamelessBuffer
         raise _unlike(folder.folder, f"buckets of {got}", str([list(shape) for shape in expected.values()]))
     buffers = []
     for number in range(len(place.numels)):
-        kinds = {kind: folder.tensors[key].dtype for kind, key in keys[number, 0].items()}
+        kinds = {kind: getattr(torch, folder.tensors[key].dtype) for kind, key in keys[number, 0].items()}
 
         def read(kind: str, bucket: int, span: Span, number: int = number) -> Tensor:
             return folder.read_box(keys[number, bucket][kind], Box((span.start,), (span.numel,)))

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
@@ -83,7 +82,7 @@ def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
     found = {kind: _named_tensors(folder, of_kind, model) for kind, of_kind in keys.items()}
     # What an fp32 model computes with is what its optimizer updates.
     updated = {name for tensors in found.values() for name in tensors}
-    mains = {name: model[name] for name in updated if name in model and model[name].dtype is torch.float32}
+    mains = {name: model[name] for name in updated if name in model and model[name].dtype == "float32"}
     found[MAIN] = {**mains, **found.get(MAIN, {})}
     missing = sorted(updated - found[MAIN].keys())
     if missing:
@@ -92,7 +91,7 @@ def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
             "it in another format."
         )
     infos = {
-        key_of(kind, name): TensorInfo(found[kind][name].shape, dtype_name(found[kind][name].dtype))
+        key_of(kind, name): TensorInfo(found[kind][name].shape, found[kind][name].dtype)
         for name in found[MAIN]
         for kind in (MAIN, *sorted(found.keys() - {MAIN}))
         if name in found[kind]
@@ -175,7 +174,7 @@ class _NamedTensor:
     """A tensor of the whole model."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     read: Callable[[Box], Tensor]  # a box of it
 
 
