@@ -32,7 +32,6 @@ from megatron_distopt.checkpoint.manifest import (
     FileRecord,
     Manifest,
     TensorRecord,
-    check_joined,
     from_text,
     join,
     metadata_of,
@@ -56,19 +55,9 @@ def new_save_id() -> str:
     return secrets.token_hex(4)
 
 
-def data_file(folder: Path, save_id: str, rank: int) -> Path:
-    """The file into which a rank writes its tensors."""
-    return folder / f"{save_id}-{rank:05d}.distcp"
-
-
-def part_file(folder: Path, save_id: str, rank: int) -> Path:
-    """The file with a rank's own manifest, for the rank that commits."""
-    return folder / f"{save_id}-{rank:05d}.part"
-
-
-def failure_file(folder: Path, save_id: str, rank: int) -> Path:
-    """The file that says why no part of a rank will come, for the rank that commits."""
-    return folder / f"{save_id}-{rank:05d}.failed"
+def file_of(folder: Path, save_id: str, rank: int, suffix: str = "distcp") -> Path:
+    """A file of one rank: its tensors; for the rank that commits its manifest, "part", or why none comes, "failed"."""
+    return folder / f"{save_id}-{rank:05d}.{suffix}"
 
 
 def lock_file(folder: Path) -> Path:
@@ -104,7 +93,6 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
     After an OSError the folder holds the old checkpoint or the new one.
     """
     manifest = join(parts)
-    check_joined(manifest)
     for key, record in manifest.tensors.items():
         _check_complete(key, record)
     for file in manifest.files:

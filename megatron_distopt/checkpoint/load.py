@@ -23,7 +23,6 @@ from megatron_distopt.checkpoint.load_plan import (
     plan_reads,
 )
 from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kind_of, no_collection, some_of
-from megatron_distopt.checkpoint.owned_state import owned_by_name, take_owned
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
 from megatron_distopt.checkpoint.source import read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
@@ -33,6 +32,7 @@ from megatron_distopt.checkpoint.whole_model import (
     load_loss_scale,
     remember_loaded,
     shards_of,
+    take_owned,
 )
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.config import ADAM_NAMES
@@ -41,6 +41,7 @@ from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import moment_to_fill, part_for, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
+from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")
@@ -118,8 +119,9 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     reads = plan_reads(state, plan.saved, model) if separate(plan.groups) else plan.reads
     fill_groups(plan.groups, state.read(reads), lambda optimizer: _is_same_class(manifest.inner, optimizer))
     for share in model.shares:
-        for name, (owned, options) in owned_by_name(share).items():
-            tensors = [(key, read(key)) for key in plan.owned.get(name, ()) if (read := state.read_owned) is not None]
+        for name, owned, options in owned_params(share.optimizer.inner):
+            keys = plan.saved[share.placements[name].name].owned
+            tensors = [(key, read(key)) for key in keys if (read := state.read_owned) is not None]
             take_owned(owned, options, tensors, state.where)
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, manifest.loss_scale)
@@ -127,9 +129,10 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
         for flat in optimizer.flat_params:
             flat.write_model()
     remember_loaded(model, manifest)
-    if plan.anew:
+    anew = [name for name, saved in plan.saved.items() if saved.begins_anew]
+    if anew:
         text = "optimizers of other kinds, or of other parts of params, share no state: that of %s in %s begins anew"
-        _log.warning(text, some_of(plan.anew), state.where)
+        _log.warning(text, some_of(anew), state.where)
 
 
 def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:

@@ -12,16 +12,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, covering, key_of, kind_of, name_of, some_of
-from megatron_distopt.checkpoint.owned_state import is_owned, is_owned_part, owned_by_name
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
-from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, is_owned, is_owned_part, owned_pieces
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer.inner import is_torchs, part_for
@@ -49,7 +48,7 @@ class SavedParam:
     group: GroupRecord
     state: SavedState  # empty where it begins anew
     owned: tuple[str, ...]  # keys of what the owner of the whole param keeps
-    begins_anew: bool  # see [Note: another kind of optimizer]
+    begins_anew: bool = False  # see [Note: another kind of optimizer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,28 +99,22 @@ class LoadPlan:
     saved: Mapping[str, SavedParam]  # by the params' names in the whole model of the run
     groups: tuple[GroupMatch, ...]  # of the run, as far as something is saved for them
     reads: tuple[Read, ...]  # in the order of files and of the bytes in them
-    owned: Mapping[str, tuple[str, ...]]  # keys of what owners of whole params read, by the params' names
-
-    @property
-    def anew(self) -> list[str]:
-        """Params of this rank whose state begins anew, see [Note: another kind of optimizer]."""
-        return [name for name, saved in self.saved.items() if saved.begins_anew]
 
 
 def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadPlan:
     """Finds everything that this rank owns in a state; `names` are those of all ranks, in the model of the run."""
     _check_no_others(state, model, names)
-    saved = _saved_params(state, model)
-    resting = _resting_groups(state.manifest, model)
+    saved_names = _saved_names(state.manifest, model)
+    saved = _saved_params(state, model, saved_names)
+    group_of = {name: group for group in (*state.manifest.resting, *state.manifest.groups) for name in group.names}
+    resting = {name: group_of[there] for name, there in saved_names.items() if there in group_of}
     groups = [
         match
         for share in model.shares
         for number in range(len(share.optimizer.plan.groups))
         if (match := _match_group(share, number, saved, resting, state.where, model.from_weights)) is not None
     ]
-    mine = {name for share in model.shares for name in owned_by_name(share)}
-    owned = {name: each.owned for name, each in saved.items() if name in mine and each.owned}
-    return LoadPlan(saved, tuple(groups), plan_reads(state, saved, model), owned)
+    return LoadPlan(saved, tuple(groups), plan_reads(state, saved, model))
 
 
 def plan_reads(state: Loadable, saved: Mapping[str, SavedParam], model: WholeModel) -> tuple[Read, ...]:
@@ -171,16 +164,18 @@ def _check_no_others(state: Loadable, model: WholeModel, names: Iterable[str]) -
         )
 
 
-def _names_in_run(model: WholeModel) -> dict[str, str]:
-    """The canonical name of each param of this rank, frozen ones included."""
+def _saved_names(manifest: Manifest, model: WholeModel) -> dict[str, str]:
+    """The names in the checkpoint of those params of this rank, frozen ones included, that it knows."""
+    in_groups = (name for group in (*manifest.groups, *manifest.resting) for name in group.names)
+    saved = {canonical: name for name, canonical in _canonical([*manifest.names, *in_groups], model).items()}
     names = [placement.name for share in model.shares for placement in share.placements.values()]
-    return _canonical([*names, *model.frozen], model)
+    ours = _canonical([*names, *model.frozen], model)
+    return {name: saved[canonical] for name, canonical in ours.items() if canonical in saved}
 
 
-def _saved_params(state: Loadable, model: WholeModel) -> dict[str, SavedParam]:
+def _saved_params(state: Loadable, model: WholeModel, saved_names: Mapping[str, str]) -> dict[str, SavedParam]:
     """What a checkpoint has for the params that this rank updates, by their names in the whole model."""
-    manifest, canonical = state.manifest, _names_in_run(model)
-    saved_name = {canonical: name for name, canonical in _canonical(manifest.names, model).items()}
+    manifest = state.manifest
     group_of = {name: group for group in manifest.groups for name in group.names}
     keys: dict[str, list[str]] = {name: [] for name in manifest.names}
     for key in manifest.tensors:
@@ -193,43 +188,39 @@ def _saved_params(state: Loadable, model: WholeModel) -> dict[str, SavedParam]:
     ]
     found = {}
     for placement, current, optimizer in updated:
-        name = saved_name.get(canonical[placement.name], "")
-        if name not in group_of:
-            got = f"param {name!r} in no group" if name else f"without param {placement.name!r}"
-            rule = "name the group of every param" if name else "hold the params of the run"
+        name = saved_names.get(placement.name, "")
+        if name not in keys or name not in group_of:
+            got, rule = f"without param {placement.name!r}", "hold the params of the run"
+            if name in keys:
+                got, rule = f"param {name!r} in no group", "name the group of every param"
             raise CheckpointError(f"Invalid checkpoint {state.where}: {got}. Must {rule}. {_another(model)}.")
-        owned = [key for key in keys[name] if is_owned(key)]
-        group = group_of[name]
-        if _begins_anew(placement, current, optimizer, manifest, group, name, owned):
-            found[placement.name] = SavedParam(name, group, SavedState(), (), begins_anew=True)
-            continue
+        group, owned = group_of[name], tuple(filter(is_owned, keys[name]))
         kinds = {kind_of(key): getattr(torch, manifest.tensors[key].dtype) for key in keys[name] if not is_owned(key)}
         moments = tuple(sorted((kind, dtype) for kind, dtype in kinds.items() if kind != MAIN))
-        saved = SavedState(group.step, tuple(sorted(group.scalars.items())), moments)
-        ours = tuple(key for key in owned if is_owned_part(key, placement))
-        found[placement.name] = SavedParam(name, group, saved, ours, begins_anew=False)
+        saved = SavedParam(name, group, SavedState(group.step, tuple(sorted(group.scalars.items())), moments), owned)
+        if _begins_anew(saved, manifest, placement, current, optimizer):
+            saved = SavedParam(name, group, SavedState(), (), begins_anew=True)
+        found[placement.name] = replace(saved, owned=tuple(key for key in saved.owned if is_owned_part(key, placement)))
     return found
 
 
 def _begins_anew(
+    saved: SavedParam,
+    manifest: Manifest,
     placement: Placement,
     current: Mapping[str, Any],
     optimizer: ShardedOptimizer,
-    manifest: Manifest,
-    group: GroupRecord,
-    name: str,
-    owned: Sequence[str],
 ) -> bool:
     """Whether nothing saved but the main param is of use, see [Note: another kind of optimizer]."""
-    if group.options and is_muons_group(group.options) != is_muons_group(current):
+    if saved.group.options and is_muons_group(saved.group.options) != is_muons_group(current):
         return True
     if not optimizer.plan.choice.updates_whole_params:
-        return bool(owned)
+        return bool(saved.owned)
     if class_of(manifest.inner) != class_of(optimizer.plan.choice.name):
         return True
-    main = manifest.tensors[key_of(MAIN, name)]
-    is_cut_alike = main.shape == placement.global_shape and any(is_owned_part(key, placement) for key in owned)
-    return bool(owned) and not is_cut_alike
+    main = manifest.tensors[key_of(MAIN, saved.name)]
+    is_cut_alike = main.shape == placement.global_shape and any(is_owned_part(key, placement) for key in saved.owned)
+    return bool(saved.owned) and not is_cut_alike
 
 
 def class_of(inner: str) -> str:
@@ -239,16 +230,6 @@ def class_of(inner: str) -> str:
     'SOAP'
     """
     return inner.rpartition(":")[2]
-
-
-def _resting_groups(manifest: Manifest, model: WholeModel) -> dict[str, GroupRecord]:
-    """Where a checkpoint has options for params of this rank, by the names of the run; also for those at rest there."""
-    groups = (*manifest.resting, *manifest.groups)
-    known = {name: group for group in groups for name in group.names}
-    saved_names = _canonical([*manifest.names, *known], model)
-    by_canonical = {canonical: known[name] for name, canonical in saved_names.items() if name in known}
-    ours = _names_in_run(model)
-    return {name: by_canonical[canonical] for name, canonical in ours.items() if canonical in by_canonical}
 
 
 def _match_group(

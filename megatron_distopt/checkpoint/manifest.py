@@ -127,10 +127,10 @@ class Manifest:
 
 
 def join(parts: Sequence[Manifest]) -> Manifest:
-    """Joins the manifests of all ranks into that of the checkpoint.
+    """Joins the manifests of the ranks, in their order, into that of the checkpoint.
 
-    Args:
-        parts: by rank; what is said once for the checkpoint, such as the loss scale, is taken from the first.
+    What is said once, such as the loss scale, is taken from the first. Checks what no rank can see alone: every param
+    of a group was written, and every param is in one group.
     """
     chunks: dict[str, list[Chunk]] = {}
     records: dict[str, TensorRecord] = {}
@@ -150,18 +150,14 @@ def join(parts: Sequence[Manifest]) -> Manifest:
     groups = join_groups(group for part in parts for group in part.groups)
     resting = join_groups(group for part in parts for group in part.resting)
     tensors = {key: replace(records[key], chunks=tuple(chunks[key])) for key in sorted(records)}
-    return replace(parts[0], files=tuple(files), tensors=tensors, groups=groups, resting=resting)
-
-
-def check_joined(manifest: Manifest) -> None:
-    """Checks what no rank can see alone: every param of a group was written, and every param is in one group."""
-    for name in (name for group in manifest.groups for name in group.names):
-        if key_of(MAIN, name) not in manifest.tensors:
+    for name in (name for group in groups for name in group.names):
+        if key_of(MAIN, name) not in tensors:
             raise CheckpointError(
                 f"Invalid param {name!r}: written by no rank. Must be written by one of the ranks that hold it. "
                 "Report this."
             )
-    check_names_once((*manifest.groups, *manifest.resting), "the checkpoint that is being saved")
+    check_names_once((*groups, *resting), "the checkpoint that is being saved")
+    return replace(parts[0], files=tuple(files), tensors=tensors, groups=groups, resting=resting)
 
 
 def to_text(manifest: Manifest) -> str:

@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.folder import (
-    commit,
-    data_file,
-    failure_file,
-    lock_file,
-    new_save_id,
-    part_file,
-    withdraw,
-)
+from megatron_distopt.checkpoint.folder import commit, file_of, lock_file, new_save_id, withdraw
 from megatron_distopt.checkpoint.manifest import Manifest, check_counts, no_collection, parsed, to_text
-from megatron_distopt.checkpoint.owned_state import owned_tensors
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_values,
@@ -41,6 +32,7 @@ from megatron_distopt.checkpoint.whole_model import (
     earlier_saves,
     flat_params_of,
     owned_pieces,
+    owned_tensors,
     remember_saved,
     saved_loss_scale,
 )
@@ -137,7 +129,7 @@ class Saving:
 
         Ranks other than the first, which commits, write the manifest as well.
         """
-        path = data_file(self.folder, self.save_id, self.rank)
+        path = file_of(self.folder, self.save_id, self.rank)
         try:
             with disk.written(path) as file:
                 writer = TensorWriter(path, file)
@@ -145,7 +137,7 @@ class Saving:
                     writer.append(written.key, written.tensor, shape=written.shape, box=written.box)
             part = writer.part(contribution.head, self.save_id)
             if self.rank != 0:
-                disk.write_file(part_file(self.folder, self.save_id, self.rank), to_text(part).encode())
+                disk.write_file(file_of(self.folder, self.save_id, self.rank, "part"), to_text(part).encode())
         except OSError as error:
             raise CheckpointError(
                 f"Invalid file {path}: {error}. Must be writable. Free space there, or save elsewhere; the last "
@@ -172,7 +164,7 @@ class Saving:
 
     def _wait_for_part(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:
         start = time.monotonic()
-        path, failure = part_file(self.folder, self.save_id, rank), failure_file(self.folder, self.save_id, rank)
+        path, failure = (file_of(self.folder, self.save_id, rank, suffix) for suffix in ("part", "failed"))
         while True:
             with suppress(OSError, UnicodeDecodeError, CheckpointError):  # not there yet, or not complete
                 return parsed(path.read_text(encoding="utf-8"), str(path))
@@ -192,7 +184,7 @@ class Saving:
     def report(self, error: BaseException) -> None:
         """Tells the first rank, which waits for this rank's part, that none will come."""
         with suppress(OSError, DistOptError):
-            disk.write_file(failure_file(self.folder, self.save_id, self.rank), str(error).encode())
+            disk.write_file(file_of(self.folder, self.save_id, self.rank, "failed"), str(error).encode())
 
     def abandon(self) -> None:
         """Removes what was written, on the first rank; the checkpoint that was there stays."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.folder import commit, data_file, lock_file, new_save_id, read_manifest, withdraw
+from megatron_distopt.checkpoint.folder import commit, file_of, lock_file, new_save_id, read_manifest, withdraw
 from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord, covering
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
@@ -109,7 +109,7 @@ def _written_parts(folder: Path, source: Source, save_id: str, progress: Callabl
     keys, number = iter(source.tensors), 0
     key = next(keys, None)
     while key is not None or number == 0:
-        path = data_file(folder, save_id, number)
+        path = file_of(folder, save_id, number)
         with disk.written(path) as file:
             writer, nbytes = TensorWriter(path, file), 0
             while key is not None and nbytes < _FILE_NBYTES:

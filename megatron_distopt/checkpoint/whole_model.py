@@ -3,12 +3,20 @@
 [Note: history] Every manifest names the saves before it, so that `keep_last` knows whose checkpoints it may remove. A
 name or a date would not say it: a checkpoint in the next folder may be of another run with the same model, or of this
 run before it was resumed from an earlier checkpoint.
+
+[Note: owned state] What the owner of a whole param keeps are tensors of any shape beside those that are cut like the
+param. Their kinds begin with "owned:". The kind "owned:" itself is the JSON of `OwnedParam.split`, as bytes;
+"owned:state.GG.0" is the tensor that it calls so. Where tensor-parallel ranks share a param, each of them updates its
+part for a param of its own, as the class does without sharding. The kinds of the second of two ranks begin with
+"owned:1of2:".
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,11 +24,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import ParamShard, Piece, Placement
 from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.loss_scale import LossScale
 from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.owners.owned_param import OwnedParam
+from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: What torch.compile, FSDP and activation checkpointing add to the names of params in a module that they wrap.
@@ -34,6 +45,8 @@ _SAVES: WeakKeyDictionary[ShardedOptimizer, tuple[str, ...]] = WeakKeyDictionary
 _log = logging.getLogger("megatron_distopt")
 #: The names that Megatron's grad scaler has for the numbers of the loss scale, and the names in a checkpoint.
 _LOSS_SCALE_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
+#: Of what owners of whole params keep: the part of the param, and the place in its state.
+_OWNED_KIND = re.compile(r"owned:(?:(\d+of\d+):)?(.*)", re.DOTALL)
 
 
 def without_wrappers(name: str) -> str:
@@ -153,3 +166,58 @@ def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, float]) -> None:
 def _like(current: Any, number: Any) -> Any:
     """A number in the type and shape in which this run keeps it."""
     return torch.full_like(current, number) if torch.is_tensor(current) else type(current)(number)
+
+
+# --- what owners of whole params keep, see [Note: owned state]
+
+
+def is_owned(key: str) -> bool:
+    """Whether the tensor of a key is kept by the owner of a param."""
+    return _OWNED_KIND.fullmatch(kind_of(key)) is not None
+
+
+def is_owned_part(key: str, placement: Placement) -> bool:
+    """Whether the tensor of a key is kept for the part that this rank has of the param."""
+    match = _OWNED_KIND.fullmatch(kind_of(key))
+    return match is not None and (match[1] or "") == _part(placement)
+
+
+def _part(placement: Placement) -> str:
+    return "" if placement.dim is None or placement.size == 1 else f"{placement.rank}of{placement.size}"
+
+
+def owned_tensors(share: Share) -> Iterator[tuple[str, Tensor]]:
+    """What this rank has to write of one optimizer, by key; nothing of params that were never updated.
+
+    Raises:
+        CheckpointError: the inner optimizer keeps something that fits into no file.
+    """
+    for name, owned, _ in owned_params(share.optimizer.inner):
+        if share.writes(name) and owned.has_state:
+            description, tensors = owned.split()
+            text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+            placement = share.placements[name]
+            part = _part(placement)
+            for place, tensor in {"": text, **tensors}.items():
+                yield key_of("owned:" + (f"{part}:" if part else "") + place, placement.name), tensor
+
+
+def take_owned(
+    owned: OwnedParam, options: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], where: str
+) -> None:
+    """Gives an owned param the state of a checkpoint, all its tensors by key; it begins anew where that has none.
+
+    Raises:
+        CheckpointError: the tensors do not belong together.
+    """
+    by_place = {match[2]: tensor for key, tensor in tensors if (match := _OWNED_KIND.fullmatch(kind_of(key)))}
+    if not by_place:
+        owned.begin(options)
+        return
+    try:
+        owned.join(json.loads(bytes(by_place.pop("").tolist())), by_place, options)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"State in checkpoint {where} is not what the owner of a param has saved: {error!r}. Load an earlier "
+            "checkpoint."
+        ) from error

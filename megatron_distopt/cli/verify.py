@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, FileRecord, Manifest, name_of
-from megatron_distopt.checkpoint.owned_state import is_owned
+from megatron_distopt.checkpoint.whole_model import is_owned
 from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import new_save_id
-from megatron_distopt.checkpoint.owned_state import is_owned
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source, write_checkpoint
+from megatron_distopt.checkpoint.whole_model import is_owned
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import check_step
 from megatron_distopt.formats.megatron_2023.file_state import Slices, check_all_written

@@ -439,7 +439,7 @@ def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
         found["failed mutely"] = ranks.ended(ranks.saver.finish)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(save, "part_file", lambda folder, save_id, rank: folder / "not there")
+            patch.setattr(save, "file_of", lambda folder, save_id, rank, suffix="distcp": folder / "not there")
             patch.setattr(save, "_SECONDS_TO_APPEAR", A_MOMENT)
         ranks.save(5)
         found["not shared"] = ranks.ended(ranks.saver.finish)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, join, key_of, kind_of, name_of, some_of
-from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of, some_of
+from megatron_distopt.checkpoint.param_groups import GroupRecord, join_groups, options_of
 from megatron_distopt.checkpoint.source import Source, TensorInfo
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import count_unlike, cut, fill, inner_name, loss_scale_of, the_step
@@ -206,7 +206,7 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
     sizes = {"tensor_parallel": file.tensor[1], "pipeline_parallel": file.stage[1]}
     about: dict[str, str | int] = {"host": "a Megatron of 2023", "format": written_as, **sizes}
     head = Manifest("", (), {}, (), inner, scale, parts[0].num_skipped, about)
-    groups = join([replace(head, groups=_records(part, step)) for part in parts]).groups
+    groups = join_groups(record for part in parts for record in _records(part, step))
     return Source(
         replace(head, groups=groups),
         infos,
