@@ -107,14 +107,9 @@ class _Task:
 
 
 class BackgroundSaver:
-    """Saves one model in the background, one save after the other.
+    """Saves one model in the background, one save after the other; the copy of a rank has at most `most_nbytes`."""
 
-    Args:
-        everyone: all ranks that hold a part of the model.
-        most_nbytes: memory for the copy on this rank; None for as much as it needs.
-    """
-
-    def __init__(self, everyone: Group, most_nbytes: int | None) -> None:
+    def __init__(self, everyone: Group, most_nbytes: int | None) -> None:  # None: as much as it needs
         self._everyone, self._most_nbytes = everyone, most_nbytes
         self._staging: Staging | None = None
         self._task: _Task | None = None

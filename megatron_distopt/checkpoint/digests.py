@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, shards_of
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together, sum_over
@@ -90,64 +91,46 @@ def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     """The weights of some neighbouring indices of a dimension, int64 [stop - start]."""
     if stop <= _NUM_KEPT:
         return _kept_weights(dim, device)[start:stop]
-    return _mixed(torch.arange(dim * _APART + start, dim * _APART + stop, dtype=torch.int64, device=device))
+    return _made_weights(dim, start, stop, device)
 
 
 @lru_cache(maxsize=16)
 def _kept_weights(dim: int, device: torch.device) -> Tensor:
     """Made on the CPU, because the streams of all later steps read them: the copy has ended when it returns."""
-    return _mixed(torch.arange(dim * _APART, dim * _APART + _NUM_KEPT, dtype=torch.int64, device=CPU)).to(device)
+    return _made_weights(dim, 0, _NUM_KEPT, torch.device(CPU)).to(device)
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """An odd pseudorandom number for each, by splitmix64; torch shifts with the sign, which is cut off."""
-
-    def shifted(by: int) -> Tensor:
-        return (numbers >> by) & ((1 << (64 - by)) - 1)
-
-    numbers = (numbers + 1) * _STEP
-    numbers = (numbers ^ shifted(30)) * _FIRST
-    numbers = (numbers ^ shifted(27)) * _SECOND
-    return (numbers ^ shifted(31)) | 1
+def _made_weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """An odd pseudorandom number for each index, by splitmix64; torch shifts with the sign, which is cut off."""
+    numbers = torch.arange(dim * _APART + start + 1, dim * _APART + stop + 1, dtype=torch.int64, device=device) * _STEP
+    for by, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        numbers = (numbers ^ ((numbers >> by) & ((1 << (64 - by)) - 1))) * factor
+    return numbers | 1
 
 
 # --- the digests of a model
 
 
-def grad_digests(model: WholeModel) -> dict[DigestKey, Tensor]:
-    """What this rank adds to digests of gradients as they were reduced: not divided, not clipped. int64 0-D each."""
-    return _local_digests(model, lambda piece: {GRADS: piece.flat.grad})
+def local_digests(model: WholeModel, *, of_grads: bool) -> dict[DigestKey, Tensor]:
+    """What this rank adds to the digests of the model, of which each element is counted on one rank. int64 0-D each.
 
-
-def state_digests(model: WholeModel) -> dict[DigestKey, Tensor]:
-    """What this rank adds to digests of main params and moments, of the values that they stand for."""
-    return _local_digests(
-        model, lambda piece: {MAIN: piece.flat.main, **moments_of(piece.share.optimizer.inner, piece.flat.main)}
-    )
-
-
-def _local_digests(
-    model: WholeModel, tensors_of: Callable[[OwnedPiece], Mapping[str, Tensor]]
-) -> dict[DigestKey, Tensor]:
+    Either of gradients as they were reduced, neither divided nor clipped, or of main params and moments, of the values
+    that they stand for.
+    """
     sums, device = dict[DigestKey, Tensor](), model.shares[0].optimizer.device
-    for piece in _pieces_to_digest(model):
-        for kind, tensor in tensors_of(piece).items():
-            key = kind, piece.placement.name
-            part = digest_of(as_plain(piece.view(tensor)), piece.piece.in_global.offsets).to(device)
-            sums[key] = sums[key] + part if key in sums else part
+    at_once = _AT_ONCE_ON_CPU if device.type == CPU else _AT_ONCE
+    written = ((share, *each) for share in model.shares for each in shards_of(share.optimizer))
+    for share, flat, shard in (each for each in written if each[0].writes(each[2].name)):
+        placement, whole = share.placements[shard.name], shard.in_param
+        state = {MAIN: flat.main, **moments_of(share.optimizer.inner, flat.main)}
+        for start in range(whole.start, whole.stop, at_once):
+            for piece in placement.pieces(Span(start, min(start + at_once, whole.stop))):
+                owned = OwnedPiece(share, flat, shard, placement, piece)
+                for kind, tensor in ({GRADS: flat.grad} if of_grads else state).items():
+                    key = kind, placement.name
+                    part = digest_of(as_plain(owned.view(tensor)), piece.in_global.offsets).to(device)
+                    sums[key] = sums[key] + part if key in sums else part
     return sums
-
-
-def _pieces_to_digest(model: WholeModel) -> Iterator[OwnedPiece]:
-    """The pieces that this rank counts: each element of the whole model is counted on one rank."""
-    at_once = _AT_ONCE_ON_CPU if model.shares[0].optimizer.device.type == CPU else _AT_ONCE
-    for share in model.shares:
-        for flat, shard in shards_of(share.optimizer):
-            if share.writes(shard.name):
-                placement, whole = share.placements[shard.name], shard.in_param
-                for start in range(whole.start, whole.stop, at_once):
-                    for piece in placement.pieces(Span(start, min(start + at_once, whole.stop))):
-                        yield OwnedPiece(share, flat, shard, placement, piece)
 
 
 # --- logging them
@@ -156,10 +139,7 @@ def _pieces_to_digest(model: WholeModel) -> Iterator[OwnedPiece]:
 class DigestLog:
     """Writes a record of digests every `log_digests` steps. A host calls it in each step, and only if there is one.
 
-    Args:
-        config: `log_digests` and `digest_file`.
-        model: returns what this rank holds, as it is now.
-        group: all ranks that hold a part of the model; the first one writes.
+    `model` returns what this rank holds now; of `group`, all ranks that hold a part of the model, the first one writes.
     """
 
     def __init__(self, config: DistOptConfig, model: Callable[[], WholeModel], group: Group) -> None:
@@ -179,20 +159,24 @@ class DigestLog:
         """
         if self._num_steps is None:
             self._num_steps = self._begin()
-        self._grads = grad_digests(self._model()) if (self._num_steps + 1) % self._every == 0 else None
+        is_due = (self._num_steps + 1) % self._every == 0
+        self._grads = local_digests(self._model(), of_grads=True) if is_due else None
 
     @torch.no_grad()
     def after(self, decision: StepDecision) -> None:
         """Collective if a record is due: digests the state after the step, which was made or skipped."""
         self._num_steps = (self._num_steps or 0) + 1
         if self._grads is not None:
+            model = self._model()
+            groups = [group for share in model.shares for group in share.optimizer.inner.param_groups]
+            # Options are read here, before a scheduler changes them for the next step.
             facts = {
-                **_options_of(self._model()),
+                **{name: [_json_number(group.get(name)) for group in groups] for name in ("lr", "weight_decay")},
                 "updated": decision.updated,
                 "norm": _json_number(decision.norm),
                 "divisor": _json_number(decision.unclipped),
             }
-            self._record(self._num_steps, self._grads | state_digests(self._model()), facts)
+            self._record(self._num_steps, self._grads | local_digests(model, of_grads=False), facts)
             self._grads = None
 
     def loaded(self) -> None:
@@ -205,24 +189,18 @@ class DigestLog:
         optimizers = [share.optimizer for share in model.shares]
         num_steps = max((count_updates(each.inner) or 0) + each.num_skipped for each in optimizers)
         num_steps = max(exchange_together(lambda: num_steps, self._group, "digests"))
-
         versions = {"adam": optimizers[0].plan.choice.name, "torch": torch.__version__, "megatron_distopt": VERSION}
-        about = {**model.about, **versions}
+        head = {"format": _FORMAT, "step": num_steps, "every": self._every, "about": {**model.about, **versions}}
 
         def begin_file() -> None:
-            if not self._is_writing:
-                return
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._append({"format": _FORMAT, "step": num_steps, "every": self._every, "about": about})
-            except OSError as error:
-                raise CheckpointError(
-                    f"The digest file {self._path} cannot be written: {error}. Name another with digest_file."
-                ) from error
+            with disk.refused(f"digest file {self._path}", "be writable. Name another with digest_file"):
+                if self._is_writing:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._append(head)
 
         raise_together(begin_file, self._group, "digests")
         self._keys = {}
-        self._record(num_steps, state_digests(model), {})
+        self._record(num_steps, local_digests(model, of_grads=False), {})
         return num_steps
 
     def _record(self, step: int, local: Mapping[DigestKey, Tensor], facts: Mapping[str, Any]) -> None:
@@ -235,15 +213,12 @@ class DigestLog:
             num_unaware, *digests = totals.tolist()
             if not num_unaware:
                 break
-            self._learn(exchange([*local], self._group))
+            # A rank has something that others do not know of yet. In the file params have the names of every host.
+            self._keys.update(dict.fromkeys(key for keys in exchange([*local], self._group) for key in keys))
+            names = {name: self._model().canonical(name) for _, name in self._keys}
+            is_unique = len({*names.values()}) == len(names)
+            self._write({"tensors": [(kind, names[name] if is_unique else name) for kind, name in self._keys]})
         self._write({"step": step, **facts, "digests": [f"{digest % (1 << 64):x}" for digest in digests]})
-
-    def _learn(self, keys_by_rank: Sequence[Sequence[DigestKey]]) -> None:
-        """Notes what there is to sum on any rank, and writes it with the names that params have with every host."""
-        self._keys.update(dict.fromkeys(key for keys in keys_by_rank for key in keys))
-        names = {name: self._model().canonical(name) for _, name in self._keys}
-        is_unique = len({*names.values()}) == len(names)
-        self._write({"tensors": [(kind, names[name] if is_unique else name) for kind, name in self._keys]})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         """Appends a record. Training goes on without digests where the disk does not take it."""
@@ -258,12 +233,6 @@ class DigestLog:
         if self._is_writing:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(("\n" if "format" in record else "") + json.dumps(record, separators=(",", ":")) + "\n")
-
-
-def _options_of(model: WholeModel) -> dict[str, list[Any]]:
-    """Options of the step that are known without waiting; read before the next scheduler changes them."""
-    groups = [group for share in model.shares for group in share.optimizer.inner.param_groups]
-    return {name: [_json_number(group.get(name)) for group in groups] for name in ("lr", "weight_decay")}
 
 
 def _json_number(value: Any) -> float | str | None:
@@ -295,7 +264,6 @@ class LoggedRun:
 
 
 def is_digest_file(path: Path) -> bool:
-    """Whether the file is one that a run logged digests into."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

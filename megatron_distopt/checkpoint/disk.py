@@ -22,6 +22,15 @@ _BUFFER_NBYTES = 1 << 16
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 
+@contextmanager
+def refused(what: str, rule: str) -> Iterator[None]:
+    """Turns an error of the disk into a `CheckpointError` about what is read or written; `rule` says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"Invalid {what}: {error}. Must {rule}.") from error
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder and its parents, where they are missing. They are there after a power cut, too."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]

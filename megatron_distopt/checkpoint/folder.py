@@ -222,7 +222,13 @@ def drop_older(folder: Path, keep: int) -> None:
                 if save_id in number_of:
                     older[other] = number_of[save_id]
         for other in sorted(older, key=lambda path: older[path], reverse=True)[keep - 1 :]:
-            _remove_unless_locked(other)
+            lock = None
+            try:
+                with suppress(OSError, CheckpointError):  # another run is saving there now
+                    lock = disk.lock(lock_file(other))
+                    remove_checkpoint(other)
+            finally:
+                disk.unlock(lock)
 
 
 def _neighbours(folder: Path) -> Iterator[Path]:
@@ -234,15 +240,3 @@ def _neighbours(folder: Path) -> Iterator[Path]:
         with suppress(OSError):  # another user's
             if path != folder and path.is_dir() and not (path.is_symlink() or path.parent.is_symlink()):
                 yield path
-
-
-def _remove_unless_locked(folder: Path) -> None:
-    """Removes a checkpoint, unless another run is saving to its folder now."""
-    lock = None
-    try:
-        lock = disk.lock(lock_file(folder))
-        remove_checkpoint(folder)
-    except (OSError, CheckpointError):
-        return
-    finally:
-        disk.unlock(lock)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.load_plan import (
     GroupMatch,
@@ -24,7 +25,7 @@ from megatron_distopt.checkpoint.load_plan import (
 )
 from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kind_of, no_collection, some_of
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
-from megatron_distopt.checkpoint.source import read_saved
+from megatron_distopt.checkpoint.source import DAMAGED, read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
     WholeModel,
@@ -35,7 +36,6 @@ from megatron_distopt.checkpoint.whole_model import (
     take_owned,
 )
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
-from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import moment_to_fill, part_for, restore, restore_group
@@ -59,12 +59,7 @@ def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
 def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> None:
     """Collective: reads this rank's shards; the params are not gathered yet.
 
-    Everything is verified on all ranks before anything is changed on one.
-
-    Args:
-        opened: opens the state; called once, on every rank.
-        model: with this rank's optimizers.
-        everyone: all ranks that hold a part of the model.
+    Everything is verified on all ranks before anything is changed on one. `opened` is called once, on every rank.
 
     Raises:
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
@@ -117,7 +112,7 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     """
     manifest = state.manifest
     reads = plan_reads(state, plan.saved, model) if separate(plan.groups) else plan.reads
-    fill_groups(plan.groups, state.read(reads), lambda optimizer: _is_same_class(manifest.inner, optimizer))
+    fill_groups(plan.groups, state.read(reads))
     for share in model.shares:
         for name, owned, options in owned_params(share.optimizer.inner):
             keys = plan.saved[share.placements[name].name].owned
@@ -133,12 +128,6 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     if anew:
         text = "optimizers of other kinds, or of other parts of params, share no state: that of %s in %s begins anew"
         _log.warning(text, some_of(anew), state.where)
-
-
-def _is_same_class(saved: str, optimizer: ShardedOptimizer) -> bool:
-    """Whether the inner optimizer computes what the saved one did; all of Adam's implementations do."""
-    adams = {*ADAM_NAMES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__}
-    return saved == optimizer.plan.choice.name or {saved, optimizer.plan.choice.name} <= adams
 
 
 def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
@@ -157,33 +146,21 @@ def _verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
     """Raises where a file is missing, or has another size or checksum than the manifest says."""
     for file in files:
         path = folder / file.name
-        try:
-            nbytes = path.stat().st_size
-            crc32 = crc_of_file(path) if nbytes == file.nbytes else None
-        except OSError as error:
-            raise CheckpointError(_damaged(path, f"{error}", "be readable")) from error
-        if crc32 is None:
-            raise CheckpointError(_damaged(path, f"{nbytes} bytes", f"have {file.nbytes} bytes"))
-        if crc32 != file.crc32:
-            raise CheckpointError(_damaged(path, f"CRC-32 {crc32:08x}", f"have {file.crc32:08x}"))
-
-
-def _damaged(path: Path, got: str, rule: str) -> str:
-    remedy = "Load an earlier checkpoint; this one was damaged after it was written"
-    return f"Invalid file {path}: {got}. Must {rule}. {remedy}."
+        with disk.refused(f"file {path}", f"be readable. {DAMAGED}"):
+            got, wanted = f"{path.stat().st_size} bytes", f"{file.nbytes} bytes"
+            if got == wanted:
+                got, wanted = f"CRC-32 {crc_of_file(path):08x}", f"CRC-32 {file.crc32:08x}"
+        if got != wanted:
+            raise CheckpointError(f"Invalid file {path}: {got}. Must have {wanted}. {DAMAGED}.")
 
 
 def _read_from(folder: Path, manifest: Manifest, reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
     """Reads each chunk once, where reads of the same chunk follow one another."""
     for number, of_file in groupby(reads, key=lambda read: read.chunk.file):
         path = folder / manifest.files[number].name
-        try:
+        rule = "stay as it is while it is read. Start the run again: its state is loaded in part"
+        with disk.refused(f"file {path}", rule):
             reader = TensorReader(path)
-        except OSError as error:
-            raise CheckpointError(
-                f"Invalid file {path}: {error}. Must stay as it is while it is read. Start the run again: its state is "
-                "loaded in part."
-            ) from error
         with reader:
             for (key, chunk), of_chunk in groupby(of_file, key=lambda read: (read.key, read.chunk)):
                 tensor = reader.read(key, chunk, getattr(torch, manifest.tensors[key].dtype))
@@ -207,16 +184,11 @@ def separate(matches: Iterable[GroupMatch]) -> bool:
 
 
 def fill_groups(
-    matches: Sequence[GroupMatch],
-    tensors: Iterable[tuple[Read, Tensor]],
-    is_same_class: Callable[[ShardedOptimizer], bool] = lambda optimizer: True,
-    *,
-    main_kind: str = MAIN,
+    matches: Sequence[GroupMatch], tensors: Iterable[tuple[Read, Tensor]], *, main_kind: str = MAIN
 ) -> None:
     """Copies tensors into main params and moments, then gives the inner optimizers options, counts and moments.
 
-    `separate` has cut the flat params. `is_same_class` says whether the class of an inner optimizer is the one that
-    saved, and `main_kind` the kind of the tensors that go into main params.
+    `separate` has cut the flat params. `main_kind` is the kind of the tensors that go into main params.
     """
     flat_params = [
         (match, flat, match.states[flat.plan.shards[0].name])
@@ -235,14 +207,14 @@ def fill_groups(
     for match in matches:
         group = match.optimizer.inner.param_groups[match.number]
         for key, value in match.options.items():
-            if key not in NOT_OPTIONS and (key in group or is_same_class(match.optimizer)):
+            if key not in NOT_OPTIONS and (key in group or match.is_same_class):
                 group[key] = as_kept(value, group.get(key))
         restore_group(match.optimizer.inner, group, match.step)
     for match, flat, saved in flat_params:
         inner = match.optimizer.inner
         step = saved.step if moments[flat] else None
         restore(inner, inner.param_groups[match.number], flat.main, moments[flat], step)
-        if is_same_class(match.optimizer) and not match.optimizer.plan.choice.is_adam:
+        if match.is_same_class and not match.optimizer.plan.choice.is_adam:
             _restore_scalars(inner.state, flat.main, saved)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, covering, key_of, kind_of, name_of, some_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, is_owned, is_owned_part, owned_pieces
+from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer.inner import is_torchs, part_for
@@ -29,6 +30,8 @@ from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")
+#: Names of inner optimizers that compute the same.
+_ADAMS = frozenset((*ADAM_NAMES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__))
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class GroupMatch:
     number: int  # of the group in the optimizer
     options: Mapping[str, Any]
     states: Mapping[str, SavedState]  # by the params' names in the optimizer
+    is_same_class: bool = True  # whether the inner optimizer computes what the saved one did
 
     @property
     def step(self) -> int | None:
@@ -112,7 +116,7 @@ def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadP
         match
         for share in model.shares
         for number in range(len(share.optimizer.plan.groups))
-        if (match := _match_group(share, number, saved, resting, state.where, model.from_weights)) is not None
+        if (match := _match_group(share, number, saved, resting, state, model)) is not None
     ]
     return LoadPlan(saved, tuple(groups), plan_reads(state, saved, model))
 
@@ -237,14 +241,14 @@ def _match_group(
     number: int,
     saved: Mapping[str, SavedParam],
     resting: Mapping[str, GroupRecord],
-    where: str,
-    from_weights: str,
+    state: Loadable,
+    model: WholeModel,
 ) -> GroupMatch | None:
     """What is saved for a param group; None where nothing is.
 
     A group of frozen params has options and no state. The options matter once one of the params is unfrozen.
     """
-    optimizer = share.optimizer
+    optimizer, where = share.optimizer, state.where
     params = {name: saved[share.placements[name].name] for name in optimizer.plan.groups[number].names}
     records = {share.placements[name].name: param.group for name, param in params.items() if not param.begins_anew}
     if not params:
@@ -262,11 +266,13 @@ def _match_group(
     if records:
         _check_options(optimizer, number, records[first], where)
     states = {name: param.state for name, param in params.items()}
-    by_global_name = {share.placements[name].name: state for name, state in states.items()}
-    _check_kinds(optimizer, number, by_global_name, where, from_weights)
-    steps = {name: 0 if saved[name].begins_anew else state.step for name, state in by_global_name.items()}
+    by_global_name = {share.placements[name].name: each for name, each in states.items()}
+    _check_kinds(optimizer, number, by_global_name, where, model.from_weights)
+    steps = {name: 0 if saved[name].begins_anew else each.step for name, each in by_global_name.items()}
     check_steps(optimizer, steps, f"updates in checkpoint {where}")
-    return GroupMatch(optimizer, number, records[first].options if records else {}, states)
+    inner = optimizer.plan.choice.name
+    is_same = state.manifest.inner == inner or {state.manifest.inner, inner} <= _ADAMS
+    return GroupMatch(optimizer, number, records[first].options if records else {}, states, is_same)
 
 
 def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:

@@ -17,7 +17,6 @@ from megatron_distopt.checkpoint.param_groups import (
     NOT_OPTIONS,
     GroupRecord,
     Scalar,
-    check_not_across_muon,
     check_types,
     check_values,
     plain_option,
@@ -28,6 +27,7 @@ from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import is_torchs, moments_of
+from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 #: What all ranks must be given alike for a param.
 _ALIKE = ("step", "kinds", "options")
@@ -79,7 +79,7 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
     _check_agreement(exchange_together(check, params.everyone, "load"))
     for current, saved in zip(params.groups, state_dict["param_groups"], strict=True):
         for key, value in _options(saved).items():
-            current[key] = as_kept(plain_option(value), current.get(key))
+            current[key] = as_kept(value, current.get(key))
     _take_states(params, checked[0])
 
 
@@ -130,18 +130,23 @@ def _check_form(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
 
 
 def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> None:
-    records = [
-        GroupRecord((), {key: plain_option(value) for key, value in _options(group).items()}) for group in groups
-    ]
+    records = [GroupRecord((), _options(group)) for group in groups]
     check_values(records, "the state dict")
     for number, (record, current) in enumerate(zip(records, params.groups, strict=True)):
         place = f"of param group {number} in the state dict"
         check_types(record.options, current, place, _REMEDY)
-        check_not_across_muon(record.options, current, place)
+        # SGD and Muon have a momentum of the same name, and AdamW and Muon have an lr, of which each needs another one.
+        if record.options and is_muons_group(record.options) != is_muons_group(current):
+            whose = ["another optimizer", "Muon"]
+            got, wanted = whose if is_muons_group(current) else whose[::-1]
+            raise CheckpointError(
+                f"Invalid state {place}: that of {got}. Must be that of {wanted}. Resume with the optimizer of the "
+                "saved run, or start from its weights with a new one."
+            )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS and key != "param_names"}
+    return {key: plain_option(value) for key, value in group.items() if key not in (*NOT_OPTIONS, "param_names")}
 
 
 def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:
@@ -247,17 +252,11 @@ def _to_agree_on(
     params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _GivenState]
 ) -> dict[str, tuple[object, ...]]:
     """What other ranks that own a part of the same param must be given alike: see `_ALIKE`."""
-    options = [
-        repr(sorted((key, plain_option(value)) for key, value in _options(group).items()))
-        for group in state_dict["param_groups"]
-    ]
+    options = [repr(sorted(_options(group).items())) for group in state_dict["param_groups"]]
     return {
-        params.share.placements[name].name: (
-            given[name].step,
-            sorted(given[name].values),
-            options[params.number_of[name]],
-        )
-        for name in params.pieces
+        params.share.placements[name].name: (state.step, sorted(state.values), options[params.number_of[name]])
+        for name, state in given.items()
+        if name in params.pieces
     }
 
 

@@ -60,9 +60,8 @@ def kind_of(key: str) -> str:
 def some_of(names: Sequence[str]) -> str:
     """The first three of them, for a text.
 
-    Examples:
-        >>> some_of(["a", "b", "c", "d", "e"])
-        "'a', 'b', 'c' and 2 more"
+    >>> some_of(["a", "b", "c", "d", "e"])
+    "'a', 'b', 'c' and 2 more"
     """
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more
@@ -84,11 +83,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of the whole model."""
+    """A tensor of the whole model."""
 
     shape: tuple[int, ...]
     dtype: str  # e.g. "float32"
-    chunks: tuple[Chunk, ...]  # disjoint; together they are the whole tensor
+    chunks: tuple[Chunk, ...] = ()  # disjoint; together they are the whole tensor; none where a `Source` reads it
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of
 from megatron_distopt.optimizer.main_params import FlatParam
-from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Keys of a param group that are not saved as options: the run that loads chooses its kernel and whether experts are
@@ -158,24 +157,6 @@ def _difference(one: GroupRecord, other: GroupRecord) -> str:
     left, right = ({"step": group.step, **group.options, **group.scalars} for group in (one, other))
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"
-
-
-def check_not_across_muon(saved: Mapping[str, Any], current: Mapping[str, Any], place: str) -> None:
-    """Checks that Muon goes on with a state of Muon, and others with that of others.
-
-    SGD and Muon have a momentum of the same name, and AdamW and Muon have an lr, of which each needs another one.
-
-    Args:
-        saved: options of a param group.
-        current: the param group that takes its state.
-        place: of the saved options, for errors.
-    """
-    if saved and is_muons_group(saved) != is_muons_group(current):
-        got, wanted = ("Muon", "another optimizer") if is_muons_group(saved) else ("another optimizer", "Muon")
-        raise CheckpointError(
-            f"Invalid state {place}: that of {got}. Must be that of {wanted}. Resume with the optimizer of the saved "
-            "run, or start from its weights with a new one."
-        )
 
 
 def check_types(saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str) -> None:

@@ -43,6 +43,7 @@ from megatron_distopt.version import VERSION
 
 #: Network file systems show the files of other machines with a delay.
 _SECONDS_TO_APPEAR = 120.0
+_WRITABLE = "be writable. Free space there, or save elsewhere"
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ class Saving:
         Ranks other than the first, which commits, write the manifest as well.
         """
         path = file_of(self.folder, self.save_id, self.rank)
-        try:
+        with disk.refused(f"file {path}", f"{_WRITABLE}; the last checkpoint is untouched"):
             with disk.written(path) as file:
                 writer = TensorWriter(path, file)
                 for written in contribution.tensors:
@@ -138,11 +139,6 @@ class Saving:
             part = writer.part(contribution.head, self.save_id)
             if self.rank != 0:
                 disk.write_file(file_of(self.folder, self.save_id, self.rank, "part"), to_text(part).encode())
-        except OSError as error:
-            raise CheckpointError(
-                f"Invalid file {path}: {error}. Must be writable. Free space there, or save elsewhere; the last "
-                "checkpoint is untouched."
-            ) from error
         return part
 
     def commit(self, part: Manifest, is_hopeless: Callable[[], bool] | None = None) -> None:
@@ -153,14 +149,10 @@ class Saving:
         """
         if self.rank != 0:
             return
-        try:
+        rule = f"{_WRITABLE}; the checkpoint there is the one before, or this one"
+        with disk.refused(f"checkpoint {self.folder}", rule):
             others = [self._wait_for_part(rank, is_hopeless) for rank in range(1, self.size)]
             commit(self.folder, [part, *others])
-        except OSError as error:
-            raise CheckpointError(
-                f"Invalid checkpoint {self.folder}: {error}. Must be writable. Free space there, or save elsewhere; "
-                "the checkpoint there is the one before, or this one."
-            ) from error
 
     def _wait_for_part(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:
         start = time.monotonic()
@@ -209,14 +201,9 @@ def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda:
         nonlocal lock
         prepare()
         if everyone.rank == 0:
-            try:
+            with disk.refused(f"checkpoint {folder}", _WRITABLE):
                 disk.make_folder(folder)
                 lock = disk.lock(lock_file(folder))
-            except OSError as error:
-                raise CheckpointError(
-                    f"Invalid checkpoint {folder}: {error}. Must be a folder that can be written. Free space there, or "
-                    "give another folder."
-                ) from error
         return new_save_id()
 
     try:
@@ -230,11 +217,6 @@ def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda:
 @no_collection()
 def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """Collective: writes every rank's shards; the folder holds the new checkpoint afterwards, or still the old one.
-
-    Args:
-        folder: of the checkpoint; made where it is missing.
-        model: with this rank's optimizers.
-        everyone: all ranks that hold a part of the model.
 
     Raises:
         CheckpointError: on a rank that cannot write.

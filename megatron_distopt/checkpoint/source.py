@@ -21,17 +21,9 @@ from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 
-_DAMAGED = "Load an earlier checkpoint; this one was damaged after it was written"
+DAMAGED = "Load an earlier checkpoint; this one was damaged after it was written"
 #: A checkpoint that one process writes begins a new file where one has reached this size.
 _FILE_NBYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Shape and dtype (as "float32") of a tensor of the whole model."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Source:
     """The optimizer state of a whole model."""
 
     head: Manifest  # param groups, loss scale and so on; without files and tensors
-    tensors: Mapping[str, TensorInfo]  # by key ("main/NAME", "exp_avg/NAME" ...), in the best order to read them
+    tensors: Mapping[str, TensorRecord]  # by key ("main/NAME", "exp_avg/NAME" ...), in the best order to read them
     #: Reads a part of the tensor of a key, on the CPU and with memory of its own; little else is read from the disk.
     read_box: Callable[[str, Box], Tensor]
 
@@ -52,8 +44,8 @@ class Source:
 
 def open_checkpoint(folder: Path) -> Source:
     manifest = read_manifest(folder)
-    infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
-    return Source(replace(manifest, files=(), tensors={}), infos, partial(read_saved, folder, manifest))
+    records = {key: replace(record, chunks=()) for key, record in manifest.tensors.items()}
+    return Source(replace(manifest, files=(), tensors={}), records, partial(read_saved, folder, manifest))
 
 
 def read_saved(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
@@ -66,25 +58,19 @@ def read_chunks(folder: Path, files: Sequence[str], key: str, record: TensorReco
     dtype: torch.dtype = getattr(torch, record.dtype)
     values = torch.empty(box.sizes, dtype=dtype)
     what = f"tensor {key!r} in {folder}"
-    for number, both in covering(box, [chunk.box for chunk in record.chunks], what, _DAMAGED):
+    for number, both in covering(box, [chunk.box for chunk in record.chunks], what, DAMAGED):
         chunk = record.chunks[number]
         path = folder / files[chunk.file]
-        try:
-            with TensorReader(path) as reader:
-                part = reader.read(key, chunk, dtype)[both.relative_to(chunk.box.offsets).as_slices()]
-                values[both.relative_to(box.offsets).as_slices()] = part
-        except OSError as error:
-            raise CheckpointError(f"Invalid file {path}: {error}. Must be readable. {_DAMAGED}.") from error
+        with disk.refused(f"file {path}", f"be readable. {DAMAGED}"), TensorReader(path) as reader:
+            part = reader.read(key, chunk, dtype)[both.relative_to(chunk.box.offsets).as_slices()]
+            values[both.relative_to(box.offsets).as_slices()] = part
     return values
 
 
 def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-    """Writes a checkpoint in this package's own format, from one process.
+    """Writes a checkpoint from one process, and calls `progress` with the bytes of every tensor that is written.
 
-    Args:
-        folder: of the checkpoint; what it held before is replaced at the end.
-        source: what to write.
-        progress: called with the bytes of every tensor once it is written.
+    What the folder held before is replaced at the end.
     """
     check_groups((*source.head.groups, *source.head.resting), "the optimizer state")
     save_id, lock = new_save_id(), None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -54,20 +54,12 @@ class ShardedValue(Tensor):
     DCP takes any tensor that says which boxes it has and gives the memory of each: see
     torch/distributed/_checkpointable.py. Any other use is refused: on one rank it is a part, and what was computed from
     it would be wrong without an error.
-
-    Args:
-        shape: of the whole param.
-        boxes: that this rank holds; disjoint, and none where it owns nothing of the param.
-        parts: memory of each box, in its shape: views of the live state.
-        dtype, device: of the value, also where this rank has no box.
-        writes: whether this rank writes its boxes; False where another rank that holds the same does.
-        is_whole: whether no other rank has a part of it: operators are applied to the only box then.
     """
 
-    boxes: tuple[Box, ...]
-    parts: list[Tensor]
-    writes: bool
-    is_whole: bool
+    boxes: tuple[Box, ...]  # that this rank holds; disjoint, and none where it owns nothing of the param
+    parts: list[Tensor]  # memory of each box, in its shape: views of the live state
+    writes: bool  # whether this rank writes its boxes; False where another rank that holds the same does
+    is_whole: bool  # whether no other rank has a part of it: operators are applied to the only box then
 
     @staticmethod
     def __new__(
@@ -225,12 +217,7 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
 
 
 class StateByParam(Mapping[Parameter, dict[str, Any]]):
-    """`optimizer.state` of a torch optimizer, made when it is read. Plain tensors in it are live.
-
-    Args:
-        params: of the optimizer, as they are now.
-        name_of: each Parameter of its groups.
-    """
+    """`optimizer.state` of a torch optimizer, made when it is read. Plain tensors in it are live."""
 
     def __init__(self, params: TorchParams, name_of: Mapping[Parameter, str]) -> None:
         self._params, self._name_of = params, name_of
@@ -239,13 +226,13 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
         return _state_of(self._params, self._name_of[param]) or {}  # as in torch, where every param has an entry then
 
     def __iter__(self) -> Iterator[Parameter]:
-        return (param for param, name in self._name_of.items() if _has_state(self._params, name))
+        return (param for param, name in self._name_of.items() if _state_of(self._params, name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        return param in self._name_of and _has_state(self._params, self._name_of[param])  # type: ignore[index]
+        return param in self._name_of and bool(self[param])  # type: ignore[index]
 
     def __setitem__(self, param: Parameter, state: object) -> NoReturn:
         self.clear()
@@ -259,13 +246,6 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
             "Invalid optimizer.state: changed. Must be read here alone. Change what optimizer.state_dict() returns and "
             "give it to load_state_dict."
         )
-
-
-def _has_state(params: TorchParams, name: str) -> bool:
-    if name not in params.trained:
-        return False
-    pieces, inner = params.pieces.get(name, []), params.share.optimizer.inner
-    return bool(_initial_kinds(params, name)) or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
 
 
 def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
@@ -335,22 +315,9 @@ def _scalars(optimizer: ShardedOptimizer, flat: FlatParam, *, has_begun: bool) -
     return found
 
 
-@dataclass(frozen=True)
-class _LocalValue:
-    """What a rank holds of one value, for the rank that gathers it."""
-
-    shape: tuple[int, ...]  # of the whole value
-    dtype: torch.dtype
-    boxes: tuple[Box, ...] | None  # of a sharded one, in order; None for what is kept once
-    kept: Any = None  # what is kept once, on the CPU: a number or a text
-
-    @classmethod
-    def of(cls, value: Any) -> _LocalValue:
-        if not torch.is_tensor(value):
-            return cls((), torch.float32, None, value)
-        if isinstance(value, ShardedValue):
-            return cls(tuple(value.shape), value.dtype, value.boxes)
-        return cls(tuple(value.shape), value.dtype, *((None, value.cpu()) if value.dim() == 0 else ((),)))
+_ValueKey: TypeAlias = tuple[int, str]  # number of a param, and what is kept of it
+#: What a rank holds of a sharded value: its whole shape, dtype, and the boxes in order.
+_Sharded: TypeAlias = tuple[tuple[int, ...], torch.dtype, tuple[Box, ...]]
 
 
 @torch.no_grad()
@@ -368,55 +335,64 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
     """
     state = torch_state_dict(params)
     values = {(number, kind): value for number, kinds in state["state"].items() for kind, value in kinds.items()}
+    if params.is_whole:
+        whole = {key: value.parts[0] if isinstance(value, ShardedValue) else value for key, value in values.items()}
+        return _nested({key: _on_cpu(value) for key, value in whole.items()}, state["param_groups"])
 
-    def describe() -> dict[tuple[int, str], _LocalValue]:
+    def describe() -> tuple[dict[_ValueKey, _Sharded], dict[_ValueKey, Any]]:
         for placement in params.share.placements.values():
             if placement.dim is not None:
                 raise CheckpointError(
                     f"Invalid full_state_dict: {placement.name!r}, which is cut over other ranks, too. Must be of "
                     "params that every rank has whole. Call optimizer.save(folder)."
                 )
-        # A sharded value without boxes and dimensions is a count that only the owners know.
-        known = {key: _LocalValue.of(value) for key, value in values.items()}
-        return {key: value for key, value in known.items() if value.shape or value.boxes != ()}
+        sharded = {key: value for key, value in values.items() if isinstance(value, ShardedValue)}
+        once = {key: value for key, value in values.items() if key not in sharded}
+        # One without boxes and dimensions is a count that only the owners know.
+        known = {key: value for key, value in sharded.items() if value.shape or value.boxes}
+        described = {key: (tuple(value.shape), value.dtype, value.boxes) for key, value in known.items()}
+        return described, {key: _on_cpu(value) for key, value in once.items()}
 
     by_rank = exchange_together(describe, params.data, "full_state_dict")
-    full: dict[int, dict[str, Any]] = {}
-    for key in dict.fromkeys(key for local in by_rank for key in local):
-        value = _gather(values.get(key), [local.get(key) for local in by_rank], params)
-        if params.data.rank == 0 and value is not None:
-            full.setdefault(key[0], {})[key[1]] = value
-    return {"state": dict(sorted(full.items())), "param_groups": state["param_groups"]} if params.data.rank == 0 else {}
+    full = {key: value for _, once in reversed(by_rank) for key, value in once.items()}
+    for key in dict.fromkeys(key for sharded, _ in by_rank for key in sharded):
+        full[key] = _gather(values.get(key), [sharded.get(key) for sharded, _ in by_rank], params)
+    return _nested(full, state["param_groups"]) if params.data.rank == 0 else {}
 
 
-def _gather(own: Any, by_rank: Sequence[_LocalValue | None], params: TorchParams) -> Any:
+def _on_cpu(value: Any) -> Any:
+    return as_plain(value.detach()).cpu().clone() if torch.is_tensor(value) else value
+
+
+def _nested(values: Mapping[_ValueKey, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    for (number, kind), value in sorted(values.items(), key=lambda item: item[0][0]):
+        state.setdefault(number, {})[kind] = value
+    return {"state": state, "param_groups": groups}
+
+
+def _gather(own: ShardedValue | None, by_rank: Sequence[_Sharded | None], params: TorchParams) -> Tensor | None:
     """Collective: gathers one value, of which `by_rank` says what each rank holds, on the first rank."""
     group = params.data
-    known = [local for local in by_rank if local is not None]
-    first = next(
-        (local for local in known if local.boxes != ()), known[0]
-    )  # one that owns none does not know the dtype
-    if first.boxes is None:
-        return first.kept
-    if own is not None and not isinstance(own, ShardedValue):
-        return own.detach().cpu().clone()  # one rank, which has it whole
     device = torch.device("cpu") if "gloo" in group.backend else params.share.optimizer.device
-    parts = own.parts if own is not None else []
-    mine = torch.cat([part.reshape(-1) for part in parts]).to(device) if parts else None
+    mine = torch.cat([part.reshape(-1) for part in own.parts]).to(device) if own is not None and own.parts else None
     if group.rank != 0:
         if mine is not None:
             dist.send(mine, dst=group.global_rank(0), group=group.handle)
         return None
-    whole = torch.zeros(first.shape, dtype=first.dtype)
+    known = [local for local in by_rank if local is not None]
+    shape, dtype, _ = next((local for local in known if local[2]), known[0])  # one that owns none has no dtype
+    whole = torch.zeros(shape, dtype=dtype)
     for rank, local in enumerate(by_rank):
-        if local is None or not local.boxes:
+        boxes = local[2] if local is not None else ()
+        if not boxes:
             continue
-        numels = [box.numel for box in local.boxes]
+        numels = [box.numel for box in boxes]
         if rank == 0 and mine is not None:
             flat = mine
         else:
-            flat = torch.empty(sum(numels), dtype=local.dtype, device=device)
+            flat = torch.empty(sum(numels), dtype=dtype, device=device)
             dist.recv(flat, src=group.global_rank(rank), group=group.handle)
-        for box, part in zip(local.boxes, torch.split(flat.cpu(), numels), strict=True):
+        for box, part in zip(boxes, torch.split(flat.cpu(), numels), strict=True):
             whole[box.as_slices()] = part.view(box.sizes)
     return whole

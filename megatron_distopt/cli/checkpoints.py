@@ -12,9 +12,8 @@ from typing import TypeVar
 import torch
 
 from megatron_distopt.checkpoint.folder import MANIFEST, finished_iterations, is_checkpoint
-from megatron_distopt.checkpoint.manifest import MAIN, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, TensorRecord, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
-from megatron_distopt.checkpoint.source import TensorInfo
 from megatron_distopt.errors import CheckpointError
 
 _Value = TypeVar("_Value")
@@ -83,10 +82,10 @@ def _check_finished(folder: Path) -> None:
         )
 
 
-def nbytes_of(info: TensorInfo) -> int:
+def nbytes_of(info: TensorRecord) -> int:
     """Returns the bytes of a tensor's values.
 
-    >>> nbytes_of(TensorInfo((3, 2), "bfloat16"))
+    >>> nbytes_of(TensorRecord((3, 2), "bfloat16"))
     12
     """
     return math.prod(info.shape) * torch.empty(0, dtype=getattr(torch, info.dtype)).element_size()

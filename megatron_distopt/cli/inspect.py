@@ -70,7 +70,7 @@ def _params_of(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> list[Pa
 
 
 def _document(
-    place: CheckpointPath, manifest: Manifest, tensors: Mapping[str, TensorInfo], sizes: Mapping[str, int]
+    place: CheckpointPath, manifest: Manifest, tensors: Mapping[str, TensorRecord], sizes: Mapping[str, int]
 ) -> dict[str, Any]:
     def files_of(key: str) -> list[str]:
         chunks = manifest.tensors[key].chunks if key in manifest.tensors else ()

@@ -243,7 +243,7 @@ def check_chunks(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _check_content(
-    tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord], values: _NonFiniteValues
+    tensors: Mapping[str, TensorRecord], groups: Sequence[GroupRecord], values: _NonFiniteValues
 ) -> tuple[dict[str, str], list[Problem]]:
     params = {name_of(key) for key in tensors}
     numel = sum(math.prod(info.shape) for info in tensors.values())
@@ -256,7 +256,7 @@ def _check_content(
     return checked, [*_check_kinds(tensors, groups), *values.problems(), *_check_groups(params, groups)]
 
 
-def _check_kinds(tensors: Mapping[str, TensorInfo], groups: Sequence[GroupRecord]) -> Iterator[Problem]:
+def _check_kinds(tensors: Mapping[str, TensorRecord], groups: Sequence[GroupRecord]) -> Iterator[Problem]:
     """Checks that every param has its values, and the same optimizer state as most others of its group."""
     kinds = by_param({key: info for key, info in tensors.items() if not is_owned(key)})
     for name, infos in kinds.items():

@@ -22,9 +22,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, TensorRecord, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
-from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import inner_name, the_step
 from megatron_distopt.formats.pickles import attribute, load_file, understood
@@ -124,13 +124,13 @@ def _opened(folder: _Folder) -> Source:
     state_path = folder.path / _ZERO / "optimizer_state.pt"
     state = load_file(state_path) if state_path.is_file() else {}
     kinds: dict[str, str] = {}
-    infos: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorRecord] = {}
     for name in folder.names:
         for kind in folder.kinds_of(name):
             kinds[MAIN if kind == _FP32 else kind] = kind
             tensor = folder.tensor(name, kind)
             key = key_of(MAIN if kind == _FP32 else kind, name)
-            infos[key] = TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype))
+            infos[key] = TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype))
     about = {"host": "deepspeed", "deepspeed": str(state.get("ds_version", "unknown")), "format": "universal"}
     skipped = int(next((each.get("skipped_steps") for each in folder.model_files), 0) or 0)
     scale, groups = _loss_scale_of(state.get("loss_scaler")), tuple(_records(folder, state))

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.folder import MANIFEST, is_checkpoint
 from megatron_distopt.checkpoint.load import load_checkpoint, load_state
 from megatron_distopt.checkpoint.load_plan import Loadable, Read
-from megatron_distopt.checkpoint.manifest import Chunk, TensorRecord
+from megatron_distopt.checkpoint.manifest import Chunk
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.checkpoint.whole_model import WholeModel
@@ -161,7 +161,7 @@ def _loadable(path: Path, resume_step: int | None) -> Loadable:
             yield each, values[each.box.relative_to(box.offsets).as_slices()]
 
     records = {
-        key: TensorRecord(info.shape, info.dtype, (Chunk(Box.whole(info.shape), 0, 0, 0),))
-        for key, info in source.tensors.items()
+        key: replace(record, chunks=(Chunk(Box.whole(record.shape), 0, 0, 0),))
+        for key, record in source.tensors.items()
     }
     return Loadable(replace(source.head, tensors=records), str(path), read, verify)

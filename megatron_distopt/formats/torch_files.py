@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
 from megatron_distopt.checkpoint.param_groups import check_groups, group_from_json, group_to_json
-from megatron_distopt.checkpoint.source import Source, TensorInfo, read_chunks
+from megatron_distopt.checkpoint.source import DAMAGED, Source, read_chunks
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.pickles import attribute, load_bytes, load_file, load_metadata, save_whole
 from megatron_distopt.layout import Box
 
 METADATA = ".metadata"
 _FORMAT, _VERSION = "megatron_distopt.torch", 1
-_REMEDY = "Load an earlier checkpoint; this one is damaged or incomplete."
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,9 @@ class DcpFolder:
         """An object that is no tensor."""
         stored = self.objects[key]
         path = self.folder / self.files[stored.file]
-        try:
-            with open(path, "rb") as file:
-                file.seek(stored.start)
-                data = file.read(stored.nbytes)
-        except OSError as error:
-            raise CheckpointError(f"File {path} cannot be read: {error}. {_REMEDY}") from error
+        with disk.refused(f"file {path}", f"be readable. {DAMAGED}"), open(path, "rb") as file:
+            file.seek(stored.start)
+            data = file.read(stored.nbytes)
         return load_bytes(data, f"object {key!r} in {path}")
 
 
@@ -74,7 +71,7 @@ def open_dcp(folder: Path) -> DcpFolder:
         objects = {key: Chunk(Box.whole(()), *stored[key, None]) for key, size in sizes.items() if size is None}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"File {folder / METADATA} does not say of every tensor where it is: {error!r}. {_REMEDY}"
+            f"File {folder / METADATA} does not say of every tensor where it is: {error!r}. {DAMAGED}."
         ) from error
     return DcpFolder(folder, tuple(files), tensors, objects)
 
@@ -138,7 +135,7 @@ def open_torch_file(path: Path) -> Source:
             f"File {path} does not hold what 'convert --to torch' writes: {error!r}. Convert it again."
         ) from None
     check_groups((*head.groups, *head.resting), f"file {path}")
-    infos = {key: TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
+    infos = {key: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
     return Source(head, infos, lambda key, box: tensors[key][box.as_slices()].clone())
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint import background, disk, is_checkpoint, save
 from megatron_distopt.checkpoint.background import BackgroundSaver, Staging, room_for
+from megatron_distopt.checkpoint.folder import file_of
 from megatron_distopt.checkpoint.save import Written
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
@@ -423,6 +424,10 @@ def _fails_for(suffix: str) -> Callable[[Path], Any]:
     return fail
 
 
+def _unseen_of_others(folder: Path, save_id: str, rank: int, suffix: str = "distcp") -> Path:
+    return file_of(folder if rank == 0 else folder / "not there", save_id, rank, suffix)
+
+
 def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
     ranks, found = TwoRanks(rank, Path(folder)), {}
     ranks.save(1)
@@ -439,7 +444,7 @@ def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
         found["failed mutely"] = ranks.ended(ranks.saver.finish)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(save, "file_of", lambda folder, save_id, rank, suffix="distcp": folder / "not there")
+            patch.setattr(save, "file_of", _unseen_of_others)
             patch.setattr(save, "_SECONDS_TO_APPEAR", A_MOMENT)
         ranks.save(5)
         found["not shared"] = ranks.ended(ranks.saver.finish)

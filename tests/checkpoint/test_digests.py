@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.digests import GRADS, DigestKey, digest_of, grad_digests, state_digests
+from megatron_distopt.checkpoint.digests import GRADS, DigestKey, digest_of, local_digests
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, Precision, as_plain
 from tests.checkpoint.test_reshard import LAYOUTS, MODEL
 from tests.support.simulated import KINDS, World
@@ -23,8 +22,8 @@ def _digest(values: Tensor) -> int:
     return int(digest_of(values, (0,) * values.dim())) % MODULUS
 
 
-def _summed(world: World, digests_of: Callable[..., dict[DigestKey, Tensor]]) -> dict[DigestKey, int]:
-    parts = [digests_of(rank.model) for rank in world.ranks]
+def _summed(world: World, *, of_grads: bool) -> dict[DigestKey, int]:
+    parts = [local_digests(rank.model, of_grads=of_grads) for rank in world.ranks]
     keys = {key for part in parts for key in part}
     return {key: sum(int(part.get(key, 0)) for part in parts) % MODULUS for key in keys}
 
@@ -34,7 +33,7 @@ def _of_world(world: World) -> tuple[dict[DigestKey, int], dict[DigestKey, int]]
     for rank in world.ranks:
         for flat in rank.optimizer.flat_params:
             flat.grad.copy_(flat.main)
-    return _summed(world, state_digests), _summed(world, grad_digests)
+    return _summed(world, of_grads=False), _summed(world, of_grads=True)
 
 
 ALONE = World.of(MODEL)

@@ -492,7 +492,7 @@ def test_load_when_ranks_have_different_states_then_all_refuse_and_nothing_is_ch
 
 
 def test_sharded_value_when_boxes_do_not_cover_what_a_rank_owns_then_refused() -> None:
-    with pytest.raises(RankError, match="which this rank owns"):
+    with pytest.raises(RankError, match="each once"):
         run_ranks(_uncovered, 1)
 
 

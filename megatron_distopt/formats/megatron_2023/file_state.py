@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of, some_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, TensorRecord, key_of, kind_of, name_of, some_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, join_groups, options_of
-from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import count_unlike, cut, fill, inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile, decays
@@ -195,7 +195,7 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
                 params[param.name] = _ParamInFiles((*known.parts, part), (*known.numbers, number))
     step = the_step([{"step": group.step} for part in parts for group in part.groups], parts[0].file.folder.parent)
     infos = {
-        key_of(kind, name): TensorInfo(
+        key_of(kind, name): TensorRecord(
             param.parts[0].file.params[param.numbers[0]].placement.global_shape, dtype_name(dtype)
         )
         for name, param in params.items()
@@ -226,7 +226,7 @@ def _records(part: FileState, step: int | None) -> tuple[GroupRecord, ...]:
 
 
 @torch.no_grad()
-def _read(param: _ParamInFiles, kind: str, info: TensorInfo, box: Box) -> Tensor:
+def _read(param: _ParamInFiles, kind: str, info: TensorRecord, box: Box) -> Tensor:
     """A part of a tensor; a main param is read whole, because it is compared with the model's."""
     wanted = Box.whole(info.shape) if kind == MAIN else box
     whole = torch.empty(wanted.sizes, dtype=getattr(torch, info.dtype))

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest, TensorRecord, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
-from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import count_unlike, inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.megatron_2023.model_file import decays
@@ -91,7 +91,7 @@ def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
             "it in another format."
         )
     infos = {
-        key_of(kind, name): TensorInfo(found[kind][name].shape, found[kind][name].dtype)
+        key_of(kind, name): TensorRecord(found[kind][name].shape, found[kind][name].dtype)
         for name in found[MAIN]
         for kind in (MAIN, *sorted(found.keys() - {MAIN}))
         if name in found[kind]
@@ -117,7 +117,7 @@ def _check_rounds(main: Tensor, param: Tensor, name: str, where: Path) -> None:
         )
 
 
-def _head(infos: Mapping[str, TensorInfo], common: Mapping[str, Any], path: Path) -> Manifest:
+def _head(infos: Mapping[str, TensorRecord], common: Mapping[str, Any], path: Path) -> Manifest:
     """The manifest without tensors; the way in which the state was sharded is the name of the format."""
     entry = common.get("optimizer")
     is_chain = isinstance(entry, Mapping) and all(isinstance(key, int) for key in entry)
