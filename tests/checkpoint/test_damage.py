@@ -634,7 +634,7 @@ def test_ranks_when_one_of_them_fails_or_dies_then_all_stop_and_the_old_checkpoi
     assert [name for name, _, _ in second] == [CheckpointError.__name__] * 2
     assert all(is_unchanged for _, _, is_unchanged in first + second)
     assert second[0][1].startswith(f"Invalid file {damaged}: CRC-32 ")
-    assert second[0][1].endswith(f". Must have {crc32:08x}. {DAMAGED}")
+    assert second[0][1].endswith(f". Must have CRC-32 {crc32:08x}. {DAMAGED}")
     assert "[Errno 28] No space left on device. Must take 'main/" in second[1][1]
     for theirs, ours in zip(first, second, strict=False):
         assert theirs[1] in [
