@@ -30,8 +30,7 @@ from megatron_distopt.layout import ParamShard, Piece, Placement
 from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.loss_scale import LossScale
 from megatron_distopt.optimizer.main_params import FlatParam
-from megatron_distopt.optimizer.owners.owned_param import OwnedParam
-from megatron_distopt.optimizer.owners.whole_params import owned_params
+from megatron_distopt.optimizer.owners.whole_params import OwnedParam, owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: What torch.compile, FSDP and activation checkpointing add to the names of params in a module that they wrap.

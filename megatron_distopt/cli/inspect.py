@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from megatron_distopt.checkpoint.folder import read_manifest
-from megatron_distopt.checkpoint.manifest import Manifest
-from megatron_distopt.checkpoint.source import TensorInfo
+from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord
 from megatron_distopt.cli.checkpoints import CheckpointPath, by_param, find, nbytes_of, settings_of
 from megatron_distopt.cli.show import Answer, listed, options_text, plural, ranges, rows, size_text, titled
 from megatron_distopt.formats import open_any
@@ -56,7 +55,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
     return Answer(_document(place, manifest, source.tensors, sizes), parts)
 
 
-def _params_of(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> list[Param]:
+def _params_of(manifest: Manifest, tensors: Mapping[str, TensorRecord]) -> list[Param]:
     group_of = {name: number for number, group in enumerate(manifest.groups) for name in group.names}
     params = []
     for name, infos in by_param(tensors).items():

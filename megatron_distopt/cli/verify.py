@@ -21,11 +21,11 @@ from rich.text import Text
 from torch import Tensor
 
 from megatron_distopt.checkpoint.folder import read_manifest
-from megatron_distopt.checkpoint.manifest import MAIN, Chunk, FileRecord, Manifest, name_of
-from megatron_distopt.checkpoint.whole_model import is_owned
+from megatron_distopt.checkpoint.manifest import MAIN, Chunk, FileRecord, Manifest, TensorRecord, name_of
 from megatron_distopt.checkpoint.param_groups import GroupRecord
-from megatron_distopt.checkpoint.source import Source, TensorInfo
+from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
+from megatron_distopt.checkpoint.whole_model import is_owned
 from megatron_distopt.cli.checkpoints import by_param, find, in_order, nbytes_of, params_text
 from megatron_distopt.cli.show import Answer, Status, more, options_text, plural, progress_of, rows, size_text, titled
 from megatron_distopt.errors import CheckpointError
@@ -129,7 +129,7 @@ def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
     if text:
         text += ": torch alone cannot rely on it, loading by megatron-distopt needs none"
         problems.append(Problem(_METADATA_AREA, METADATA, text))
-    infos = {key: TensorInfo(record.shape, record.dtype) for key, record in manifest.tensors.items()}
+    infos = {key: TensorRecord(record.shape, record.dtype) for key, record in manifest.tensors.items()}
     checked, of_content = _check_content(infos, manifest.groups, values)
     problems += [each for each in of_content if not (each.area == "values" and each.subject in damaged)]
     files = f"{plural(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
