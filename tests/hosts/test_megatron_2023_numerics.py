@@ -1,8 +1,9 @@
 """The same small GPT, seed and data with the optimizers of a fork of 2023 and with ours.
 
 With torch's Adam and no clipping, the fork's optimizer without sharding ("plain") and ours compute the same to the last
-bit. The fork's fused Adam and its clipping round elsewhere than ours: what that does to a curve is measured beside what
-divides the fork's own plain and distributed optimizers, and both are printed at the end of the run.
+bit: in one bucket, and in many with communication hidden behind computation. The fork's fused Adam and its clipping
+round elsewhere than ours: what that does to a curve is measured beside what divides the fork's own plain and
+distributed optimizers, and both are printed at the end of the run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -21,12 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distopt.comm import Communicator
+from tests.support.fork_worlds import slow_gathers
 from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun, core_folder
 from tests.support.spawn import run_ranks
 
 DISTRIBUTED = "--use-distributed-optimizer"
 #: The arithmetic of torch.optim.Adam, which the fork has with MINI_FORK_ADAM=torch.
 AS_TORCH = (DISTRIBUTED, "--distopt-decay", "l2", "--distopt-adam", "torch_foreach")
+#: The model has 7,744 elements.
+OVERLAPPED = ("--distopt-bucket-size", "700", "--distopt-overlap-grad-reduce", "yes")
+BOTH = (*OVERLAPPED, "--distopt-overlap-param-gather")
 Record = Callable[[str, object], None]
 
 
@@ -39,6 +45,8 @@ class Case:
     repaired: bool = False  # the plain reference averages experts and sequence-parallel ranks over the right groups
     exact: bool = True  # no clipping, and torch's Adam
     has_host: bool = False  # the fork's own distributed optimizer runs too
+    overlapped: bool = False  # ours runs again in many buckets, with grads and params overlapped
+    change: str = ""  # what happens to the wrapped model before its optimizer is built, see `CHANGES`
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -67,6 +75,10 @@ class Comparison:
     padding: int  # elements of our first grad buffer that belong to no param
     is_moved: bool  # the fork's DDP has another grad buffer than it made
     shards: int  # ranks that our first buffer is sharded over
+    overlapped: Mapping[str, Distance]  # from the plain one, by what was overlapped
+    early: list[int]  # by step, buckets that were under way when backward had ended
+    buckets: int  # of the first buffer then
+    late: list[str]  # params in buckets of their own at the end of it
 
 
 PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 4096"}
@@ -85,27 +97,30 @@ ZEROS = f"{UNTIED} --log-num-zeros-in-grad"
 #: On two ranks of an gathered file.
 TWO = {
     **_of_every_precision("dp2", ZEROS),
-    "accumulation-bf16": Case("--bf16 --global-batch-size 8"),
-    "fp32-norms-bf16": Case("--bf16 --fp32-norms"),
+    "overlapped-bf16": Case("--bf16", overlapped=True),
+    "overlapped-fp16-that-overflows": Case("--fp16 --initial-loss-scale 1e30", overlapped=True),
+    **{f"{change}-bf16": Case("--bf16", overlapped=True, change=change) for change in ("frozen-late", "built-twice")},
+    "accumulation-bf16": Case("--bf16 --global-batch-size 8", overlapped=True),
+    "fp32-norms-bf16": Case("--bf16 --fp32-norms", overlapped=True),
     "fp32-norms-fp16": Case(f"{PRECISIONS['fp16']} --fp32-norms"),
     "pp2-bf16": Case(f"--bf16 {PP2} --global-batch-size 4"),
     "untied-pp2-fp32": Case(f"{PP2} {ZEROS}"),
     "sequence-parallel-fp32": Case(f"{TP2} --sequence-parallel {ZEROS}"),
     "multi-query-sequence-parallel-bf16": Case(f"--bf16 {TP2} --multi-query --sequence-parallel"),
-    "frozen-bf16": Case("--bf16 --frozen-param"),
+    "frozen-bf16": Case("--bf16 --frozen-param", overlapped=True),
     "fp32-grads-fp16": Case(f"{PRECISIONS['fp16']} --accumulate-allreduce-grads-in-fp32"),
     "constant-loss-scale-bf16": Case("--bf16 --loss-scale 1024"),
-    "ulysses-fp32": Case("--ds-sequence-parallel-size 2", repaired=True),
+    "ulysses-fp32": Case("--ds-sequence-parallel-size 2", repaired=True, overlapped=True),
 }
 #: On four.
 FOUR = {
-    "tp2-dp2-bf16": Case(f"--bf16 {TP2} --sequence-parallel"),
+    "tp2-dp2-bf16": Case(f"--bf16 {TP2} --sequence-parallel", overlapped=True),
     # Ours adds the embedding's two stages up before the ranks, as the fork's distributed optimizer; its plain one the
     # other way round. On a grid both sums are exact.
-    "pp2-dp2-bf16": Case(f"--bf16 {PP2} --grid-grads"),
+    "pp2-dp2-bf16": Case(f"--bf16 {PP2} --grid-grads --global-batch-size 12", overlapped=True),
     # gloo adds four ranks up in an order that depends on the place in the buffer; the plain reference has experts in
     # tensors of their own, which moves the others.
-    "experts-fp32-norms-bf16": Case(f"--bf16 {EXPERTS} --fp32-norms --grid-grads", repaired=True),
+    "experts-fp32-norms-bf16": Case(f"--bf16 {EXPERTS} --fp32-norms --grid-grads", repaired=True, overlapped=True),
 }
 #: On three ranks, with per-rank files. The model has 7,744 elements, 8,768 untied and 7,712 with a shorter sequence,
 #: which three does not divide; with --ds-sequence-parallel-size 3 the fork pads for one rank.
@@ -150,7 +165,7 @@ def _compare_each(fork: MiniFork, cases: dict[str, Case]) -> dict[str, Compariso
 
     of_fork = {}
     for name, case in cases.items():
-        with _thirds(fork, case):
+        with _thirds(fork, case), _changed(fork, case):
             with mock.patch.object(distributed, "REPAIRED", case.repaired or distributed.REPAIRED):
                 plain = fork.train(*case.flags, ours=False)
             theirs = fork.train(*case.flags, DISTRIBUTED, ours=False) if case.has_host else None
@@ -159,16 +174,27 @@ def _compare_each(fork: MiniFork, cases: dict[str, Case]) -> dict[str, Compariso
 
 
 def _compare(fork: MiniFork, case: Case, plain: TrainingRun, theirs: TrainingRun | None) -> Comparison:
-    made, get_model = list[Tensor](), fork.training.get_model
+    made = list[Tensor]()
 
     def noting_grad_buffers(*args: Any, **kwargs: Any) -> Any:
         model = get_model(*args, **kwargs)
         made.extend(memory.data for memory in _grad_buffers(model))
         return model
 
-    with _thirds(fork, case), mock.patch.object(fork.training, "get_model", noting_grad_buffers):
-        ours = fork.train(*case.flags, *(AS_TORCH if case.exact else (DISTRIBUTED,)))
+    early, overlapped, flags = list[int](), dict[str, Distance](), (*case.flags, *AS_TORCH)
+    with _thirds(fork, case), _changed(fork, case):
+        if case.overlapped:
+            with slow_gathers(), _noting_early(early):
+                both = fork.train(*flags, *BOTH)
+            overlapped["both"] = _distance(both, plain)
+            layout = both.optimizer.grad_buffers[0].plan.layout
+            if case.words == "--bf16" and not case.change:
+                overlapped["grads"] = _distance(fork.train(*flags, *OVERLAPPED), plain)
+        get_model = fork.training.get_model
+        with mock.patch.object(fork.training, "get_model", noting_grad_buffers):
+            ours = fork.train(*(flags if case.exact else (*case.flags, DISTRIBUTED)))
     buffer = ours.optimizer.grad_buffers[0]
+    layout = layout if case.overlapped else buffer.plan.layout
     return Comparison(
         ours_plain=_distance(ours, plain),
         host_plain=None if theirs is None else _distance(theirs, plain),
@@ -177,7 +203,49 @@ def _compare(fork: MiniFork, case: Case, plain: TrainingRun, theirs: TrainingRun
         padding=buffer.plan.layout.numel - buffer.plan.layout.buckets[-1].numel_unpadded,
         is_moved=any(memory.data is not own for memory, own in zip(_grad_buffers(ours.model), made, strict=True)),
         shards=buffer.plan.group.size,
+        overlapped=overlapped,
+        early=early,
+        buckets=len(layout.buckets),
+        late=[slot.name for slot in layout.slots if slot.bucket == len(layout.buckets) - 1],
     )
+
+
+def _noting_early(early: list[int]) -> contextlib.AbstractContextManager[object]:
+    original = Communicator.finish_grads
+
+    def finish(self: Communicator) -> Any:
+        if self.overlaps_grads:
+            early.append(self.num_reducing)
+        return original(self)
+
+    return mock.patch.object(Communicator, "finish_grads", finish)
+
+
+def _frozen_after_wrapping(fork: MiniFork, chunks: Any) -> None:
+    """What a fork's grad buffers have a place for, and no gradient comes of."""
+    for name, param in chunks[0].named_parameters():
+        param.requires_grad_("input_layernorm" not in name)
+
+
+def _built_before(fork: MiniFork, chunks: Any) -> None:
+    """An optimizer of which nothing is left but what it hooked."""
+    fork.training.get_megatron_optimizer(chunks)
+
+
+CHANGES = {"frozen-late": _frozen_after_wrapping, "built-twice": _built_before}
+
+
+def _changed(fork: MiniFork, case: Case) -> contextlib.AbstractContextManager[object]:
+    if not case.change:
+        return contextlib.nullcontext()
+    original = fork.training.get_model
+
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        chunks = original(*args, **kwargs)
+        CHANGES[case.change](fork, chunks)
+        return chunks
+
+    return mock.patch.object(fork.training, "get_model", get_model)
 
 
 def _thirds(fork: MiniFork, case: Case) -> contextlib.AbstractContextManager[object]:
@@ -313,13 +381,35 @@ def test_training_when_distributed_then_every_bit_is_that_of_the_plain_optimizer
 ) -> None:
     by_rank: Results = request.getfixturevalue(ranks)
     for rank, comparison in enumerate(found[name] for found in by_rank):
-        distance = comparison.ours_plain
-        assert (distance.param, distance.is_equal, distance.loss, distance.zeros) == (0.0, True, 0.0, True), rank
-        # The fork adds the squares up in fp32: some ulps of 6e-8. A rank of its plain optimizer knows its own experts
-        # only; with them, ours is compared with float64 below.
-        assert distance.norm <= 1e-6 or name.startswith("experts")
+        for what, distance in {"": comparison.ours_plain, **comparison.overlapped}.items():
+            found = (distance.param, distance.is_equal, distance.loss, distance.zeros)
+            assert found == (0.0, True, 0.0, True), (rank, what)
+            # The fork adds the squares up in fp32: some ulps of 6e-8. A rank of its plain optimizer knows its own
+            # experts only; with them, ours is compared with float64 below.
+            assert distance.norm <= 1e-6 or name.startswith("experts")
     logged = next(found[name].losses for found in by_rank if found[name].losses)
     assert len(set(logged)) == 4, "every iteration has other data"
+
+
+@pytest.mark.parametrize("name", [name for name, case in TWO.items() if case.overlapped])
+def test_grads_when_overlapped_then_from_the_second_step_on_all_buckets_go_before_backward_ends(
+    name: str, two: Results
+) -> None:
+    for comparison in (found[name] for found in two):
+        assert comparison.early[-3:] == [comparison.buckets] * 3
+        assert comparison.buckets > 5
+        assert TWO[name].change or (len(comparison.early), comparison.early[0]) == (4, 0)
+
+
+@pytest.mark.parametrize("name", ["pp2-dp2-bf16", "tp2-dp2-bf16"])
+def test_grads_when_the_host_adds_to_some_after_backward_then_those_alone_wait_in_buckets_of_their_own(
+    name: str, four: Results
+) -> None:
+    for comparison in (found[name] for found in four):
+        assert all(0 < number < comparison.buckets for number in comparison.early[1:])
+    late = {param for found in four for param in found[name].late}
+    embeddings = {"language_model.embedding.word_embeddings.weight", "word_embeddings.weight"}
+    assert late == embeddings if name.startswith("pp2") else all("norm" in each or "bias" in each for each in late)
 
 
 @pytest.mark.parametrize("name", THREE)

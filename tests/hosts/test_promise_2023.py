@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from megatron_distopt.comm import pairwise
 from tests.hosts import promises
 from tests.hosts.promises import COMMON, OTHER, STEPS, Act, NoEffect, Outcome, Program, Refused, Result
+from tests.support.fork_worlds import slow_gathers
 from tests.support.mini_fork import InstalledFork, MiniFork, core_folder
 from tests.support.spawn import run_ranks
 
@@ -245,21 +243,10 @@ def _hooked(user: User, within: Act | None) -> Iterator[None]:
         del user.optimizer.reduce_model_grads
 
 
-def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
-    """Whoever does not wait for a gather in the background has old values."""
-
-    def slow(*args: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.01)
-        gather(*args)
-
-    return slow
-
-
 def _collect(rank: int, size: int) -> dict[str, Result]:
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
-    pairwise.all_gather = _slowly(pairwise.all_gather)
-    return promises.run_programs(PROGRAMS, lambda program, ours: _train(fork, program, ours))
+    with slow_gathers(0.01):
+        return promises.run_programs(PROGRAMS, lambda program, ours: _train(fork, program, ours))
 
 
 @pytest.fixture(scope="module")

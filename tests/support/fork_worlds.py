@@ -14,7 +14,9 @@ import copy
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distopt.comm import pairwise
 from tests.support.mini_fork import InstalledFork, Iteration, TrainingRun
 
 
@@ -106,6 +109,20 @@ class Continued:
         """Of the loss."""
         pairs = zip(self.uninterrupted, self.resumed, strict=True)
         return max(abs(one.loss - other.loss) for one, other in pairs)
+
+
+@contextlib.contextmanager
+def slow_gathers(seconds: float = 0.005) -> Iterator[None]:
+    """In it, gathers in the background take their time: whoever does not wait for one has old values."""
+    gather = pairwise.all_gather
+
+    def slow(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(seconds)
+        gather(*args)
+
+    with mock.patch.object(pairwise, "all_gather", slow):
+        yield
 
 
 def distance(one: TrainingRun, other: TrainingRun) -> float:
