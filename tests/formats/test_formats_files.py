@@ -30,7 +30,7 @@ from megatron_distopt.checkpoint import disk, is_checkpoint
 from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import TARGETS, convert, open_any
-from megatron_distopt.formats.megatron_2023.model_file import ModelCut, placement_of, registered
+from megatron_distopt.formats.megatron_2023.model_file import placement_of, registered
 from tests.support.fork_files import EMBEDDING, MOMENTS, Fork, Trap, changed, same
 from tests.support.refusals import assert_mentions
 
@@ -212,7 +212,7 @@ def test_registered_when_a_module_is_saved_out_of_order_then_the_params_are_in_o
 def test_placement_when_a_param_has_a_name_of_megatrons_then_it_is_cut_as_there(
     name: str, dim: int | None, stride: int, is_padded: bool
 ) -> None:
-    placement = placement_of(name, (4, 4), ModelCut((1, 2), 0, is_gated=True))
+    placement = placement_of(name, (4, 4), (1, 2), is_gated=True)
     assert (placement.dim, placement.stride, placement.is_padded) == (dim, stride, is_padded)
     assert (placement.rank, placement.size) == ((1, 2) if dim is not None else (0, 1))
 

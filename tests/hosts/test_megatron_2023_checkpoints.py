@@ -130,9 +130,7 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
             f"{NUM_OF_TWO[0]} params | the model's {NUM_OF_TWO[1]} | group 0 | {SAME_RANKS}",
         ),
         "of a gathered layout": f"without {SHARDS} | --no-load-optim",
-        "without state": "without state | --no-load-optim",
         "group missing": NO_VECTORS,
-        "mains of a group missing": f"main params of 1 groups | 2 param groups | {SAME_RANKS}",
         "main missing": (
             f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | {SAME_RANKS}",
             f"{NUM_OF_TWO[1]} params, {NUM_OF_TWO[1] - 1} of them | the model's {NUM_OF_TWO[1]} | {SAME_RANKS}",
@@ -356,9 +354,7 @@ def _bad_own(good: Mapping[str, Any], of_other_rank: Mapping[str, Any]) -> dict[
     return {
         "of the other rank": of_other_rank,
         "of a gathered layout": {"optimizer": {"param_groups": groups}},
-        "without state": {**good, "optimizer": {"param_groups": groups}},
         "group missing": {**good, "optimizer": {**inner, "param_groups": groups[:1]}},
-        "mains of a group missing": {**good, SHARDS: mains[:1]},
         "main missing": {**good, SHARDS: [mains[0][:-1], *mains[1:]]},
         "moment missing": {**good, "optimizer": {**inner, "state": without_square}},
         "of sgd": {**good, "optimizer": {**inner, "state": of_sgd}},

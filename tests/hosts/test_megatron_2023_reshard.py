@@ -30,7 +30,7 @@ from megatron_distopt.checkpoint.manifest import MAIN, key_of
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.layout import Span
-from tests.support.fork_worlds import Continued, ForkInWorlds, held, raised, refusal, same
+from tests.support.fork_worlds import ForkInWorlds, held, raised, refusal, same
 from tests.support.mini_fork import Iteration, TrainingRun, core_folder
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
@@ -314,26 +314,6 @@ class _Fork(ForkInWorlds):
 
 #: Two ranks, two samples each.
 PLAIN = (FLAG, "--bf16")
-#: The fork's own class as our inner optimizer, and no clipping, whose norm is summed in another order: the same bits.
-SAME_KERNEL = ("--distopt-optimizer", "megatron.optimizer.fused_adam:FusedAdam")
-UNDISTRIBUTED: dict[str, tuple[str, ...]] = {
-    "fp32": (),
-    "bf16 with fp32 norms": ("--bf16", "--fp32-norms"),
-    "fp16": FP16,
-}
-
-
-def _undistributed(fork: _Fork) -> dict[str, Continued]:
-    """A run without the flag, resumed with it."""
-    found = {}
-    for name, flags in UNDISTRIBUTED.items():
-        words = (*flags, "--clip-grad", "0")
-        full = fork.train_and_save(f"undistributed {name}", *words)
-        resumed = fork.train(FLAG, *words, *SAME_KERNEL, "--load", str(fork.folder / f"undistributed {name}"))
-        assert type(resumed.optimizer).__module__.startswith("megatron_distopt")
-        assert not type(full.optimizer).__module__.startswith("megatron_distopt")
-        found[name] = Continued(full.iterations[SAVED_AT:], resumed.iterations, same(full.params, resumed.params))
-    return found
 
 
 def _files_in(folder: Path) -> dict[str, list[str]]:
@@ -368,18 +348,10 @@ def _formats(fork: _Fork) -> dict[str, Any]:
     return found
 
 
-def _options(fork: _Fork) -> dict[str, Any]:
-    """Of saving: what they leave is compared in the test process."""
-    without, every = fork.train_and_save("every", *PLAIN, every=1), ("--save-interval", "1", "--save")
-    fork.train(*PLAIN, *every, str(fork.folder / "none"), "--no-save-optim")
-    fork.train(*PLAIN, *every, str(fork.folder / "two last"), "--distopt-keep-last", "2")
-    run = fork.train(*PLAIN, *every, str(fork.folder / "background"), "--distopt-async-save")
-    _load(run.optimizer, _saved_at(fork.folder / "background", ITERATIONS))  # waits for the last one
-    resumed = fork.train(*PLAIN, "--distopt-async-save", "--load", str(fork.folder / "every"))
-    return {
-        "background": (run.iterations == without.iterations, same(held(run), held(without))),
-        "resumed": same(held(resumed), held(without)),
-    }
+def _options(fork: _Fork) -> None:
+    """Of saving: what they leave is looked at in the test process."""
+    for name, option in {"none": ("--no-save-optim",), "two last": ("--distopt-keep-last", "2")}.items():
+        fork.train(*PLAIN, "--save-interval", "1", "--save", str(fork.folder / name), *option)
 
 
 def _load(optimizer: Any, iteration: Path, *, with_head: bool = True) -> None:
@@ -460,8 +432,8 @@ def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
                 if pair.layout.size == ranks:
                     found["resumed"][str(pair)] = fork.resume(pair)
             if ranks == 2:
-                found["undistributed"], found["formats"] = _undistributed(fork), _formats(fork)
-                found["options"], found["unfinished"] = _options(fork), _unfinished(fork)
+                found["formats"], found["unfinished"] = _formats(fork), _unfinished(fork)
+                _options(fork)
             if ranks == 3:
                 found["refused"] = _refused(fork)
     fork.leaves()
@@ -540,14 +512,6 @@ def test_resume_when_in_fp16_then_the_loss_scale_has_grown_before_and_after(foun
     assert [each.loss_scale for each in found.ranks[0]["saved"]["fp16"]] == [1024, 2048, 2048, 4096]
 
 
-@pytest.mark.parametrize("name", UNDISTRIBUTED)
-def test_resume_when_the_flag_is_new_then_it_is_the_undistributed_run_bit_for_bit(name: str, found: Collected) -> None:
-    of_ranks = [each["undistributed"][name] for each in found.ranks[:2]]
-    assert len(of_ranks[0].resumed) == ITERATIONS - SAVED_AT
-    assert of_ranks[0].resumed == of_ranks[0].uninterrupted
-    assert [each.same_end for each in of_ranks] == [True, True]
-
-
 NATIVE, OURS = "mp_rank_00/distrib_optim.pt", "distrib_optim.distopt/manifest.json"
 
 
@@ -574,18 +538,6 @@ def test_save_when_two_are_to_stay_then_the_last_two_do_and_the_forks_own_files_
     for number in range(1, ITERATIONS + 1):
         assert (_saved_at(folder, number) / "mp_rank_00/model_optim_rng.pt").exists()
         assert _folder_in(_saved_at(folder, number)).exists() == (number > 2)
-
-
-def test_save_when_in_the_background_then_training_and_checkpoints_are_the_same(found: Collected) -> None:
-    for each in found.ranks[:2]:
-        assert each["options"]["background"] == (True, True)
-        assert each["options"]["resumed"]
-    for number in range(1, ITERATIONS + 1):
-        folders = (found.folder / "every", found.folder / "background")
-        usual, other = (_Reader(_folder_in(_saved_at(folder, number))) for folder in folders)
-        assert usual.source.tensors == other.source.tensors
-        assert all(torch.equal(usual(key), other(key)) for key in usual.source.tensors)
-        assert usual.source.head.groups == other.source.head.groups
 
 
 def test_load_when_the_last_save_never_ended_then_the_iteration_that_did_is_named(found: Collected) -> None:

@@ -93,15 +93,6 @@ class ModelFile:
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
-@dataclass(frozen=True)
-class ModelCut:
-    """How the model was cut, and which part of it a file holds."""
-
-    tensor: tuple[int, int]  # (rank, size) in the tensor-parallel group
-    first_layer: int  # number in the whole model of this part's layer 0
-    is_gated: bool  # whether MLPs hold a gate as well as the up projection
-
-
 def open_model_files(iteration: Path) -> tuple[ModelFile, ...]:
     """All model files of an iteration folder, by stage and then by tensor-parallel rank."""
     paths: dict[tuple[int, int], Path] = {}
@@ -150,11 +141,12 @@ def _with_params(file: ModelFile) -> ModelFile:
     for chunk, model in chunks.items():
         named = registered(model)
         _check_no_experts(file, named)
-        cut = ModelCut(file.tensor, _first_layer(file, chunk, named, len(chunks)), is_gated)
+        first_layer = _first_layer(file, chunk, named, len(chunks))
         for local, tensor in named:
-            name = _global_name(local, cut.first_layer)
+            name = _global_name(local, first_layer)
             is_copy = name == _EMBEDDING and local != _EMBEDDING
-            params.append(FileParam(placement_of(name, tuple(tensor.shape), cut), chunk, tensor, is_copy))
+            placement = placement_of(name, tuple(tensor.shape), file.tensor, is_gated=is_gated)
+            params.append(FileParam(placement, chunk, tensor, is_copy))
     return replace(file, params=tuple(params))
 
 
@@ -229,13 +221,16 @@ def _global_name(name: str, first_layer: int) -> str:
     return f"{match['before']}{int(match['number']) + first_layer}{match['after']}" if match else name
 
 
-def placement_of(name: str, shape: tuple[int, ...], cut: ModelCut) -> Placement:
-    """Where a file's part of a param lies in it; `name` in the whole model, `shape` in the file."""
-    rank, size = cut.tensor
+def placement_of(name: str, shape: tuple[int, ...], tensor: tuple[int, int], *, is_gated: bool) -> Placement:
+    """Where a file's part of a param lies in it; `name` in the whole model, `shape` in the file.
+
+    `tensor` is (rank, size) in the tensor-parallel group; `is_gated`: MLPs hold a gate as well as the up projection.
+    """
+    rank, size = tensor
     if name.endswith(_VOCABULARY):
         return Placement(name, shape, 0, rank, size, is_padded=True)
     if name.endswith(_COLUMNS):
-        stride = 2 if cut.is_gated and name.endswith(_GATED) else 1
+        stride = 2 if is_gated and name.endswith(_GATED) else 1
         return Placement(name, shape, 0, rank, size, stride)
     if name.endswith(_ROWS):
         return Placement(name, shape, 1, rank, size)

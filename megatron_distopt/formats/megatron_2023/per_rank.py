@@ -67,8 +67,7 @@ class SavedShard:
 
 
 def in_file_order(registered: Iterable[T], has_main: Callable[[T], bool]) -> list[T]:
-    """A rank's shards of one group in the order of its file, from those in the order in which the fork registers
-    their params."""
+    """A rank's shards of one group in the order of its file, from those in the order of their params in the fork."""
     return sorted(registered, key=has_main)
 
 
