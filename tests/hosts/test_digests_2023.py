@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_distopt.checkpoint.digests import LoggedRun, differing, read_run
 from megatron_distopt.errors import DistOptError
-from tests.support.mini_fork import MiniFork
+from tests.support.mini_fork import InstalledFork
 from tests.support.spawn import run_ranks
 
 SAVED_AT, ITERATIONS = 3, 6
@@ -26,7 +26,7 @@ TRAININGS = {
 
 
 def _train(rank: int, size: int, folder: Path) -> dict[str, tuple[LoggedRun, LoggedRun]]:
-    fork, found = MiniFork.imported(file_layout="gathered"), {}
+    fork, found = InstalledFork.imported(file_layout="gathered"), {}
     with pytest.raises(DistOptError, match="use_deterministic_algorithms"):
         fork.train("--use-distributed-optimizer", "--train-iters", "1", "--distopt-deterministic")
     torch.use_deterministic_algorithms(True)
