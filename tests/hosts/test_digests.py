@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,12 +95,6 @@ class Training:
         return [param.detach().clone() for param in self.model.parameters()]
 
 
-def _straight(case: Case, rank: int, folder: Path) -> list[Tensor]:
-    training = Training(case, rank, folder)
-    training.steps(0, STEPS)
-    return training.end()
-
-
 def _resumed(case: Case, rank: int, path: Path) -> list[Tensor]:
     """Is ended a step after its checkpoint, and begins again from it."""
     killed, checkpoint = Training(case, rank, path), path.with_name("checkpoint")
@@ -125,7 +120,9 @@ class Outcome:
 
 
 def _outcome(case: Case, rank: int, folder: Path) -> Outcome:
-    straight = _straight(case, rank, folder / "straight")
+    training = Training(case, rank, folder / "straight")
+    training.steps(0, STEPS)
+    straight = training.end()
     resumed = _resumed(case, rank, folder / "resumed")
     dist.barrier()
     is_equal = all(torch.equal(one.view(-1), other.view(-1)) for one, other in zip(straight, resumed, strict=True))
@@ -223,17 +220,9 @@ def test_digests_when_not_asked_for_or_not_writable_then_no_file_or_all_stop(fou
     assert [rank["refused"] for rank in found] == [CheckpointError, RanksDisagreeError]
 
 
-class _Group:
-    """A group of ranks over a backend."""
-
-    size = 2
-
-    def __init__(self, carrier: str) -> None:
-        self.carrier = carrier
-
-
 CUDA_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-REFUSED = {
+#: Device, carrier of its group, environment, and what is said; nothing where all of it repeats.
+JUDGED = {
     "a device": ("xpu", "gloo", {}, "xpu"),
     "a backend": ("cpu", "mpi", {}, "mpi"),
     "workspace": ("cuda", "nccl", {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
@@ -241,38 +230,35 @@ REFUSED = {
     "no algorithm": ("cuda", "nccl", {"NCCL_ALGO": ""}, "NCCL_ALGO=Ring"),
     "in switches": ("cuda", "nccl", {"NCCL_ALGO": "Tree,NVLS"}, "NCCL_ALGO=Ring"),
     "another one excluded": ("cuda", "nccl", {"NCCL_ALGO": "^Tree"}, "NCCL_ALGO=Ring"),
+    "ring": ("cuda", "nccl", {}, ""),
+    "tree": ("cuda", "nccl", {"NCCL_ALGO": "Tree"}, ""),
+    "not in switches": ("cuda", "nccl", {"NCCL_ALGO": "^NVLS"}, ""),
+    "by collective": ("cuda", "nccl", {"NCCL_ALGO": "allreduce:tree;reducescatter:ring"}, ""),
+    "cpu": ("cpu", "gloo", {"CUBLAS_WORKSPACE_CONFIG": "", "NCCL_ALGO": ""}, ""),
 }
 
 
-@pytest.fixture
-def repeatable(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As with torch.use_deterministic_algorithms(True); a group's carrier is what it says."""
-    monkeypatch.setattr("megatron_distopt.optimizer.deterministic.carrier_of", lambda device, group: group.carrier)
+@pytest.mark.parametrize("name", JUDGED)
+def test_deterministic_when_something_may_not_repeat_then_refused_with_what_to_type(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, carrier, environ, says = JUDGED[name]
+    monkeypatch.setattr("megatron_distopt.optimizer.deterministic.carrier_of", lambda device, group: carrier)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: False)
-    return lambda device, carrier, environ: check_deterministic(
-        DistOptConfig(deterministic=True),
-        torch.device(device),
-        _Group(carrier),
-        {**CUDA_ENVIRONMENT, **environ},  # type: ignore[arg-type]
-    )
 
+    def judge() -> None:
+        group: Any = SimpleNamespace(size=2)
+        check_deterministic(
+            DistOptConfig(deterministic=True), torch.device(device), group, {**CUDA_ENVIRONMENT, **environ}
+        )
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_deterministic_when_something_may_not_repeat_then_refused_with_what_to_type(name: str, repeatable: Any) -> None:
-    device, carrier, environ, says = REFUSED[name]
-    with pytest.raises(ConfigError, match=says):
-        repeatable(device, carrier, environ)
-
-
-@pytest.mark.parametrize("algorithm", ["Ring", "Tree", "^NVLS", "allreduce:tree;reducescatter:ring"])
-def test_deterministic_when_all_of_it_repeats_then_taken(algorithm: str, repeatable: Any) -> None:
-    repeatable("cuda", "nccl", {"NCCL_ALGO": algorithm})
-    repeatable("cpu", "gloo", {"CUBLAS_WORKSPACE_CONFIG": "", "NCCL_ALGO": ""})
-
-
-def test_deterministic_when_cudnn_benchmarks_then_refused(monkeypatch: pytest.MonkeyPatch, repeatable: Any) -> None:
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            judge()
+    else:
+        judge()
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with pytest.raises(ConfigError, match=r"Write torch.backends.cudnn.benchmark = False"):
-        repeatable("cuda", "nccl", {"NCCL_ALGO": "Ring"})
-    repeatable("cpu", "gloo", {})
+    if device == "cuda" and not says:
+        with pytest.raises(ConfigError, match=r"Write torch.backends.cudnn.benchmark = False"):
+            judge()

@@ -129,24 +129,6 @@ def _num_begun(optimizer: Any) -> int:
     return num_reducing
 
 
-def _late() -> str:
-    """Two backward passes without no_sync: the second one comes too late."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = distribute(model, DistOptConfig(bucket_size=BUCKET, overlap_grad_reduce=True))
-    for passes in (1, 2):
-        optimizer.zero_grad()
-        for _ in range(passes):
-            try:
-                model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
-            except Exception as error:  # noqa: BLE001 - the test says which one it must be
-                text = f"{type(error).__name__}: {error}"
-                optimizer.zero_grad()  # all ranks are here: what is under way ends
-                return text
-        optimizer.step()
-    return "nothing"
-
-
 def _dropped(rank: int) -> bool:
     """Backward without a step, then a step: the first gradient is gone."""
     found = []
@@ -162,24 +144,6 @@ def _dropped(rank: int) -> bool:
             optimizer.step()
         found.append([param.detach().clone() for param in model.parameters()])
     return all(torch.equal(left, right) for left, right in zip(*found, strict=True))
-
-
-def _reversed_no_sync() -> str:
-    """The second backward says that more is to come, when all has come that did in the first step."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = distribute(model, DistOptConfig(bucket_size=BUCKET, overlap_grad_reduce=True))
-    model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
-    optimizer.step()
-    model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
-    try:
-        with optimizer.no_sync():
-            model(torch.ones(4, WIDTH), _usual(0, 0), "").backward()
-    except LayoutError as error:
-        return str(error)
-    finally:
-        optimizer.zero_grad()
-    return "nothing"
 
 
 def _two_optimizers(rank: int, *, apart: bool, overlap: bool = True) -> tuple[str, list[Tensor]]:
@@ -227,7 +191,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
         with_it, without = (_train(case, rank, overlap=overlap) for overlap in (True, False))
         same = all(torch.equal(*pair) for pair in zip(with_it.params, without.params, strict=True))
         found[name] = same, with_it.early
-    found |= {"late": _late(), "dropped": _dropped(rank), "reversed no_sync": _reversed_no_sync()}
+    found["dropped"] = _dropped(rank)
     found["unfrozen"] = [_unfrozen(rank, overlap=overlap) for overlap in (True, False)]
     found["two in two groups"] = [_two_optimizers(rank, apart=True, overlap=overlap) for overlap in (True, False)]
     found["two in one group"], _ = _two_optimizers(0, apart=False)
@@ -251,14 +215,6 @@ def test_overlap_when_gradients_have_come_before_then_their_buckets_go_before_th
     assert [each[name][1] for each in found] == EARLY.get(name, [ALL] * RANKS)
 
 
-def test_overlap_when_backward_comes_twice_then_it_says_what_to_write(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        assert each["late"].startswith("LayoutError: ")
-        assert "'layers.3.bias' arrived after its bucket was reduced" in each["late"]
-        assert "Call all but the last backward of a step inside no_sync()" in each["late"]
-        assert "overlap_grad_reduce=False" in each["late"]
-
-
 def test_overlap_when_no_step_follows_then_the_gradients_are_gone(found: list[dict[str, Any]]) -> None:
     assert [each["dropped"] for each in found] == [True] * RANKS
 
@@ -268,11 +224,6 @@ def test_overlap_when_a_layer_is_unfrozen_while_buckets_are_under_way_then_every
 ) -> None:
     for each in found:
         assert all(torch.equal(*pair) for pair in zip(*each["unfrozen"], strict=True))
-
-
-def test_overlap_when_a_backward_inside_no_sync_comes_last_then_it_is_refused(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        assert "'layers.3.bias' arrived after its bucket was reduced" in each["reversed no_sync"]
 
 
 def test_overlap_when_two_optimizers_have_groups_of_their_own_then_ranks_may_begin_with_either(

@@ -20,25 +20,20 @@ from megatron_distopt import distribute
 from megatron_distopt.errors import DistOptError
 from tests.support.spawn import run_ranks
 
-Act = Callable[[int, Sequential, Any], None]
+Act = Callable[[Sequential, Any], None]
 REMAINDER = {"main_params_dtype": "remainder"}
 EIGHT_BITS = {"exp_avg_dtype": "float8_e4m3fn", "exp_avg_sq_dtype": "int8"}
 #: Pairs that must be equal to the bit, because a remainder is exact.
 PAIRS = (({}, REMAINDER), (EIGHT_BITS, {**REMAINDER, **EIGHT_BITS}))
-STEPS = 6
+STEPS = 5
 
 
-def _halve(model: Sequential) -> None:
-    with torch.no_grad():
-        model[0].weight.mul_(0.5)
-
-
-def _train(act: Act, options: dict[str, str], rank: int) -> tuple[list[float], list[Tensor]]:
+def _train(options: dict[str, str], rank: int, *acts: Act) -> tuple[list[float], list[Tensor]]:
+    """Something is done after the third step."""
     torch.manual_seed(0)
     model = Sequential(Linear(64, 100), GELU(), Linear(100, 8)).bfloat16()
     optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
     losses = []
-    act(-1, model, optimizer)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step * 10 + rank)
         inputs, targets = (torch.randn(64, width, generator=generator).bfloat16() for width in (64, 8))
@@ -47,55 +42,70 @@ def _train(act: Act, options: dict[str, str], rank: int) -> tuple[list[float], l
         loss.backward()
         optimizer.step()
         losses.append(float(loss))
-        act(step, model, optimizer)
+        for act in acts if step == 2 else ():
+            act(model, optimizer)
     return losses, [param.detach().clone() for param in model.parameters()]
 
 
-def _torch_state_without_main_params(optimizer: Any) -> dict[str, Any]:
-    """As torch's own AdamW has it."""
+def _answer(rank: int, *acts: Act) -> str:
+    """What remainders say."""
+    try:
+        _train(REMAINDER, rank, *acts)
+    except DistOptError as error:
+        return str(error)
+    return "nothing"
+
+
+def _halve(model: Sequential, optimizer: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+def _replace(model: Sequential, optimizer: Any) -> None:
+    model[0].weight.data = model[0].weight.detach() * 0.5
+
+
+def _reload(model: Sequential, optimizer: Any) -> None:
+    optimizer.reload_model_params()
+
+
+def _halve_and_load_without_main_params(model: Sequential, optimizer: Any) -> None:
+    """A state as torch's own AdamW has it."""
     state = optimizer.state_dict()
     for values in state["state"].values():
         values.pop("main_param", None)
-    return state
+    _halve(model, optimizer)
+    optimizer.load_state_dict(state)
 
 
-#: By what is given: loads that are refused.
-FAILED: dict[str, Callable[[Any, Path], None]] = {
-    "a folder without a checkpoint": lambda optimizer, folder: optimizer.load(folder / "none"),
-    "a damaged checkpoint": lambda optimizer, folder: optimizer.load(folder / "damaged"),
-    "a state dict of another model": lambda optimizer, folder: optimizer.load_state_dict(
+Use = Callable[[Any, Path], object]
+#: Loads that are refused.
+FAILED: dict[str, Use] = {
+    "a damaged checkpoint": lambda optimizer, folder: optimizer.load(folder),
+    "a state dict of another model": lambda optimizer, _: optimizer.load_state_dict(
         {"state": {}, "param_groups": [{"params": [0]}]}
     ),
 }
-#: By name: what leaves weights changed and main params as they were.
-CHANGES: dict[str, Callable[[Sequential], None]] = {
-    "written in place": _halve,
-    "replaced": lambda model: setattr(model[0].weight, "data", model[0].weight.detach() * 0.5),
+#: What leaves weights changed and main params as they were.
+CHANGES: dict[str, Act] = {"written in place": _halve, "replaced": _replace}
+READS: dict[str, Use] = {
+    "state_dict": lambda optimizer, _: optimizer.state_dict(),
+    "full_state_dict": lambda optimizer, _: optimizer.full_state_dict(),
+    "save": lambda optimizer, folder: optimizer.save(folder),
 }
 
 
-def _change_and_fail(load: str, change: str, folder: Path, *, reloads: bool) -> Act:
-    """After two steps, on all ranks."""
-
-    def act(step: int, model: Sequential, optimizer: Any) -> None:
-        if step == 2:
-            CHANGES[change](model)
-            with pytest.raises(DistOptError):
-                FAILED[load](optimizer, folder)
-        if step == 2 and reloads:
-            optimizer.reload_model_params()
+def _refused(use: Use, folder: Path, words: str = "") -> Act:
+    def act(model: Sequential, optimizer: Any) -> None:
+        with pytest.raises(DistOptError, match=words):
+            use(optimizer, folder)
 
     return act
 
 
 def _leave_damaged(rank: int, folder: Path) -> None:
     """Collective: a checkpoint of the model with one bit flipped."""
-
-    def act(step: int, model: Sequential, optimizer: Any) -> None:
-        if step == 2:
-            optimizer.save(folder)
-
-    _train(act, {}, rank)
+    _train({}, rank, lambda model, optimizer: optimizer.save(folder))
     if rank == 0:
         path = sorted(folder.glob("*.distcp"))[-1]
         content = bytearray(path.read_bytes())
@@ -104,82 +114,37 @@ def _leave_damaged(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def _trained_or_refused(act: Act, options: dict[str, str], rank: int) -> Any:
-    try:
-        return _train(act, options, rank)
-    except DistOptError as error:
-        return str(error)
-
-
-#: By load and change: whether one of `PAIRS` is equal with a reload, and what remainders answer without one.
-Failed = dict[tuple[str, str], tuple[bool, Any]]
-
-
-def fail_to_load(rank: int, folder: Path) -> Failed:
-    """Collective."""
-    _leave_damaged(rank, folder / "damaged")
-    found = {}
+def change_all(rank: int, size: int, folder: Path) -> tuple[dict[tuple[str, str], tuple[bool, str]], dict[str, Any]]:
+    """By load and change, whether a pair is equal with a reload, and the answer without; answers to other uses."""
+    damaged, failed = folder / "damaged", {}
+    _leave_damaged(rank, damaged)
     for load, (change, pair) in product(FAILED, zip(CHANGES, PAIRS, strict=True)):
-        told = _change_and_fail(load, change, folder, reloads=True)
-        one, two = (_train(told, options, rank) for options in pair)
-        silent = _change_and_fail(load, change, folder, reloads=False)
+        acts = CHANGES[change], _refused(FAILED[load], damaged)
+        one, two = (_train(options, rank, *acts, _reload) for options in pair)
         are_equal = one[0] == two[0] and all(map(torch.equal, one[1], two[1]))
-        found[load, change] = are_equal, _trained_or_refused(silent, REMAINDER, rank)
-    return found
-
-
-def _change_and_load_without_main_params(*, reloads: bool) -> Act:
-    def act(step: int, model: Sequential, optimizer: Any) -> None:
-        if step == 2:
-            state = _torch_state_without_main_params(optimizer)
-            _halve(model)
-            optimizer.load_state_dict(state)
-        if step == 2 and reloads:
-            optimizer.reload_model_params()
-
-    return act
-
-
-READS: dict[str, Callable[[Any, Path], object]] = {
-    "state_dict": lambda optimizer, folder: optimizer.state_dict(),
-    "full_state_dict": lambda optimizer, folder: optimizer.full_state_dict(),
-    "save": lambda optimizer, folder: optimizer.save(folder),
-}
-
-
-def read_changed(rank: int, folder: Path) -> dict[str, Any]:
-    """What remainders answer where the state is loaded in part or read after a silent change."""
-    found = {
-        "loaded": _trained_or_refused(_change_and_load_without_main_params(reloads=False), REMAINDER, rank),
-        "reloaded": [
-            _train(_change_and_load_without_main_params(reloads=True), options, rank)[0] for options in PAIRS[0]
-        ],
+        failed[load, change] = are_equal, _answer(rank, *acts)
+    part = _halve_and_load_without_main_params
+    answers: dict[str, Any] = {
+        "loaded": _answer(rank, part),
+        "reloaded": [_train(options, rank, part, _reload)[0] for options in PAIRS[0]],
     }
     for name, read in READS.items():
-
-        def act(step: int, model: Sequential, optimizer: Any, read: Callable[[Any, Path], object] = read) -> None:
-            if step == 2:
-                CHANGES["replaced"](model)
-                with pytest.raises(DistOptError, match="reload_model_params"):
-                    read(optimizer, folder)
-
-        found[name] = _trained_or_refused(act, REMAINDER, rank)
-    return found
+        answers[name] = _answer(rank, _replace, _refused(read, folder / "new", "reload_model_params"))
+    return failed, answers
 
 
-def change_all(rank: int, size: int, folder: Path) -> tuple[Failed, dict[str, Any]]:
-    return fail_to_load(rank, folder), read_changed(rank, folder)
+Found = list[tuple[dict[tuple[str, str], tuple[bool, str]], dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Failed, dict[str, Any]]]:
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_ranks(change_all, 2, tmp_path_factory.mktemp("changed"))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("load", FAILED)
 def test_remainders_when_a_load_fails_after_weights_were_changed_then_the_change_is_not_forgotten(
-    changed: list[tuple[Failed, dict[str, Any]]], load: str, change: str
+    changed: Found, load: str, change: str
 ) -> None:
     for failed, _ in changed:
         is_equal, answer = failed[load, change]
@@ -188,7 +153,7 @@ def test_remainders_when_a_load_fails_after_weights_were_changed_then_the_change
 
 
 def test_remainders_when_the_state_is_read_or_loaded_in_part_after_a_silent_change_then_refused_until_it_is_told(
-    changed: list[tuple[Failed, dict[str, Any]]],
+    changed: Found,
 ) -> None:
     for _, answers in changed:
         one, other = answers["reloaded"]

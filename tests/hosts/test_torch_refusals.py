@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import Linear, Module, Parameter, Sequential
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, RMSprop
 
@@ -427,6 +428,26 @@ def _half() -> Module:
     return _model().half()
 
 
+def _in_ddp() -> Module:
+    return DistributedDataParallel(_model())
+
+
+def _inner_backward(model: Any, optimizer: Any) -> None:
+    """The module inside is called, where DDP averages nothing."""
+    _backward(model.module)
+
+
+def _not_averaged(model: Any, optimizer: Any) -> None:
+    with model.no_sync():
+        _backward(model)
+
+
+def _backward_in_no_sync(model: Any, optimizer: Any) -> None:
+    with optimizer.no_sync():
+        _backward(model)
+
+
+LATE = ("'1.bias' arrived after its bucket was reduced", "Call all but the last backward of a step inside no_sync()")
 OF_WEIGHT = everyone(AccessError, "'0.weight'")
 TRAINING: dict[str, Case] = {
     "clip by torch": (
@@ -470,6 +491,31 @@ TRAINING: dict[str, Case] = {
     "other norm": (
         trained(_backward, lambda _, optimizer: optimizer.clip_grad_norm_(1.0, norm_type=1.0)),
         everyone(ConfigError, "norm_type"),
+    ),
+    "state on another rank": (
+        trained(lambda _, optimizer: optimizer.consolidate_state_dict(to=1)),
+        everyone(ConfigError, "to", "1", "torch.save on rank 0"),
+    ),
+    # in DistributedDataParallel
+    "module in DDP is called": (
+        trained(_whole_step, clear, _inner_backward, _step, model=_in_ddp),
+        everyone(LayoutError, "DistributedDataParallel", "Call the wrapped model"),
+    ),
+    "DDP never averages": (
+        trained(_not_averaged, _step, model=_in_ddp),
+        everyone(LayoutError, "DistributedDataParallel", "no_sync()"),
+    ),
+    "averaged by DDP and by us": (
+        trained(_whole_step, model=_in_ddp, overlap_grad_reduce=True),
+        everyone(ConfigError, "overlap_grad_reduce is True", "Leave overlap_grad_reduce out"),
+    ),
+    "grads kept under a loss scale, in DDP": (  # one that was scaled by another scale would be added to
+        trained(_scaled_step, _scaled_step, model=_in_ddp, loss_scale=8.0),
+        everyone(ConfigError, "loss scale", "Call optimizer.zero_grad() before backward"),
+    ),
+    "clipped by us and by torch, in DDP": (  # the second clipping would not reach the gradient that the step takes
+        trained(_backward, _clip, lambda model, _: clip_grad_value_(model.parameters(), 0.01), model=_in_ddp),
+        everyone(AccessError, "0.weight", "optimizer.clip_grad_norm_(max_norm)"),
     ),
     # what was done to params and groups
     "param is converted": (
@@ -520,7 +566,11 @@ TRAINING: dict[str, Case] = {
     ),
     "second backward with overlap": (
         trained(_whole_step, _whole_step, clear, _backward, _backward, overlap_grad_reduce=True),
-        everyone(LayoutError, "no_sync()"),
+        everyone(LayoutError, *LATE, "overlap_grad_reduce=False"),
+    ),
+    "backward inside no_sync comes last": (  # when all has come that did in the first step
+        trained(_whole_step, _backward, _backward_in_no_sync, overlap_grad_reduce=True),
+        everyone(LayoutError, *LATE),
     ),
 }
 

@@ -78,10 +78,24 @@ class Ended:
     output: str
 
 
+#: Losses and so on by iteration, and params by rank.
+Curves = tuple[list[dict[str, float]], list[dict[str, str]]]
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     with two_nodes() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory: pytest.TempPathFactory) -> Curves:
+    """A fork of 2023 with as many ranks on one node."""
+    file = tmp_path_factory.mktemp("one") / "curves.json"
+    ended = _on_one([*_RUNNER, "pretrain.py", *_FORK, "--curves", str(file)])
+    assert ended.status == (0,), ended.output
+    assert "in shared memory" in ended.output
+    return _read(file)
 
 
 def _environment(**more: str) -> dict[str, str]:
@@ -124,7 +138,7 @@ def _on_one(words: Sequence[str], ranks: int = 2 * _PER_NODE) -> Ended:
     return Ended((done.status,), done.output)
 
 
-def _read(file: Path) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
+def _read(file: Path) -> Curves:
     curves = json.loads(file.read_text())
     return curves["iterations"], [rank["params"] for rank in curves["ranks"]]
 
@@ -146,16 +160,20 @@ def test_memory_when_nodes_have_one_name_and_boot_id_then_only_ranks_that_can_ma
 
 
 def test_torchrun_when_there_are_two_nodes_then_a_fork_of_2023_trains_to_the_bit_as_on_one(
-    nodes: Nodes, tmp_path: Path
+    nodes: Nodes, on_one: Curves, tmp_path: Path
 ) -> None:
-    words = (*_RUNNER, "pretrain.py", *_FORK, "--curves")
-    two = _on_both(nodes, [*words, str(tmp_path / "two.json")])
-    assert two.status == (0, 0), two.output
-    assert "optimizer sharded over 4 by gloo" in two.output and "in shared memory" not in two.output
-    one = _on_one([*words, str(tmp_path / "one.json")])
-    assert one.status == (0,), one.output
-    assert "in shared memory" in one.output
-    assert _read(tmp_path / "two.json") == _read(tmp_path / "one.json")
+    """Without an interruption, and saved and loaded at the third step."""
+    words, kept = (*_RUNNER, "pretrain.py", *_FORK, "--curves"), str(tmp_path / "kept")
+    whole = _on_both(nodes, [*words, str(tmp_path / "two.json")])
+    assert whole.status == (0, 0), whole.output
+    assert "optimizer sharded over 4 by gloo" in whole.output and "in shared memory" not in whole.output
+    assert _read(tmp_path / "two.json") == on_one
+    for name, more in (("first", ("--save", kept, "--exit-interval", "3")), ("rest", ("--load", kept))):
+        ended = _on_both(nodes, [*words, str(tmp_path / f"{name}.json"), *more])
+        assert ended.status == (0, 0), ended.output
+    rows, params = _read(tmp_path / "rest.json")
+    assert params == on_one[1]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in on_one[0]][3:]
 
 
 def test_checkpoint_when_two_nodes_saved_it_then_one_node_goes_on(nodes: Nodes, tmp_path: Path) -> None:
@@ -170,20 +188,6 @@ def test_checkpoint_when_two_nodes_saved_it_then_one_node_goes_on(nodes: Nodes, 
     # In bf16 a sum over two ranks and one over four round differently.
     losses = [[row["loss"] for row in rows][-3:] for rows in (whole, rest)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-def test_checkpoint_when_two_nodes_saved_it_then_they_go_on_to_the_bit(nodes: Nodes, tmp_path: Path) -> None:
-    common = (*_RUNNER, "pretrain.py", *_FORK, "--curves")
-    whole, rest = tmp_path / "whole.json", tmp_path / "rest.json"
-    stop = ("--save", str(tmp_path / "kept"), "--exit-interval", "3")
-    ended = [_on_both(nodes, [*common, str(whole)]), _on_both(nodes, [*common, str(tmp_path / "first.json"), *stop])]
-    ended.append(_on_both(nodes, [*common, str(rest), "--load", str(tmp_path / "kept")]))
-    assert [each.status for each in ended] == [(0, 0)] * 3, ended[-1].output
-    (rows, params), (last_rows, last_params) = (
-        ([row["loss"] for row in rows], params) for rows, params in map(_read, (whole, rest))
-    )
-    assert last_params == params
-    assert last_rows == rows[3:]
 
 
 def test_torchrun_when_there_are_two_nodes_then_megatron_core_trains_to_the_bit_as_on_one(nodes: Nodes) -> None:
@@ -243,7 +247,7 @@ def reachable(nodes: Nodes, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_deepspeed_when_there_is_a_hostfile_then_a_fork_of_2023_trains_to_the_bit_as_by_torchrun(
-    nodes: Nodes, reachable: Path, tmp_path: Path
+    nodes: Nodes, on_one: Curves, reachable: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "hostfile").write_text("".join(f"{nodes.address(node)} slots={_PER_NODE}\n" for node in range(2)))
     line = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--num_nodes", "2", "--num_gpus", str(_PER_NODE)]
@@ -258,13 +262,11 @@ def test_deepspeed_when_there_is_a_hostfile_then_a_fork_of_2023_trains_to_the_bi
     process = nodes.start(0, command, environment)
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
-    one = _on_one([*_RUNNER, "pretrain.py", *_FORK, "--curves", str(tmp_path / "one.json")])
-    assert one.status == (0,), one.output
-    assert _read(tmp_path / "two.json") == _read(tmp_path / "one.json")
+    assert _read(tmp_path / "two.json") == on_one
 
 
 def test_deepspeed_when_there_is_no_ssh_then_its_line_on_each_node_trains_to_the_bit_as_on_one(
-    nodes: Nodes, tmp_path: Path
+    nodes: Nodes, on_one: Curves, tmp_path: Path
 ) -> None:
     (tmp_path / "hostfile").write_text("".join(f"{nodes.address(node)} slots={_PER_NODE}\n" for node in range(2)))
     processes = []
@@ -277,5 +279,4 @@ def test_deepspeed_when_there_is_no_ssh_then_its_line_on_each_node_trains_to_the
         )
     ended = _ended(processes)
     assert ended.status == (0, 0), ended.output
-    one = _on_one([*_RUNNER, "pretrain.py", *_FORK, "--curves", str(tmp_path / "one.json")])
-    assert _read(tmp_path / "two.json") == _read(tmp_path / "one.json"), one.output
+    assert _read(tmp_path / "two.json") == on_one
