@@ -72,7 +72,7 @@ class Training:
         self.case, self.rank = case, rank
         self.model = Model(case.dtype)
         adam = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        options = {"log_digests": 1, "digest_file": str(path), **case.options, **more}
+        options = {"accelerator": "torch", "log_digests": 1, "digest_file": str(path), **case.options, **more}
         self.optimizer = distribute(self.model, adam, **options)
 
     def step(self, number: int, grow: float = 1.0) -> None:

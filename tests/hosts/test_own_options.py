@@ -77,7 +77,7 @@ def test_given_optimizer_when_it_has_options_of_its_own_then_the_update_is_its_o
     model = nn.Linear(12, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(VALUES)
-    optimizer = distribute(model, OWN[name](list(model.parameters())))
+    optimizer = distribute(model, OWN[name](list(model.parameters())), accelerator="torch")
     for grad in GRADS:
         model.weight.grad = grad.clone().view(1, 12)
         optimizer.step()

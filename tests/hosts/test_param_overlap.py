@@ -188,6 +188,7 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
         model.norm.register_forward_hook(lambda _, args, result: result.to(case.dtype))
     # Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
     config = DistOptConfig(
+        accelerator="torch",
         adam="torch_foreach",
         lr=0.05,
         clip_grad=1.0,
@@ -234,7 +235,7 @@ def _resumed(rank: int, folder: Path) -> bool:
     """Saved while gathers are under way, loaded before the first step, trained on."""
     torch.manual_seed(0)
     words = torch.arange(6).view(2, 3) + rank
-    config = DistOptConfig(lr=0.05, bucket_size=BUCKET, overlap_param_gather=True)
+    config = DistOptConfig(accelerator="torch", lr=0.05, bucket_size=BUCKET, overlap_param_gather=True)
     model = Net()
     optimizer = distribute(model, config)
 
@@ -258,7 +259,7 @@ def _gathered_twice(rank: int) -> bool:
     """A fork of 2023 may ask for the params again while they are being gathered."""
     torch.manual_seed(0)
     model = Net()
-    optimizer = distribute(model, DistOptConfig(bucket_size=BUCKET, overlap_param_gather=True))
+    optimizer = distribute(model, DistOptConfig(accelerator="torch", bucket_size=BUCKET, overlap_param_gather=True))
     model(torch.arange(6).view(2, 3) + rank, [0, 1, 2], "").backward()
     optimizer.step()
     optimizer._model.gather.gather()

@@ -27,6 +27,8 @@ from tests.support.spawn import run_ranks
 RANKS, STEPS, WIDTH, LAYERS = 3, 5, 16, 4
 #: A bucket a layer: a weight and a bias.
 BUCKET = WIDTH * WIDTH + WIDTH
+# Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
+CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", bucket_size=BUCKET)
 
 
 class Net(Module):
@@ -107,8 +109,7 @@ class Result:
 def _train(case: Case, rank: int, *, overlap: bool) -> Result:
     torch.manual_seed(0)
     model = Net().to(case.dtype)
-    # Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
-    config = DistOptConfig(adam="torch_foreach", clip_grad=1.0, bucket_size=BUCKET, overlap_grad_reduce=overlap)
+    config = dataclasses.replace(CONFIG, clip_grad=1.0, overlap_grad_reduce=overlap)
     optimizer = distribute(model, config)
     early = []
     for step in range(STEPS):
@@ -135,7 +136,7 @@ def _dropped(rank: int) -> bool:
     for is_dropped in (True, False):
         torch.manual_seed(0)
         model = Net()
-        optimizer = distribute(model, DistOptConfig(bucket_size=BUCKET, overlap_grad_reduce=True))
+        optimizer = distribute(model, dataclasses.replace(CONFIG, overlap_grad_reduce=True))
         for step in range(3):
             if is_dropped:
                 model(torch.full((4, WIDTH), 9.0 + rank), _usual(0, 0), "").backward()
@@ -150,7 +151,7 @@ def _two_optimizers(rank: int, *, apart: bool, overlap: bool = True) -> tuple[st
     """Both have buckets under way at once, and the second rank begins with those of the other one."""
     torch.manual_seed(0)
     models = [Net(), Net()]
-    config = DistOptConfig(adam="torch_foreach", bucket_size=BUCKET, overlap_grad_reduce=overlap)
+    config = dataclasses.replace(CONFIG, overlap_grad_reduce=overlap)
     groups = [None, dist.new_group() if apart else None]
     optimizers = [distribute(model, config, process_group=group) for model, group in zip(models, groups, strict=True)]
     text = "nothing"
@@ -173,7 +174,7 @@ def _unfrozen(rank: int, *, overlap: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Net()
     model.layers[1].requires_grad_(False)
-    config = DistOptConfig(adam="torch_foreach", bucket_size=BUCKET, overlap_grad_reduce=overlap)
+    config = dataclasses.replace(CONFIG, overlap_grad_reduce=overlap)
     optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01), config)
     for step in range(STEPS):
         if step == STEPS // 2:

@@ -22,7 +22,12 @@ def _ranges(*, overlap: bool) -> list[str]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     config = DistOptConfig(
-        bucket_size=70, clip_grad=1.0, overlap_grad_reduce=overlap, overlap_param_gather=overlap, log_communication=2
+        accelerator="torch",
+        bucket_size=70,
+        clip_grad=1.0,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        log_communication=2,
     )
     optimizer = distribute(model, config)
 

@@ -32,7 +32,7 @@ def _train(options: dict[str, str], rank: int, *acts: Act) -> tuple[list[float],
     """Something is done after the third step."""
     torch.manual_seed(0)
     model = Sequential(Linear(64, 100), GELU(), Linear(100, 8)).bfloat16()
-    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), accelerator="torch", **options)
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step * 10 + rank)

@@ -67,7 +67,7 @@ def asked_for(precision: Precision) -> Iterator[None]:
 def _train_torch() -> Trained:
     torch.manual_seed(0)
     model = Sequential(Linear(48, 100), GELU(), Linear(100, 70), GELU(), Linear(70, 8)).bfloat16()
-    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), clip_grad=1.0)
+    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), accelerator="torch", clip_grad=1.0)
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)

@@ -79,7 +79,7 @@ def reference(model: nn.Module, options: dict[str, Any]) -> Any:
 
 
 def ours(model: nn.Module, options: dict[str, Any]) -> Any:
-    return distribute(model, adamw([p for p in model.parameters() if p.requires_grad]), **options)
+    return distribute(model, adamw([p for p in model.parameters() if p.requires_grad]), accelerator="torch", **options)
 
 
 class Loop:

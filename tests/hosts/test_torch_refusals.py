@@ -86,13 +86,13 @@ class OtherRMSprop(RMSprop):
 
 def instance(build: Callable[[Any], Any], *args: Any, **options: Any) -> object:
     model = Linear(2, 2)
-    return distribute(model, build(model.parameters()), *args, **options)
+    return distribute(model, build(model.parameters()), *args, accelerator="torch", **options)
 
 
 def added(later: Callable[[Sequential], Module]) -> object:
     """A group that is added later."""
     model = Sequential(Linear(2, 2), Linear(3, 3), Linear(3, 3))
-    optimizer = distribute(model, RMSprop(model[0].parameters()))
+    optimizer = distribute(model, RMSprop(model[0].parameters()), accelerator="torch")
     optimizer.add_param_group({"params": list(later(model).parameters())})
     return optimizer
 
@@ -132,19 +132,19 @@ class _Twins(Module):
 def _tied_before(rank: int) -> None:
     model = _Twins()
     model.tie()
-    distribute(model, AdamW(model.parameters()))
+    distribute(model, AdamW(model.parameters()), accelerator="torch")
 
 
 def _tensor_parallel_param(rank: int) -> None:
     model, mesh = _model(), init_device_mesh("cpu", (SIZE,))
     model[0].weight = Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
-    distribute(model, AdamW(model.parameters()))
+    distribute(model, AdamW(model.parameters()), accelerator="torch")
 
 
 def _module_buffers_differ(rank: int) -> None:
     model = _model()
     model.register_buffer("mask", torch.ones(4 if rank == 2 else 3))
-    distribute(model, AdamW(model.parameters()))
+    distribute(model, AdamW(model.parameters()), accelerator="torch")
 
 
 def _stepped_before(rank: int) -> None:
@@ -227,7 +227,7 @@ START_UP: dict[str, Case] = {
         everyone(LayoutError, "meta", "cpu", "Move the model with model.to(...) first"),
     ),
     "lazy module": (
-        lambda rank: distribute(Sequential(nn.LazyLinear(3)), DistOptConfig()),
+        lambda rank: distribute(Sequential(nn.LazyLinear(3)), CONFIG),
         everyone(LayoutError, "'0.bias'", "one batch"),
     ),
     "tied by data before": (

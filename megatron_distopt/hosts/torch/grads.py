@@ -319,13 +319,16 @@ class Grads:
         self._has_arrived = self._is_scaled = False
         self._ddp.end_round()
 
-    def averaged(self, slot: GradSlot) -> Tensor:
-        """The elements of a reduced gradient that this rank owns, divided, and zeros elsewhere: fp32, as the param."""
+    def averaged(self, slot: GradSlot) -> Tensor | None:
+        """Collective: a reduced gradient, divided: fp32 in the shape of the param; None where no rank has one."""
         buffer = next(buffer for buffer in self._buffers if slot.name in buffer.layout.slot_of)
         whole, owned = torch.zeros(slot.view.numel(), device=slot.view.device), self._owned.get(slot.name, Span(0, 0))
         if not slot.is_missing:
             whole[owned.as_slice()] = slot.view.view(-1)[owned.as_slice()].float() / self._divisor_of(buffer)
-        return whole.view(slot.view.shape)
+        present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
+        both = torch.cat([whole, present])
+        sum_over(both, self._data)
+        return both[:-1].view(slot.view.shape) if both[-1] > 0 else None
 
     def clear(self, *, set_to_none: bool = True) -> None:
         """Drops the gradients, or zeroes them; collective where buckets are under way."""

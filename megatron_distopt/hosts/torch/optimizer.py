@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.digests import DigestLog
-from megatron_distopt.comm import Field, compare, raise_together, sum_over
+from megatron_distopt.comm import Field, compare, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
@@ -216,11 +216,7 @@ class TorchDistributedOptimizer(StateCalls):
             rule, remedy = "be in a param group", "Unfreeze it and call optimizer.add_param_group({'params': [param]})"
             raise LayoutError(refusal("param", "one that this optimizer does not update", rule, remedy))
         model.grads.reduce_ahead()
-        whole = model.grads.averaged(slot)
-        present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
-        both = torch.cat([whole.view(-1), present])
-        sum_over(both, model.data)
-        return both[:-1].view(whole.shape) if both[-1] > 0 else None
+        return model.grads.averaged(slot)
 
     def finish_param_gather(self) -> None:
         """Waits until all params are there; of use with `overlap_param_gather` alone.

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import CommTime, Group, exchange, raise_together, sum_over
+from megatron_distopt.comm import CommTime, exchange, raise_together, sum_over
 from megatron_distopt.errors import LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
@@ -141,8 +141,7 @@ def _act_on(model: ShardedModel, head: Sequence[float]) -> None:
     squares is the square of its mean.
     """
     rounds, squares, complaints, newcomers, begun, kept, squares_of_kept = map(int, head)
-    if model.everyone.size * squares != rounds**2:
-        raise _in_different_rounds(model.grads.num_rounds, model.everyone)
+    _check_rounds(model, rounds, squares)
     if model.data.size * squares_of_kept != kept**2:
         odd, other = _two_that_differ(exchange(model.grads.kept, model.data))
         raise RanksDisagreeError(
@@ -168,9 +167,7 @@ def announce_drop(model: ShardedModel) -> None:
     """
     census = census_of(model, is_dropped=True)
     sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
-    rounds, squares = map(int, census[:2].tolist())
-    if model.everyone.size * squares != rounds**2:
-        raise _in_different_rounds(model.grads.num_rounds, model.everyone, is_dropped=True)
+    _check_rounds(model, *map(int, census[:2].tolist()), is_dropped=True)
 
 
 def _two_that_differ(said: Sequence[int]) -> tuple[int, int]:
@@ -179,19 +176,22 @@ def _two_that_differ(said: Sequence[int]) -> tuple[int, int]:
     return next(rank for rank, each in enumerate(said) if each != usual), said.index(usual)
 
 
-def _in_different_rounds(own: int, group: Group, *, is_dropped: bool = False) -> RanksDisagreeError:
-    """Collective: makes the error that says which rank is in which round."""
-    said = exchange((own, is_dropped), group)
-    rounds = [each for each, _ in said]
-    if len(set(rounds)) == 1:
+def _check_rounds(model: ShardedModel, rounds: int, squares: int, *, is_dropped: bool = False) -> None:
+    """Checks that all ranks are in one round, from the sum of its numbers and that of their squares."""
+    group = model.everyone
+    if group.size * squares == rounds**2:
+        return
+    said = exchange((model.grads.num_rounds, is_dropped), group)
+    numbers = [number for number, _ in said]
+    if len(set(numbers)) == 1:
         ranks = ", ".join(str(group.global_rank(rank)) for rank, (_, dropped) in enumerate(said) if dropped)
-        return RanksDisagreeError(
-            f"A step was made on other ranks while rank {ranks} cleared the gradients of round {own + 1}. Call step() "
-            "and zero_grad() on all ranks alike."
+        raise RanksDisagreeError(
+            f"A step was made on other ranks while rank {ranks} cleared the gradients of round {numbers[0] + 1}. Call "
+            "step() and zero_grad() on all ranks alike."
         )
-    odd, usual = _two_that_differ(rounds)
-    return RanksDisagreeError(
-        f"In a step, rank {group.global_rank(odd)} is in round {rounds[odd] + 1} of gradients where rank "
-        f"{group.global_rank(usual)} is in {rounds[usual] + 1}. Call step() on all ranks after each backward, or on "
+    odd, usual = _two_that_differ(numbers)
+    raise RanksDisagreeError(
+        f"In a step, rank {group.global_rank(odd)} is in round {numbers[odd] + 1} of gradients where rank "
+        f"{group.global_rank(usual)} is in {numbers[usual] + 1}. Call step() on all ranks after each backward, or on "
         "none."
     )
