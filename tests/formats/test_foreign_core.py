@@ -324,7 +324,7 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("core")
-    by_rank = run_ranks(save_all, 2, folder, seconds=300)
+    by_rank = run_ranks(save_all, 2, folder, seconds=300, core=True)
     live: dict[str, dict[str, Tensor]] = {case: {} for case in CASES}
     for case in CASES:
         for ranks in by_rank:

@@ -134,7 +134,7 @@ class Found:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("across")
     uninterrupted = run_ranks(_fork_saves, 2, str(folder))
-    core = run_ranks(_core_takes_over, 4, str(folder))
+    core = run_ranks(_core_takes_over, 4, str(folder), core=True)
     for precision in PRECISIONS:
         back = folder / f"{precision} back"
         shutil.copytree(_iteration(folder / precision), _iteration(back))

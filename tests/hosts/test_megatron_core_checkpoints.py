@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_distopt.layout import Span
 from tests.support.cases import Case, Step
 from tests.support.core_version import core_mentions
 from tests.support.refusals import assert_mentions
-from tests.support.spawn import forget_groups, run_ranks
+from tests.support.spawn import forget_groups, outcomes, run_ranks
 
 pytestmark = [
     pytest.mark.long,
@@ -142,10 +142,16 @@ PAIRS: dict[str, Pair] = {
     "larger vocabulary": Pair("dp4", FP32.at(tp=2, dp=2, batch=12, vocabulary=136), ("own", "host"), None),
     "not begun": Pair("not begun", FP32.at(tp=2, dp=2), ("host",), IN_FP32),
     "experts ep 2 to tp 2": Pair("experts ep2", EXPERTS.at(tp=2, dp=2, experts=(1, 2)), ("own", "host"), None),
-    "experts ep 2 to all ranks": Pair("experts ep2", EXPERTS.at(tp=2, dp=2, experts=(1, 1)), ("own", "host"), None),
     "dp 4 to 3": Pair("dp4", FP32.at(dp=3, batch=12), ("own", "host"), IN_FP32),
 }
 WAYS = [(name, way) for name, pair in PAIRS.items() for way in pair.ways]
+#: Of the tensors that each rank holds after a load, where an inner optimizer keeps more or less.
+KINDS = {
+    "same layout": {"main", "exp_avg", "exp_avg_sq"},
+    "sgd tp to dp": {"main", "momentum_buffer"},
+    "rmsprop dp to tp": {"main", "momentum_buffer", "square_avg"},
+    "not begun": {"main"},
+}
 #: Trainings that are loaded into the run that went on, as well.
 ROLLED_BACK = ("tp2 dp2", "deep two optimizers")
 
@@ -167,24 +173,8 @@ class Head:
 class Saved:
     """What one rank had at the save, and in the steps after it."""
 
-    losses: list[float]
-    scales: list[float]  # loss scales
-    head: Head  # at the save
-    differs: list[str]  # keys of boxes that `save` wrote otherwise than this rank has them
-    again: dict[str, list[float]]  # by way, the losses of the same steps after the run was rolled back to the save
-
-
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-    """What one rank found after the load."""
-
-    kinds: set[str]  # of the tensors that it holds
-    differs: list[str]  # keys of boxes of the state that are not what was saved
-    model_differs: list[str]  # params that the host's checkpoint of the model gave otherwise
-    params_differ: list[str]  # params that are not what the saved state rounds to
     head: Head
-    losses: list[float]  # of the steps after the load
-    scales: list[float]
+    steps: list[Step]
 
 
 class _Bench:
@@ -195,6 +185,7 @@ class _Bench:
 
         self.gpt, self.rank, self.folder = gpt, rank, Path(folder)
         self.sources: dict[str, Source] = {}
+        self.saved: dict[str, Saved] = {}
         _let_the_host_write()
 
     @contextlib.contextmanager
@@ -208,7 +199,7 @@ class _Bench:
             with contextlib.closing(self.gpt.Training(run)) as training:
                 yield training
 
-    def save(self, name: str) -> Saved:
+    def save(self, name: str) -> None:
         """Collective: in both ways at the same moment; then trains on."""
         folder, run = self.folder / name, SAVED[name]
         with self.training(run) as training:
@@ -218,11 +209,13 @@ class _Bench:
             training.params()  # gathers them, which the host does before it saves
             training.optimizer.save(folder / "own")
             self.save_by_host(training, folder / "host")
-            differs, head = _differing(training, self.source(name)), _head(training)
+            assert _differing(training, self.source(name)) == []
+            head = _head(training)
             steps = [training.step() for _ in range(MORE_STEPS if run.experts is None else 0)]
-            ways = ("own", "host") if name in ROLLED_BACK else ()
-            again = {way: self.roll_back(training, folder / way) for way in ways}
-            return Saved([step.loss for step in steps], _scales(steps), head, differs, again)
+            self.saved[name] = Saved(head, steps)
+            for way in ("own", "host") if name in ROLLED_BACK else ():
+                self.roll_back(training, folder / way)
+                assert [training.step() for _ in steps] == steps
 
     def source(self, name: str) -> Source:
         """What `save` wrote, read once."""
@@ -231,40 +224,41 @@ class _Bench:
             self.sources[name] = dataclasses.replace(source, read_box=cache(source.read_box))
         return self.sources[name]
 
-    def roll_back(self, training: Any, folder: Path) -> list[float]:
-        """Collective: loads the state of the optimizer into the run that went on, and repeats the steps."""
+    def roll_back(self, training: Any, folder: Path) -> None:
+        """Collective: loads the state of the optimizer into the run that went on."""
         if folder.name == "own":
             training.optimizer.load(folder)
         else:
             training.optimizer.load_state_dict(self.read_by_host(training, folder)["optimizer"])
         training.steps_taken = STEPS
-        return [training.step().loss for _ in range(MORE_STEPS)]
 
-    def resume(self, pair: Pair, way: str) -> Resumed:
+    def resume(self, name: str, way: str) -> None:
         """Collective: loads in one of the ways and trains on."""
-        folder, source = self.folder / pair.saved / way, self.source(pair.saved)
+        pair = PAIRS[name]
+        folder, source, saved = self.folder / pair.saved / way, self.source(pair.saved), self.saved[pair.saved]
         with self.training(pair.run) as training:
-            model_differs: list[str] = []
             if way == "own":
                 training.optimizer.load(folder)
             else:
                 state = self.read_by_host(training, folder)
+                # The host writes norms and the vocabulary into the params of the model as it knows them.
                 self.load_model(training, state)
-                model_differs = _params_that_differ(training, source)
+                assert _params_that_differ(training, source) == []
                 training.optimizer.load_state_dict(state["optimizer"])
+            assert _differing(training, source) == []
+            assert _params_that_differ(training, source) == []
+            assert _head(training) == saved.head
             kinds = {key.partition("/")[0] for p in owned_pieces(_model_of(training)) for key, _ in p.tensors()}
-            differs, params = _differing(training, source), _params_that_differ(training, source)
-            head = _head(training)
-            self.begin_at(training, STEPS if SAVED[pair.saved].begun else 0)
-            steps = [training.step() for _ in range(0 if pair.tolerance is None else MORE_STEPS)]
-            losses = [step.loss for step in steps]
-            return Resumed(kinds, differs, model_differs, params, head, losses, _scales(steps))
+            assert kinds == KINDS.get(name, kinds)
+            if pair.tolerance is not None:
+                self.begin_at(training, STEPS if SAVED[pair.saved].begun else 0)
+                _check_near([training.step() for _ in saved.steps], saved.steps, pair.tolerance)
 
-    def resume_all(self, size: int) -> dict[tuple[str, str], Resumed]:
-        """Collective: those of a world of this size."""
+    def resumes(self, size: int) -> dict[str, Callable[[], None]]:
+        """Those of a world of this size."""
         here = [(name, way) for name, way in WAYS if PAIRS[name].run.ranks == size]
         here.sort(key=lambda pair: _layout(PAIRS[pair[0]].run))
-        return {(name, way): self.resume(PAIRS[name], way) for name, way in here}
+        return {f"{name}, {way}": partial(self.resume, name, way) for name, way in here}
 
     def begin_at(self, training: Any, steps: int) -> None:
         """The hooks that gather in forward begin with the second iteration of a run."""
@@ -445,58 +439,87 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _state_of_every_rank(bench: _Bench) -> dict[str, Any]:
-    """What `sharded_state_dict` gives to the host, without the host."""
+def _check_near(found: list[Step], saved: list[Step], tolerance: float) -> None:
+    losses, others = ([step.loss for step in steps] for steps in (found, saved))
+    assert losses == pytest.approx(others, rel=0, abs=tolerance)
+    assert [step.loss_scale for step in found] == [step.loss_scale for step in saved]
+    if saved[0].loss_scale != 1.0:
+        assert [step.loss_scale for step in saved] == [4096.0, 8192.0], "it grows at the step at which it would have"
+
+
+def _gathered(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _views_and_one_text(bench: _Bench) -> None:
+    """What `sharded_state_dict` gives to the host: views of what each rank owns, and the same text on all."""
     with bench.training(SAVED["mixed tp2 pp2"]) as training:
         training.step()
         memory = {p.view(p.flat.main).untyped_storage().data_ptr() for p in owned_pieces(_model_of(training))}
         state = training.optimizer.sharded_state_dict({})
         shards = [each for key, each in state.items() if key != "distopt"]
         main = [each for each in shards if each.key.startswith("optimizer.distopt.main.")]
-        to_load = training.optimizer.sharded_state_dict({}, is_loading=True)
-        return {
-            "text": state["distopt"],
-            "keys": sorted(each.key for each in shards),
-            "numel": sum(each.data.numel() for each in shards),
-            "whole": {each.key: math.prod(each.global_shape) for each in shards},
-            "views": {each.data.untyped_storage().data_ptr() for each in main} <= memory,
-            "allocated to load": sum(each.data is not None for each in to_load.values()),
-            "shards to load": len(to_load),
-        }
+        assert {each.data.untyped_storage().data_ptr() for each in main} <= memory
+        assert len(set(_gathered(state["distopt"]))) == 1
+        wholes = _gathered({each.key: math.prod(each.global_shape) for each in shards})
+        numels = _gathered(sum(each.data.numel() for each in shards))
+        # Norms are on both tensor-parallel ranks, the tied embedding on both stages: each element is written once.
+        assert sum(numels) == sum({k: v for whole in wholes for k, v in whole.items()}.values()) == 3 * 45_280
+        assert max(numels) < 3 * 45_280 / 3
+        to_load = training.optimizer.sharded_state_dict({}, is_loading=True).values()
+        assert len(to_load) >= 42
+        assert all(each.data is None for each in to_load), "no memory is taken yet"
 
 
-Refusal = tuple[str, str, bool]
+#: What the rank says that finds it: the class, and what is in the text.
+REFUSALS: dict[str, tuple[str, ...]] = {
+    "box missing on one rank": ("CheckpointError", "'exp_avg/decoder.final_layernorm.bias'", "Must hold all 40"),
+    "text damaged on one rank": ("CheckpointError", "manifest of the host: CRC-32", "Load an earlier checkpoint"),
+    "another model": ("CheckpointError", "'output_layer.weight', which the model does not have", "--no-load-optim"),
+    "not read": ("CheckpointError", "a ShardedTensor", "what megatron.core.dist_checkpointing.load returned."),
+    "other inner optimizer": ("CheckpointException", "optimizer.distopt.exp_avg.", "from model not in state dict"),
+    "nowhere": ("CheckpointError", "iter_0000002/distrib_optim.distopt", "mp_rank_0", "--no-load-optim"),
+}
 
 
-def _refused(training: Any, call: Callable[[], object]) -> Refusal:
-    """Class and text of what was raised, and whether everything is as it was."""
-    before = _held(training)
+def _check_refused(training: Any, name: str, call: Callable[[], object]) -> None:
+    """Collective: all ranks refuse, and everything is as it was."""
+    before, kind, text = _held(training), "nothing", ""
     try:
         call()
-    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception; the test says which
-        return type(error).__name__, str(error), _same(_held(training), before)
-    return "nothing", "", _same(_held(training), before)
+    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+        kind, text = type(error).__name__, str(error)
+    assert _same(_held(training), before)
+    own = _gathered(text)[1]
+    if name.endswith("on one rank") and dist.get_rank() != 1:
+        assert kind == "RanksDisagreeError"
+        assert_mentions(text, "rank 1", own)
+    else:
+        assert kind == REFUSALS[name][0]
+        assert_mentions(text, *REFUSALS[name][1:])
 
 
-def _refusals(bench: _Bench) -> dict[str, Refusal]:
-    found = {}
+def _refusals(bench: _Bench) -> None:
     with bench.training(FP32.at(tp=2, dp=2)) as training:
         training.step()
+        load = training.optimizer.load_state_dict
         state = bench.read_by_host(training, bench.folder / "tp2 dp2" / "host")["optimizer"]
         for name, change in CHANGES.items():
             changed = dict(state)
             change(changed, bench.rank)
-            found[name] = _refused(training, lambda state=changed: training.optimizer.load_state_dict(state))
+            _check_refused(training, name, partial(load, changed))
         unread = bench.state_of_host(training, is_loading=True)["optimizer"] | {"distopt": state["distopt"]}
-        found["not read"] = _refused(training, lambda: training.optimizer.load_state_dict(unread))
+        _check_refused(training, "not read", partial(load, unread))
         sgd = bench.folder / "sgd tp2 dp2" / "host"
-        found["other inner optimizer"] = _refused(training, lambda: bench.read_optimizer_alone(training, sgd))
+        _check_refused(training, "other inner optimizer", lambda: bench.read_optimizer_alone(training, sgd))
     with bench.training(DEEP.at(tp=2, dp=2, tied=True)) as training:
+        load = training.optimizer.load_state_dict
         state = bench.read_by_host(training, bench.folder / "deep untied dp4" / "host")["optimizer"]
-        found["another model"] = _refused(training, lambda: training.optimizer.load_state_dict(state))
+        _check_refused(training, "another model", partial(load, state))
         nowhere = str(bench.folder / "iter_0000002" / f"mp_rank_{bench.rank:02}" / "distrib_optim.pt")
-        found["nowhere"] = _refused(training, lambda: training.optimizer.load_parameter_state(nowhere))
-    return found
+        _check_refused(training, "nowhere", lambda: training.optimizer.load_parameter_state(nowhere))
 
 
 def _drop_a_box(state: dict[str, Any], rank: int) -> None:
@@ -516,21 +539,7 @@ CHANGES: dict[str, Callable[[dict[str, Any], int], None]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Legacy:
-    """What one rank found in the host's first kind of checkpoint."""
-
-    files: list[str]  # in addition to those of the host
-    differs: dict[str, list[str]]  # by who loads, as of `Resumed`
-    params_differ: dict[str, list[str]]
-    head: dict[str, Head]
-    head_at_save: Head
-    head_of_dict: Head  # after `load_state_dict` alone
-    scales: tuple[list[float], list[float]]  # of the steps after the save, and after the load
-    losses: tuple[list[float], list[float]]
-
-
-def _legacy(bench: _Bench) -> Legacy:
+def _legacy(bench: _Bench) -> None:
     """Collective: the first rank's state dict lies in a file of the host's, the tensors go by calls of their own.
 
     Once by the chain and once by the optimizer in it; what the one has saved the other loads.
@@ -540,53 +549,46 @@ def _legacy(bench: _Bench) -> Legacy:
         for _ in range(STEPS):
             training.step()
         _change_head(training)
-        states = [copy.deepcopy(training.optimizer.state_dict())]
-        dist.broadcast_object_list(states)
+        state = _gathered(copy.deepcopy(training.optimizer.state_dict()))[0]
         for name, each in _chain_and_optimizer(training).items():
             each.save_parameter_state(str(folders[name] / f"mp_rank_{bench.rank % 2:02}" / "distrib_optim.pt"))
-        head_at_save, steps = _head(training), [training.step() for _ in range(MORE_STEPS)]
+        head, steps = _head(training), [training.step() for _ in range(MORE_STEPS)]
+    assert [path.name for path in folders["chain"].iterdir()] == ["distrib_optim.distopt"]  # for all ranks of the model
     source = open_checkpoint(folders["chain"] / "distrib_optim.distopt")
-    differs, params_differ, heads = {}, {}, {}
     with bench.training(FP16.at(dp=4)) as training:
         each = _chain_and_optimizer(training)
-        each["chain"].load_state_dict(states[0])
-        head_of_dict = _head(training)
+        each["chain"].load_state_dict(state)
+        # What needs the tensors comes with them.
+        assert _head(training) == dataclasses.replace(head, updates=None, skipped=0)
         for name, other in (("chain", "optimizer"), ("optimizer", "chain")):
-            each[name].load_state_dict(states[0])
+            each[name].load_state_dict(state)
             each[name].load_parameter_state(str(folders[other] / "mp_rank_00" / "distrib_optim.pt"))
-            differs[name], params_differ[name] = _differing(training, source), _params_that_differ(training, source)
-            heads[name] = _head(training)
+            assert _differing(training, source) == _params_that_differ(training, source) == []
+            assert _head(training) == head
         bench.begin_at(training, STEPS)
-        again = [training.step() for _ in range(MORE_STEPS)]
-    files = sorted(path.name for path in folders["chain"].iterdir())
-    scales, losses = _scales(steps), [step.loss for step in steps]
-    both_scales, both_losses = (scales, _scales(again)), (losses, [step.loss for step in again])
-    return Legacy(files, differs, params_differ, heads, head_at_save, head_of_dict, both_scales, both_losses)
+        _check_near([training.step() for _ in steps], steps, IN_16_BITS)
 
 
 def _chain_and_optimizer(training: Any) -> dict[str, Any]:
     return {"chain": training.optimizer, "optimizer": training.optimizer.chained_optimizers[0]}
 
 
-def _scales(steps: list[Step]) -> list[float]:
-    return [step.loss_scale for step in steps]
-
-
-def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
+def _collect(rank: int, size: int, folder: str) -> dict[str, str]:
     from megatron.core import parallel_state
 
     bench = _Bench(rank, folder)
     by_layout = sorted(SAVED, key=lambda name: _layout(SAVED[name]))
-    found: dict[str, Any] = {"saved": {name: bench.save(name) for name in by_layout}}
+    found = outcomes({f"save {name}": partial(bench.save, name) for name in by_layout})
     parallel_state.destroy_model_parallel()  # the groups of experts
-    found["resumed"] = bench.resume_all(size)
+    found |= outcomes(bench.resumes(size))
     parallel_state.destroy_model_parallel()
-    found["state"] = _state_of_every_rank(bench)
-    found["refusals"] = _refusals(bench)
-    found["legacy"] = _legacy(bench)
+    found |= outcomes({name: partial(check, bench) for name, check in OTHERS.items()})
     if bench.enters_world_of(3):
-        found["resumed"] |= bench.resume_all(3)
+        found |= outcomes(bench.resumes(3))
     return found
+
+
+OTHERS = {"views and one text": _views_and_one_text, "refusals": _refusals, "legacy": _legacy}
 
 
 def _layout(run: Run) -> tuple[bool, int, int, int]:
@@ -594,135 +596,17 @@ def _layout(run: Run) -> tuple[bool, int, int, int]:
     return run.experts is not None, run.tp, run.pp, run.vp
 
 
-# In the test process.
-
-
 @pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return run_ranks(_collect, RANKS, str(tmp_path_factory.mktemp("checkpoints")), seconds=300, core=True)
 
 
-@pytest.fixture(scope="module")
-def resumed(by_rank: list[dict[str, Any]]) -> Callable[[str, str], list[tuple[Saved, Resumed]]]:
-    """By pair and way: what each rank of the second run found, with what it had saved in the first."""
-
-    def of(name: str, way: str) -> list[tuple[Saved, Resumed]]:
-        ranks = by_rank[: PAIRS[name].run.ranks]
-        return [(found["saved"][PAIRS[name].saved], found["resumed"][name, way]) for found in ranks]
-
-    return of
+NAMES = [*(f"save {name}" for name in SAVED), *(f"{name}, {way}" for name, way in WAYS), *OTHERS]
 
 
-Found = Callable[[str, str], list[tuple[Saved, Resumed]]]
-
-
-@pytest.mark.parametrize("name", SAVED)
-def test_save_when_training_then_the_files_hold_what_each_rank_has(name: str, by_rank: list[dict[str, Any]]) -> None:
-    assert [found["saved"][name].differs for found in by_rank] == [[]] * RANKS
-
-
-@pytest.mark.parametrize(("name", "way"), WAYS)
-def test_load_when_the_layout_is_another_then_state_params_and_curve_are_the_saved_ones(
-    name: str, way: str, resumed: Found
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoint_when_the_layout_is_another_then_state_params_and_curve_are_the_saved_ones(
+    name: str, by_rank: list[dict[str, str]]
 ) -> None:
-    for saved, found in resumed(name, way):
-        # The host writes norms and the vocabulary into the params of the model as it knows them, before we write ours.
-        assert found.model_differs == found.differs == found.params_differ == []
-        assert found.head == saved.head
-        if PAIRS[name].tolerance is not None:
-            assert len(found.losses) == MORE_STEPS
-            assert found.losses == pytest.approx(saved.losses, rel=0, abs=PAIRS[name].tolerance)
-            assert found.scales == saved.scales
-
-
-def test_resume_when_fp16_then_the_loss_scale_grows_at_the_step_at_which_it_would_have(resumed: Found) -> None:
-    assert {tuple(found.scales) for _, found in resumed("fp16 tp to dp", "host")} == {(4096.0, 8192.0)}
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("same layout", {"main", "exp_avg", "exp_avg_sq"}),
-        ("sgd tp to dp", {"main", "momentum_buffer"}),
-        ("rmsprop dp to tp", {"main", "momentum_buffer", "square_avg"}),
-        ("not begun", {"main"}),
-    ],
-)
-def test_host_load_when_an_inner_optimizer_keeps_more_or_less_then_it_gets_that(
-    name: str, kinds: set[str], resumed: Found
-) -> None:
-    assert [found.kinds for _, found in resumed(name, "host")] == [kinds] * RANKS
-
-
-@pytest.mark.parametrize("way", ["own", "host"])
-@pytest.mark.parametrize("name", ROLLED_BACK)
-def test_load_when_the_run_has_gone_on_then_it_repeats_its_steps_bit_for_bit(
-    name: str, way: str, by_rank: list[dict[str, Any]]
-) -> None:
-    for found in by_rank:
-        assert found["saved"][name].again[way] == found["saved"][name].losses
-
-
-def test_sharded_state_when_taken_then_each_rank_has_views_of_its_own_part_and_all_have_one_text(
-    by_rank: list[dict[str, Any]],
-) -> None:
-    states = [found["state"] for found in by_rank]
-    assert all(state["views"] for state in states)
-    assert len({state["text"] for state in states}) == 1
-    wholes: dict[str, int] = {}
-    for state in states:
-        wholes |= state["whole"]
-    # Norms are on both tensor-parallel ranks, the tied embedding on both stages: each element is written once.
-    assert sum(state["numel"] for state in states) == sum(wholes.values()) == 3 * 45_280
-    assert max(state["numel"] for state in states) < 3 * 45_280 / 3
-    for state in states:  # to load, no memory is taken yet
-        assert state["allocated to load"] == 0
-        assert state["shards to load"] >= 42
-
-
-#: What the rank says that finds it: the class, and what is in the text.
-_REFUSALS: dict[str, tuple[str, ...]] = {
-    "box missing on one rank": ("CheckpointError", "'exp_avg/decoder.final_layernorm.bias'", "Must hold all 40"),
-    "text damaged on one rank": ("CheckpointError", "manifest of the host: CRC-32", "Load an earlier checkpoint"),
-    "another model": ("CheckpointError", "'output_layer.weight', which the model does not have", "--no-load-optim"),
-    "not read": ("CheckpointError", "a ShardedTensor", "what megatron.core.dist_checkpointing.load returned."),
-    "other inner optimizer": ("CheckpointException", "optimizer.distopt.exp_avg.", "from model not in state dict"),
-    "nowhere": ("CheckpointError", "iter_0000002/distrib_optim.distopt", "mp_rank_0", "--no-load-optim"),
-}
-
-
-@pytest.mark.parametrize("name", _REFUSALS)
-def test_load_when_the_state_is_bad_then_all_refuse_and_keep_what_they_have(
-    name: str, by_rank: list[dict[str, Any]]
-) -> None:
-    refusals = [found["refusals"][name] for found in by_rank]
-    assert all(unchanged for _, _, unchanged in refusals)
-    kind, *parts = _REFUSALS[name]
-    own = refusals[1][1]
-    for rank, (found, text, _) in enumerate(refusals):
-        is_told = name.endswith("on one rank") and rank != 1
-        assert found == ("RanksDisagreeError" if is_told else kind)
-        assert_mentions(text, *(("rank 1", own) if is_told else parts))
-
-
-def test_legacy_load_when_the_layout_is_another_then_state_params_and_curve_go_on(
-    by_rank: list[dict[str, Any]],
-) -> None:
-    for found in by_rank:
-        legacy: Legacy = found["legacy"]
-        assert legacy.files == ["distrib_optim.distopt"]  # one for all ranks of the model
-        assert legacy.differs == legacy.params_differ == {"chain": [], "optimizer": []}
-        assert legacy.head == dict.fromkeys(("chain", "optimizer"), legacy.head_at_save)
-        saved, again = legacy.losses
-        assert again == pytest.approx(saved, rel=0, abs=IN_16_BITS)
-        assert legacy.scales == ([4096.0, 8192.0], [4096.0, 8192.0])
-
-
-def test_state_dict_when_loaded_alone_then_groups_and_loss_scale_are_the_saved_ones(
-    by_rank: list[dict[str, Any]],
-) -> None:
-    for found in by_rank:
-        legacy: Legacy = found["legacy"]
-        assert (legacy.head_of_dict.lr, legacy.head_of_dict.loss_scale) == (LR_AT_SAVE, 4096.0)
-        # What needs the tensors comes with them.
-        assert (legacy.head_of_dict.updates, legacy.head_of_dict.skipped) == (None, 0)
+    ranks = next((pair.run.ranks for each, pair in PAIRS.items() if name.startswith(f"{each}, ")), RANKS)
+    assert [found[name] for found in by_rank[:ranks]] == [""] * ranks

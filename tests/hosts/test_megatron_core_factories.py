@@ -14,47 +14,33 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.errors import ConfigError, DistOptError, HostMismatchError
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
 from tests.support.refusals import assert_mentions
-from tests.support.spawn import run_ranks
+from tests.support.spawn import outcomes, run_ranks
 
 CASE = Case("distopt", dp=2, steps=3, num_microbatches=1)
 #: Then a copied factory builds the host's HybridDeviceOptimizer first.
 OFFLOADS = core_mentions("optimizer/optimizer_config.py", "optimizer_cpu_offload")
-OFFLOADED = (("optimizer_cpu_offload", True), ("optimizer_offload_fraction", 0.5))
 Facts = dict[str, Any]
+OFFLOADED = (("optimizer_cpu_offload", True), ("optimizer_offload_fraction", 0.5))
 
 
-def _collect(rank: int, size: int) -> Facts:
-    return {
-        "copied factory": _with_factory(_copied),
-        "wrapped factory": _with_factory(_wrapped),
-        "own factory": _with_factory(lambda: None),
-        "copied factory, required": _with_factory(_copied, switch="require"),
-        "copied factory, state on the host": _with_factory(_copied, CASE.of(fields=OFFLOADED)) if OFFLOADS else None,
-        "copied factory, switched off": _refusal(lambda: _with_factory(_copied, switch="0")),
-        "required and not used": _refusal(_required_without_flag),
-        "subclass": _refusal(_subclass),
-        "chained with another": _refusal(_mixed_chain),
-        "method of other code": _refusal(_method_of_other_code),
-        "another Adam, host": _with_adam(_Stateless, "host-distributed"),
-        "another Adam": _with_adam(_Stateless, "distopt"),
-        "another Adam across params": _refusal(lambda: _with_adam(_Clipped, "distopt")),
-        "another Adam, and one by name": _refusal(lambda: _with_adam(_Stateless, "distopt", source="torch_fused")),
-        "undone": _undone(),
-        "not used": _lines_when_not_used(),
-    }
+def _collect(rank: int, size: int) -> dict[str, str]:
+    return outcomes(CHECKS)
 
 
-def _refusal(make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except DistOptError as error:
-        return type(error), str(error)
+def _refused(make: Callable[[], Any], kind: type[DistOptError], *parts: str) -> Callable[[], None]:
+    def check() -> None:
+        with pytest.raises(kind) as error:
+            make()
+        assert_mentions(error.value, *parts)
+
+    return check
 
 
 def _copied() -> Callable[..., Any]:
@@ -210,91 +196,86 @@ def _method_of_other_code() -> None:
             pass
 
 
-def _undone() -> bool:
+def _undone() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     before = DistributedOptimizer.__init__, ChainedOptimizer.__init__
     with _installed():
-        during = DistributedOptimizer.__init__, ChainedOptimizer.__init__
-    unchanged = before == (DistributedOptimizer.__init__, ChainedOptimizer.__init__)
-    return unchanged and not set(before) & set(during)
+        assert not set(before) & {DistributedOptimizer.__init__, ChainedOptimizer.__init__}
+    assert before == (DistributedOptimizer.__init__, ChainedOptimizer.__init__)
 
 
-def _lines_when_not_used() -> list[str]:
-    """Of a run whose flag the host has reset, as its arguments do for Muon."""
+def _not_used() -> None:
+    """A run whose flag the host has reset, as its arguments do for Muon: one line on rank 0 says so."""
     from megatron_distopt import DistOptConfig
     from megatron_distopt.hosts.megatron_core.adapter import build
 
     log, handler = logging.getLogger("megatron_distopt"), logging.handlers.BufferingHandler(100)
     log.addHandler(handler)
     config = types.SimpleNamespace(use_distributed_optimizer=False, optimizer="muon")
-    built = build(lambda config, model_chunks: "theirs", DistOptConfig(), config, [])
+    assert build(lambda config, model_chunks: "theirs", DistOptConfig(), config, []) == "theirs"
     log.removeHandler(handler)
-    return [str(built), *(record.getMessage() for record in handler.buffer)]
+    lines = [record.getMessage() for record in handler.buffer]
+    assert len(lines) == (dist.get_rank() == 0)
+    for line in lines:
+        assert_mentions(line, "not used", "'muon'")
 
 
-@pytest.fixture(scope="module")
-def found() -> list[Facts]:
-    return run_ranks(_collect, 2, seconds=240, core=True)
+def _same_as_own() -> None:
+    """Copied and wrapped factories build ours, and every bit is the same."""
+    own = _with_factory(lambda: None)
+    found = [_with_factory(_copied), _with_factory(_wrapped), _with_factory(_copied, switch="require")]
+    if OFFLOADS:
+        found.append(_with_factory(_copied, CASE.of(fields=OFFLOADED)))
+    for each in (own, *found):
+        assert each == {"losses": own["losses"], "kinds": ["megatron_distopt"]}
+    assert own["losses"][-1] < own["losses"][0]
+    # An Adam class of a framework in place of the host's is used itself.
+    ours, theirs = (_with_adam(_Stateless, optimizer) for optimizer in ("distopt", "host-distributed"))
+    assert ours["kind"] == theirs["kind"] == "_Stateless"
+    # The norm by which both clip differs in its last bits.
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+    assert ours["losses"] != pytest.approx(own["losses"], rel=1e-3)
 
 
-FACTORIES = ["copied factory", "wrapped factory", "copied factory, required"]
-
-
-@pytest.mark.parametrize("factory", [*FACTORIES, *(["copied factory, state on the host"] if OFFLOADS else [])])
-def test_factory_when_copied_or_wrapped_then_it_builds_ours_and_every_bit_is_the_same(
-    found: list[Facts], factory: str
-) -> None:
-    for facts in found:
-        assert facts[factory]["kinds"] == ["megatron_distopt"]
-        assert facts[factory]["losses"] == facts["own factory"]["losses"]
-        assert facts[factory]["losses"][-1] < facts[factory]["losses"][0]
-
-
-def test_factory_when_switched_off_then_it_builds_the_hosts_own(found: list[Facts]) -> None:
-    assert found[0]["copied factory, switched off"]["kinds"] == ["megatron"]
-
-
-def test_adam_when_a_framework_has_replaced_the_hosts_then_it_is_used_itself(found: list[Facts]) -> None:
-    for facts in found:
-        assert facts["another Adam"]["kind"] == facts["another Adam, host"]["kind"] == "_Stateless"
-        # The norm by which both clip differs in its last bits.
-        assert facts["another Adam"]["losses"] == pytest.approx(facts["another Adam, host"]["losses"], rel=1e-6)
-        assert facts["another Adam"]["losses"] != pytest.approx(facts["own factory"]["losses"], rel=1e-3)
+def _switched_off() -> None:
+    assert _with_factory(_copied, switch="0")["kinds"] == ["megatron"]
 
 
 #: Until 0.11 a factory without the flag constructs nothing of which a copy of it could be told.
 CHAINS_ALWAYS = core_mentions("optimizer/optimizer.py", "grads_states_parallel_group_is_shared")
-REFUSED = {
-    "required and not used": (ConfigError, "use_distributed_optimizer", "--use-distributed-optimizer"),
-    "subclass": (ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
-    "chained with another": (ConfigError, "FP32Optimizer", "adam or sgd"),
-    "another Adam across params": (ConfigError, "_Clipped", "torch.optim.AdamW"),
-    "another Adam, and one by name": (ConfigError, "_Stateless", "Drop --distopt-adam"),
-    "method of other code": (HostMismatchError, "DistributedOptimizer.zero_grad", "Switch that patch off"),
+CHECKS: dict[str, Callable[[], None]] = {
+    "copied and wrapped": _same_as_own,
+    "switched off": _switched_off,
+    "subclass": _refused(_subclass, ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
+    "chained with another": _refused(_mixed_chain, ConfigError, "FP32Optimizer", "adam or sgd"),
+    "method of other code": _refused(
+        _method_of_other_code, HostMismatchError, "DistributedOptimizer.zero_grad", "Switch that patch off"
+    ),
+    "another Adam across params": _refused(
+        lambda: _with_adam(_Clipped, "distopt"), ConfigError, "_Clipped", "torch.optim.AdamW"
+    ),
+    "another Adam, and one by name": _refused(
+        lambda: _with_adam(_Stateless, "distopt", source="torch_fused"),
+        ConfigError,
+        "_Stateless",
+        "Drop --distopt-adam",
+    ),
+    "undone": _undone,
+    "not used": _not_used,
 }
+if CHAINS_ALWAYS:
+    CHECKS["required and not used"] = _refused(
+        _required_without_flag, ConfigError, "use_distributed_optimizer", "--use-distributed-optimizer"
+    )
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_host_when_its_class_cannot_become_ours_then_refused_on_all_ranks_by_name(
-    found: list[Facts], what: str
-) -> None:
-    if what == "required and not used" and not CHAINS_ALWAYS:
-        pytest.skip("this megatron-core puts no chain around one optimizer")
-    kind, *parts = REFUSED[what]
-    for facts in found:
-        assert facts[what] is not None and facts[what][0] is kind
-        assert_mentions(facts[what][1], *parts)
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, str]]:
+    return run_ranks(_collect, 2, seconds=240, core=True)
 
 
-def test_constructors_when_undone_then_they_are_the_hosts_own_again(found: list[Facts]) -> None:
-    assert [facts["undone"] for facts in found] == [True, True]
-
-
-def test_run_when_the_host_reset_its_flag_then_one_line_on_rank_0_says_so(found: list[Facts]) -> None:
-    theirs, line = found[0]["not used"]
-    assert theirs == "theirs"
-    assert "not used" in line
-    assert "'muon'" in line
-    assert found[1]["not used"] == ["theirs"]
+@pytest.mark.parametrize("name", CHECKS)
+def test_host_when_others_construct_its_class_then_ours_or_refused(found: list[dict[str, str]], name: str) -> None:
+    assert [each[name] for each in found] == ["", ""]

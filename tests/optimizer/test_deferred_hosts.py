@@ -99,7 +99,7 @@ def _bare(run: TrainingRun) -> Any:
 
 @pytest.fixture(scope="module")
 def of_core() -> list[dict[str, Any]]:
-    return run_ranks(train_core, 2, seconds=240)
+    return run_ranks(train_core, 2, seconds=240, core=True)
 
 
 @pytest.fixture(scope="module")
