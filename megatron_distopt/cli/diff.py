@@ -29,7 +29,7 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
 from megatron_distopt.hosts.naming import canonical
 
-#: More tensors of a kind than this, and more params in one line, are only plural; --json has all.
+#: More tensors of a kind than this, and more params in one line, are only counted; --json has all.
 _LISTED, _NAMED = 20, 8
 #: Elements that are compared at once: what that needs in addition to the tensors is small.
 _AT_ONCE = 1 << 20

@@ -38,7 +38,7 @@ class Edit:
     name: str  # its path in the fork
     before: bytes  # all of its content
     after: bytes
-    line: int  # after which the block stands; plural without the block
+    line: int  # after which the block stands; counted without the block
 
 
 def answer(parsed: argparse.Namespace) -> Answer:

@@ -192,7 +192,7 @@ class StageParam:
 
 
 def stage_params(gpt: GptSizes, cut: ParallelSizes, stage: int, dtype: str) -> tuple[StageParam, ...]:
-    """Returns the params that a rank of one pipeline stage, plural from 0, registers, in that order.
+    """Returns the params that a rank of one pipeline stage, counted from 0, registers, in that order.
 
     The sizes agree with each other, which `check_cut` checks; `dtype` is that of all params, such as "bfloat16".
     """

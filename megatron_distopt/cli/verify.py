@@ -33,7 +33,7 @@ from megatron_distopt.formats import open_any
 from megatron_distopt.formats.torch_files import METADATA
 from megatron_distopt.layout import Box
 
-#: More problems than this, and more params lost by one, are only plural.
+#: More problems than this, and more params lost by one, are only counted.
 _LISTED, _LOST_LISTED = 20, 8
 _PIECE_NBYTES = 1 << 20
 _METADATA_AREA = "metadata"
