@@ -68,10 +68,8 @@ def test_precision_when_the_device_has_one_then_it_is_that_untried(only: Precisi
     ("window_seconds", "other_seconds", "before", "size", "iterations"),
     [
         (0.001, 0.01, 20, 8, 480),  # a GPU, or many cores: no longer than is of use
-        (0.03, 0.05, 20, 8, 402),  # two cores with AMX
         (0.1, 0.05, 20, 4, 242),  # two cores with AVX512: half the batch
         (0.2, 0.1, 25, 1, 313),  # two older cores
-        (0.4, 0.1, 30, 1, 150),  # two slow ones, that start slowly
         (5.0, 1.0, 30, 1, 150),  # hopeless: as few as are of use
         (0.1, 0.05, 300, 1, 150),  # it took longer than that to start
     ],
@@ -99,21 +97,14 @@ def test_length_when_more_than_the_fewest_are_chosen_then_three_minutes_are_kept
         assert before + training + forwards * window_seconds / 3 <= 180
 
 
-def test_length_when_it_cannot_be_three_minutes_then_the_reason_says_how_long() -> None:
+def test_reason_when_the_length_is_chosen_or_given_then_it_says_so_with_the_figures() -> None:
     assert "takes 900 s instead of 0 s" in chosen(Probe(2, 10.0, 1.0, 30.0)).reason
-
-
-def test_length_when_it_is_given_then_the_batch_is_whole_and_the_reason_says_so() -> None:
     choice = chosen(None, Insisted(iterations=7))
     assert (choice.iterations, choice.micro_batch_size) == (7, Settings.micro_batch_size)
     assert "7 iterations, as --iterations says" in choice.reason
-
-
-def test_reason_when_all_is_measured_then_it_is_one_sentence_with_the_figures() -> None:
     reason = chosen(Probe(2, 0.2, 0.05, 20.0)).reason
     assert "300 ms in bf16 and 100 ms in fp32" in reason
     assert "242 iterations of 4 windows" in reason
-    assert reason.count(". ") == 0 and reason.endswith(".")
 
 
 def test_settings_when_it_is_short_then_the_learning_rate_still_rises_and_falls() -> None:
@@ -181,40 +172,21 @@ def results(folder: Path) -> list[dict[str, Choice]]:
     return run_ranks(on_ranks, 2, str(folder), seconds=300)
 
 
-CASES = ["bf16 is slow on the last rank", "precision is given", "iterations are given", "both are given"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_measure_when_ranks_differ_in_speed_then_they_choose_the_same(
-    results: list[dict[str, Choice]], case: str
-) -> None:
-    assert results[0][case] == results[1][case]
-
-
-def test_measure_when_bf16_is_slow_on_one_rank_then_all_take_fp32(results: list[dict[str, Choice]]) -> None:
-    choice = results[0]["bf16 is slow on the last rank"]
-    assert choice.precision is FP32
-    assert choice.trials[0].precision is BF16 and choice.trials[0].seconds >= SLEEP
-    assert choice.probe is not None and choice.probe.seconds_before == 41.0  # the last rank's
-
-
-def test_measure_when_precision_is_given_then_the_length_is_measured_in_it(results: list[dict[str, Choice]]) -> None:
-    choice = results[0]["precision is given"]
-    assert (choice.precision, choice.trials) == (BF16, ())
-    assert choice.probe is not None and choice.probe.forward_backward_seconds >= SLEEP
-
-
-def test_measure_when_iterations_are_given_then_only_the_precision_is_measured(
+def test_measure_when_ranks_differ_in_speed_then_they_choose_the_same_and_measure_what_is_not_given(
     results: list[dict[str, Choice]],
 ) -> None:
-    choice = results[0]["iterations are given"]
-    assert (choice.precision, choice.iterations, choice.probe) == (FP32, 3, None)
-    assert len(choice.trials) == 2
-
-
-def test_measure_when_both_are_given_then_nothing_is_measured(results: list[dict[str, Choice]]) -> None:
-    choice = results[0]["both are given"]
-    assert (choice.precision, choice.iterations, choice.trials, choice.probe) == (FP16, 3, (), None)
+    assert results[0] == results[1]
+    slow = results[0]["bf16 is slow on the last rank"]
+    assert slow.precision is FP32
+    assert slow.trials[0].precision is BF16 and slow.trials[0].seconds >= SLEEP
+    assert slow.probe is not None and slow.probe.seconds_before == 41.0  # the last rank's
+    in_bf16 = results[0]["precision is given"]
+    assert (in_bf16.precision, in_bf16.trials) == (BF16, ())
+    assert in_bf16.probe is not None and in_bf16.probe.forward_backward_seconds >= SLEEP
+    short = results[0]["iterations are given"]
+    assert (short.precision, short.iterations, short.probe, len(short.trials)) == (FP32, 3, None, 2)
+    given = results[0]["both are given"]
+    assert (given.precision, given.iterations, given.trials, given.probe) == (FP16, 3, (), None)
 
 
 @pytest.fixture
@@ -222,21 +194,20 @@ def summaries(results: list[dict[str, Choice]], folder: Path) -> dict[str, Any]:
     return {name: json.loads((folder / name / "summary.json").read_text()) for name in ("fp32", "bf16")}
 
 
-def test_summary_when_a_run_ends_then_it_says_what_was_chosen_and_why(summaries: dict[str, Any]) -> None:
+def test_summary_when_a_run_ends_then_it_says_what_was_chosen_and_measured(
+    summaries: dict[str, Any], folder: Path
+) -> None:
     for name, summary in summaries.items():
         choice = summary["choice"]
         assert (choice["precision"], choice["iterations"], choice["trials"]) == (name, 4, [])
         assert "--precision" in choice["reason"] and "--iterations" in choice["reason"]
-
-
-def test_summary_when_a_run_ends_then_the_parts_of_a_step_are_measured(summaries: dict[str, Any], folder: Path) -> None:
-    for name, summary in summaries.items():
         assert all(seconds > 0 for seconds in summary["step"].values()) and len(summary["step"]) == 3
         for metrics in ["metrics.jsonl", "metrics-host.jsonl"][: 2 if name == "fp32" else 1]:
             lines = [json.loads(line) for line in (folder / name / metrics).read_text().splitlines()]
             assert len(lines) == 4
             # Adding iterations up leaves out the scheduler and the report between them.
             assert sum(sum(line["step"].values()) for line in lines) <= lines[-1]["seconds"]
+        assert (folder / name / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 NUMEL = 256 * 32 + 2 * (3 * 32 * 32 + 3 * 32 + 32 * 32 + 32 + 2 * 4 * 32 * 32 + 4 * 32 + 32 + 4 * 32) + 2 * 32
@@ -252,11 +223,6 @@ def test_summary_when_a_run_ends_then_memory_is_that_of_the_model(
     assert rank["param_nbytes"] == pytest.approx(param * NUMEL, rel=0.05)
     assert rank["grad_nbytes"] == pytest.approx(4 * NUMEL, rel=0.05)
     assert rank["state_nbytes"] == pytest.approx(state * NUMEL / 2, rel=0.05)
-
-
-def test_curves_when_a_run_ends_then_they_are_drawn(summaries: dict[str, Any], folder: Path) -> None:
-    for name in summaries:
-        assert (folder / name / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def a_run(source: Source, communication: float, state_nbytes: int) -> Any:

@@ -190,11 +190,11 @@ def used_by(choice: Choice) -> Used:
     return Used(optimizer.memory, dict(wire.sent), dict(wire.counts))
 
 
-def hosts_matrices(gpt: GptSizes, cut: ParallelSizes) -> dict[str, MatrixSpec]:
+def hosts_matrices(model: Module) -> dict[str, MatrixSpec]:
     """Those that a run with our Muon in megatron-core has."""
     from megatron_distopt.hosts.megatron_core import core_muon as muon
 
-    model, request = real_model(gpt, cut), muon.MuonRequest(TorchMuonOptions(), "qkv", "duplicated", is_hosts=False)
+    request = muon.MuonRequest(TorchMuonOptions(), "qkv", "duplicated", is_hosts=False)
     named = [(name, param) for name, param in model.named_parameters() if muon._is_for_muon(name, param, request)]
     return {name: muon._matrices_of(name, param, request, [model]) for name, param in named}
 
@@ -204,11 +204,12 @@ def on_ranks(rank: int, size: int) -> dict[str, Any]:
     shared_memory.may_share_memory = lambda: False
     found: dict[str, Any] = {name: used_by(choice) for name, choice in RUNS.items()}
     for name, (gpt, cut) in SHAPES.items():
-        named = real_model(gpt, cut).named_parameters()
+        model = real_model(gpt, cut)
         params = [
-            (param_name, tuple(param.shape), not getattr(param, "allreduce", True)) for param_name, param in named
+            (param_name, tuple(param.shape), not getattr(param, "allreduce", True))
+            for param_name, param in model.named_parameters()
         ]
-        found[name] = params, hosts_matrices(gpt, cut)
+        found[name] = params, hosts_matrices(model)
     return found
 
 
