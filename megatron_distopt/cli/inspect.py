@@ -82,7 +82,8 @@ def _document(
         "groups": [asdict(group) for group in manifest.groups],
         "files": [{**asdict(file), "nbytes_found": sizes.get(file.name)} for file in manifest.files],
         "tensors": {
-            key: {**asdict(info), "nbytes": nbytes_of(info), "files": files_of(key)} for key, info in tensors.items()
+            key: {"shape": info.shape, "dtype": info.dtype, "nbytes": nbytes_of(info), "files": files_of(key)}
+            for key, info in tensors.items()
         },
     }
 

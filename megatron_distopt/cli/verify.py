@@ -129,8 +129,7 @@ def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
     if text:
         text += ": torch alone cannot rely on it, loading by megatron-distopt needs none"
         problems.append(Problem(_METADATA_AREA, METADATA, text))
-    infos = {key: TensorRecord(record.shape, record.dtype) for key, record in manifest.tensors.items()}
-    checked, of_content = _check_content(infos, manifest.groups, values)
+    checked, of_content = _check_content(manifest.tensors, manifest.groups, values)
     problems += [each for each in of_content if not (each.area == "values" and each.subject in damaged)]
     files = f"{plural(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
     return {"files": files, _METADATA_AREA: "size and checksum are right: torch alone can read it", **checked}, problems
