@@ -123,13 +123,11 @@ class BufferLayout:
                 )
 
     @property
-    def numel(self) -> int:
-        """Elements of the buffer, padding included."""
+    def numel(self) -> int:  # padding included
         return self.buckets[-1].in_buffer.stop
 
     @property
-    def shard_numel(self) -> int:
-        """Elements that one rank owns, padding included."""
+    def shard_numel(self) -> int:  # of one rank, padding included
         return self.numel // self.num_shards
 
     @cached_property
@@ -201,10 +199,7 @@ def default_bucket_size(numel: int, num_shards: int) -> int:
 def adopt(
     slots: Iterable[ParamSlot], bucket_spans: Sequence[Span], *, num_shards: int, numel_unpadded: Sequence[int]
 ) -> BufferLayout:
-    """The layout of buffers that a host made, from slots in any order and spans in the buffer, in order.
-
-    `numel_unpadded` are the elements of each bucket up to the end of its last param.
-    """
+    """The layout of buffers that a host made, from slots in any order; `numel_unpadded` is of each bucket."""
     buckets = [Bucket(i, span, numel) for i, (span, numel) in enumerate(zip(bucket_spans, numel_unpadded, strict=True))]
     ordered = sorted(slots, key=lambda slot: slot.in_buffer)
     return BufferLayout(tuple(ordered), tuple(buckets), num_shards)

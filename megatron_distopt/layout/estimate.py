@@ -122,8 +122,6 @@ class Sent:
 def sent_for(layout: BufferLayout, widths: Widths) -> dict[str, Sent]:
     """A reduce-scatter and an all-gather for each bucket of a grad buffer and its param buffer, by kind.
 
-    A ring and an exchange between all pairs of ranks send the same.
-
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> sent_for(lay_out([ParamSpec("a", 128)], num_shards=2), Widths(param=2, grad=4, main=4))
     {'reduce-scatter': Sent(count=1, nbytes=256), 'all-gather': Sent(count=1, nbytes=128)}

@@ -67,8 +67,7 @@ class OwnerPlan:
     owners: tuple[MatrixOwner, ...]  # one for each block of matrices, in buffer order
 
     @cached_property
-    def owners_of(self) -> dict[str, tuple[MatrixOwner, ...]]:
-        """By the name of each matrix param."""
+    def owners_of(self) -> dict[str, tuple[MatrixOwner, ...]]:  # by name of the param
         return {name: tuple(owners) for name, owners in groupby(self.owners, key=lambda owner: owner.name)}
 
     @cached_property

@@ -87,12 +87,7 @@ class FlatParamPlan(Generic[Key]):
 def plan_flat_params(
     shards: Iterable[ParamShard], key_of: Callable[[str], Key | None]
 ) -> tuple[FlatParamPlan[Key], ...]:
-    """Joins neighbours of one bucket with equal keys, in buffer order.
-
-    Args:
-        shards: of one rank and one buffer, in buffer order.
-        key_of: from a param's name; None for a param in the buffer that is not updated. No flat param spans it.
-    """
+    """Joins neighbours of one bucket with equal keys, in buffer order; no flat param spans one whose key is None."""
     plans = []
     for (bucket, key), members in groupby(shards, key=lambda shard: (shard.bucket, key_of(shard.name))):
         if key is not None:

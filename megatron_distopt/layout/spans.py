@@ -196,10 +196,9 @@ class Placement:
         >>> [piece.in_global for piece in half.pieces(Span(0, 8))]
         [Box(offsets=(2, 0), sizes=(2, 2)), Box(offsets=(6, 0), sizes=(2, 2))]
         """
-        found = []
-        start = in_param.start
+        found, start = list[Piece](), in_param.start
         for box in boxes(self.shape, in_param):
-            stretch = Span(0, box.numel).moved_by(start)
+            stretch = Span(start, start + box.numel)
             start = stretch.stop
             for band, distance in self._bands():
                 inside = box.intersect(band)

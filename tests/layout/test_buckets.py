@@ -81,11 +81,6 @@ def test_lay_out_when_no_alignment_is_named_then_params_start_at_multiples_of_64
     assert [slot.in_buffer.start for slot in layout.slots] == [0, 64, 192]
 
 
-def test_slot_of_when_a_name_is_given_then_its_slot_comes_back() -> None:
-    layout = lay_out(params_of([3, 4]), num_shards=2, alignment_numel=1)
-    assert layout.slot_of == {"p0": ParamSlot("p0", 0, Span(0, 3)), "p1": ParamSlot("p1", 0, Span(3, 7))}
-
-
 def test_shard_when_a_rank_is_given_then_its_part_of_the_bucket_in_the_buffer() -> None:
     bucket = Bucket(1, Span(10, 16), 5)
     assert [bucket.shard(rank, 3) for rank in range(3)] == [Span(10, 12), Span(12, 14), Span(14, 16)]
@@ -150,36 +145,19 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: a_layout(num_shards=0), "num_shards is 0"),
     (lambda: a_layout(num_shards=3), "Bucket 0 has 4 elements, which 3 shards"),
     (lambda: a_layout(buckets=()), "no bucket"),
-    (lambda: lay_out([], num_shards=2), "no bucket"),
     (
         lambda: a_layout(buckets=(Bucket(0, Span(0, 4), 4), Bucket(1, Span(6, 8), 2))),
         "Bucket 1 is at Span(start=6, stop=8), but bucket 1 has to start at 4",
     ),
-    (
-        lambda: a_layout(buckets=(Bucket(0, Span(0, 4), 4), Bucket(2, Span(4, 8), 4))),
-        "Bucket 2 is at Span(start=4, stop=8), but bucket 1 has to start at 4",
-    ),
     (lambda: a_layout(("w", 0, 0, 2), ("w", 0, 2, 4)), "same name"),
     (lambda: a_layout(("v", 0, 0, 3), ("w", 0, 2, 4)), "v at Span(start=0, stop=3) does not end before w"),
-    (lambda: a_layout(("v", 0, 2, 4), ("w", 0, 0, 2)), "v at Span(start=2, stop=4) does not end before w"),
     (lambda: a_layout(("w", 2, 0, 2)), "w is in bucket 2 of 2"),
-    (lambda: a_layout(("w", -1, 4, 8)), "w is in bucket -1 of 2"),
     (lambda: a_layout(("w", 0, 2, 6)), "w at Span(start=2, stop=6) is not inside"),
-    (lambda: a_layout(("w", 0, 4, 6)), "w at Span(start=4, stop=6) is not inside"),
-    (
-        lambda: a_layout(("v", 0, 0, 4), ("w", 1, 6, 8), buckets=(Bucket(0, Span(0, 4), 4), Bucket(1, Span(4, 8), 3))),
-        "not inside the unpadded part of bucket 1 at Span(start=4, stop=7)",
-    ),
-    (
-        lambda: a_layout(("w", 0, 3, 4), buckets=(Bucket(0, Span(0, 4), 3),)),
-        "not inside the unpadded part of bucket 0 at Span(start=0, stop=3)",
-    ),
     (
         lambda: adopt([ParamSlot("w", 0, Span(0, 4))], [Span(0, 4)], num_shards=2, numel_unpadded=[3]),
         "not inside the unpadded part of bucket 0 at Span(start=0, stop=3)",
     ),
     (lambda: lay_out(params_of([3]), num_shards=0), "num_shards is 0. Write num_shards=1"),
-    (lambda: lay_out([], num_shards=0), "num_shards is 0. Write num_shards=1"),
     (lambda: lay_out(params_of([3]), num_shards=2, alignment_numel=-64), "alignment_numel is -64"),
     (lambda: lay_out(params_of([3]), num_shards=2, bucket_size=0), "bucket_size is 0"),
 ]

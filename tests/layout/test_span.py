@@ -18,23 +18,6 @@ def elements(span: Span) -> set[int]:
     return set(range(span.start, span.stop))
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "both"),
-    [
-        (Span(2, 10), Span(8, 20), Span(8, 10)),
-        (Span(2, 10), Span(3, 5), Span(3, 5)),
-        (Span(2, 10), Span(2, 10), Span(2, 10)),
-        (Span(2, 10), Span(10, 20), None),
-        (Span(2, 10), Span(11, 20), None),
-        (Span(2, 10), Span(5, 5), None),
-    ],
-)
-def test_intersect_when_spans_overlap_or_not_then_the_common_elements_or_none(
-    left: Span, right: Span, both: Span | None
-) -> None:
-    assert left.intersect(right) == both
-
-
 def test_span_when_moved_then_the_elements_are_counted_from_another_origin() -> None:
     span = Span(8, 10)
     assert span.numel == 2
@@ -44,18 +27,12 @@ def test_span_when_moved_then_the_elements_are_counted_from_another_origin() -> 
     assert span.as_slice() == slice(8, 10)
 
 
-@pytest.mark.parametrize(
-    ("make", "got"),
-    [
-        (lambda: Span(-1, 2), "[-1, 2)"),
-        (lambda: Span(3, 2), "[3, 2)"),
-        (lambda: Span(4, 6).relative_to(5), "[-1, 1)"),
-        (lambda: Span(4, 6).moved_by(-5), "[-1, 1)"),
-    ],
-)
-def test_span_when_ends_are_impossible_then_refused(make, got: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(LayoutError, match=re.escape(got)):
-        make()
+def test_span_when_ends_are_impossible_then_refused() -> None:
+    for start, stop in ((-1, 2), (3, 2)):
+        with pytest.raises(LayoutError, match=re.escape(f"[{start}, {stop})")):
+            Span(start, stop)
+    with pytest.raises(LayoutError, match=re.escape("[-1, 1)")):
+        Span(4, 6).relative_to(5)
 
 
 @settings(deadline=None)
@@ -63,4 +40,5 @@ def test_span_when_ends_are_impossible_then_refused(make, got: str) -> None:  # 
 def test_intersect_when_spans_are_random_then_it_is_that_of_their_elements(left: Span, right: Span) -> None:
     both = left.intersect(right)
     assert both == right.intersect(left)
+    assert both is None or both.numel > 0
     assert (elements(both) if both is not None else set()) == elements(left) & elements(right)

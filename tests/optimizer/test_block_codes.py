@@ -68,13 +68,12 @@ def test_code_when_a_value_is_not_finite_then_its_block_alone_is_nan(name: str, 
     assert bool(torch.cat([kept[:3], kept[4:]]).isfinite().all())
 
 
-@pytest.mark.parametrize("exponent", range(112, 128))
 @pytest.mark.parametrize("name", CODES)
-def test_code_when_values_are_nearly_infinite_then_they_are_kept_or_nan(name: str, exponent: int) -> None:
-    values = torch.full((1, BLOCK_NUMEL), 1.5 * 2.0**exponent)
-    kept = _kept(values, CODES[name])
-    assert torch.equal(kept, values) or bool(kept.isnan().all())
-    assert torch.equal(kept, values) or exponent >= 118
+def test_code_when_values_are_nearly_infinite_then_they_are_kept_or_nan(name: str) -> None:
+    for exponent in range(112, 128):
+        values = torch.full((1, BLOCK_NUMEL), 1.5 * 2.0**exponent)
+        kept = _kept(values, CODES[name])
+        assert torch.equal(kept, values) or (exponent >= 118 and bool(kept.isnan().all()))
 
 
 @pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn", "int8"])
@@ -116,7 +115,7 @@ def test_random_bits_when_asked_for_in_parts_then_they_are_those_of_the_whole() 
 
 def test_root_when_of_any_value_then_it_is_rounded_to_nearest() -> None:
     generator = torch.Generator().manual_seed(1)
-    values = torch.rand(1 << 20, generator=generator) * torch.exp2(torch.randint(-148, 120, (1 << 20,)))
+    values = torch.rand(1 << 17, generator=generator) * torch.exp2(torch.randint(-148, 120, (1 << 17,)))
     values[:4] = torch.tensor([0.0, 1e-45, torch.inf, float.fromhex("0x1.4bbb84p-29")])
     root = root_of(values)
     neighbours = [torch.nextafter(root, torch.full_like(root, end)) for end in (0.0, torch.inf)]

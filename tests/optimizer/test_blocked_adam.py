@@ -82,21 +82,6 @@ def test_step_when_a_group_is_unusual_then_torch_updates_and_it_is_rounded_all_t
     assert all(map(torch.equal, found, wanted))
 
 
-def _mains_of(inner: Optimizer) -> list[Tensor]:
-    return [main for group in inner.param_groups for main in group["params"]]
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_step_when_there_is_nothing_to_round_then_it_is_torchs() -> None:
-    ours, theirs = (_built(kind, _mains()) for kind in (blocked_adam.AdamW, AdamW))
-    for inner in (ours, theirs, ours, theirs):
-        for main in _mains_of(inner):
-            main.grad = torch.ones_like(main)
-        inner.step()
-    assert {float(state["step"]) for state in ours.state.values()} == {2.0}
-    assert all(map(torch.equal, _mains_of(ours), _mains_of(theirs)))
-
-
 @pytest.mark.usefixtures("small_blocks")
 def test_step_when_blocks_are_small_then_the_kernel_is_called_for_each_and_small_params_share_one(
     monkeypatch: pytest.MonkeyPatch,

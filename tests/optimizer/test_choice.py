@@ -445,6 +445,9 @@ def test_choose_inner_when_the_class_takes_any_keyword_then_it_gets_all_options(
     inner: Any = choice.build([{"params": [param_with([1.0])]}])
     assert inner.given == {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.125, "momentum": 0.75}
     assert inner.param_groups[0]["lr"] == 0.25
+    instance = TakesAnything([torch.zeros(2)], lr=0.5, weight_decay=0.25)
+    built = adopt_instance(instance).build([{"params": [torch.zeros(3)]}])
+    assert [(group["lr"], group["weight_decay"]) for group in built.param_groups] == [(0.5, 0.25)]
 
 
 def test_choose_inner_when_the_class_needs_more_than_groups_then_refused_before_anything_is_moved() -> None:
@@ -460,13 +463,6 @@ def test_adopt_instance_when_its_class_fills_state_when_it_is_built_then_the_sta
     inner = adopt_instance(instance).build([{"params": [main]}])
     assert list(inner.state) == [main]
     assert inner.state[main]["sum"].tolist() == [0.25, 0.25]
-
-
-def test_adopt_instance_when_its_constructor_takes_any_keyword_then_its_defaults_are_kept() -> None:
-    instance = TakesAnything([torch.zeros(2)], lr=0.5, weight_decay=0.25)
-    built = adopt_instance(instance).build([{"params": [torch.zeros(3)]}])
-    assert type(built) is TakesAnything
-    assert [(group["lr"], group["weight_decay"]) for group in built.param_groups] == [(0.5, 0.25)]
 
 
 def test_choose_inner_when_codes_are_asked_for_and_the_device_has_no_fp16_then_refused(

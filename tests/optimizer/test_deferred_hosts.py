@@ -34,20 +34,16 @@ ULP = 2.0**-52
 
 @contextlib.contextmanager
 def _deferred(steps: list[bool]) -> Iterator[None]:
-    """As on a device that is not the CPU, by its name.
-
-    Args:
-        steps: for each decision, whether its check was deferred.
-    """
+    """As on a device that is not the CPU, by its name; adds to `steps` for each decision whose check is deferred."""
     from megatron_distopt.optimizer import sharded, step
 
-    keep = step._leave_to_next_step
+    real = step.found_inf_of
 
-    def noted(*args: Any) -> None:
+    def noted(numbers: Any) -> Any:
         steps.append(True)
-        keep(*args)
+        return real(numbers)
 
-    with mock.patch.object(sharded, "CPU", "no device"), mock.patch.object(step, "_leave_to_next_step", noted):
+    with mock.patch.object(sharded, "CPU", "no device"), mock.patch.object(step, "found_inf_of", noted):
         yield
 
 

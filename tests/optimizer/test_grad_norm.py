@@ -23,17 +23,11 @@ from tests.support.spawn import run_ranks
 
 @dataclass(frozen=True)
 class Piece:
-    """A param on one model-parallel rank.
+    """A param on one model-parallel rank."""
 
-    Args:
-        whole: name of the tensor of the whole model.
-        rows: of it that this rank holds, first and last exclusive; all where None.
-        excluded: whether this rank excludes it from the norm.
-    """
-
-    whole: str
-    rows: tuple[int, int] | None = None
-    excluded: bool = False
+    whole: str  # name of the tensor of the whole model
+    rows: tuple[int, int] | None = None  # of it that this rank holds, first and last exclusive; all where None
+    excluded: bool = False  # from the norm, by this rank
 
     @property
     def tensor(self) -> Tensor:
@@ -108,26 +102,16 @@ def _measure(pieces: dict[str, Piece], group: dist.ProcessGroup) -> tuple[float 
     return result.grad_norm, result.num_zeros
 
 
-@pytest.fixture(scope="module")
-def measured() -> list[dict[str, tuple[float | None, int | None]]]:
-    return run_ranks(measure, 4)
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_stats_when_params_are_duplicated_then_each_element_counts_once(
-    measured: list[dict[str, tuple[float | None, int | None]]], kind: str
-) -> None:
-    pieces = [piece for part in MODELS[kind] for piece in part.values()]
-    included = torch.cat([piece.tensor.flatten() for piece in pieces if not piece.excluded])
-    wanted = (float(included.double().norm()), int((included == 0).sum()))
-    for rank in range(4):
-        # All sums are exact; one square root in float64 is left on either side.
-        assert measured[rank][kind] == pytest.approx(wanted, rel=1e-15, abs=0.0)
-
-
-def test_the_duplicates_when_counted_twice_then_would_change_the_norm() -> None:
-    """The models above could not tell a wrong count from a right one if the duplicated gradients were zero."""
-    assert all(WHOLE[name].abs().sum() > 0 for name in ("norm", "embedding", "linear"))
+def test_stats_when_params_are_duplicated_then_each_element_counts_once() -> None:
+    measured = run_ranks(measure, 4)
+    assert all(WHOLE[name].abs().sum() > 0 for name in ("norm", "embedding", "linear"))  # or twice would be as once
+    for kind, parts in MODELS.items():
+        pieces = [piece for part in parts for piece in part.values()]
+        included = torch.cat([piece.tensor.flatten() for piece in pieces if not piece.excluded])
+        wanted = (float(included.double().norm()), int((included == 0).sum()))
+        for rank in range(4):
+            # All sums are exact; one square root in float64 is left on either side.
+            assert measured[rank][kind] == pytest.approx(wanted, rel=1e-15, abs=0.0), kind
 
 
 @pytest.mark.parametrize(

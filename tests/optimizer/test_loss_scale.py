@@ -131,27 +131,10 @@ def test_dynamic_scale_when_growth_is_cut_off_then_it_fills_the_hysteresis_all_t
 @settings(deadline=None)
 @given(rules=RULES, overflows=OVERFLOWS)
 def test_dynamic_scale_when_steps_are_random_then_it_follows_the_rules(rules: Rules, overflows: list[bool]) -> None:
-    assert run(rules.build(), overflows) == scales_by_the_rules(rules, overflows)
-
-
-@settings(deadline=None)
-@given(rules=RULES, overflows=OVERFLOWS)
-def test_can_back_off_when_steps_are_random_then_true_above_the_minimum_only(
-    rules: Rules, overflows: list[bool]
-) -> None:
     loss_scale = rules.build()
-    for overflow in [False, *overflows]:
+    for expected, overflow in zip(scales_by_the_rules(rules, overflows), overflows, strict=True):
         assert loss_scale.can_back_off() == (loss_scale.scale.item() > rules.minimum)
-        loss_scale.update(found_nonfinite=overflow)
-
-
-def test_can_back_off_when_overflows_go_on_then_until_the_minimum() -> None:
-    loss_scale = Rules(initial=4.0, hysteresis=1).build()
-    found = []
-    for _ in range(4):
-        found.append(loss_scale.can_back_off())
-        loss_scale.update(found_nonfinite=True)
-    assert found == [True, True, False, False]
+        assert run(loss_scale, [overflow]) == [expected]
 
 
 @settings(deadline=None)
@@ -166,35 +149,24 @@ def test_state_dict_when_loaded_into_a_new_scale_then_both_go_on_alike(
     assert run(second, after) == run(first, after)
 
 
-def test_state_dict_when_the_scale_moves_on_then_the_saved_one_does_not() -> None:
-    loss_scale = Rules(hysteresis=1).build()
-    saved = loss_scale.state_dict()
-    run(loss_scale, steps("x"))
-    assert saved["scale"] == 16.0
-    assert loss_scale.scale.item() == 8.0
-
-
 def test_scale_when_it_changes_then_the_tensor_stays_the_same_object() -> None:
     """Kernels and hosts keep a reference to it."""
     loss_scale = Rules(hysteresis=1, growth_interval=1).build()
-    tensor = loss_scale.scale
+    tensor, saved = loss_scale.scale, loss_scale.state_dict()
     run(loss_scale, steps("x.x"))
+    assert saved["scale"] == 16.0
     loss_scale.load_state_dict({"scale": 64.0, "good_steps": 0, "tolerated": 1})
     assert loss_scale.scale is tensor
     assert (tensor.item(), tensor.dtype, tensor.shape) == (64.0, torch.float32, (1,))
 
 
-@pytest.mark.parametrize(("option", "scale"), [(None, 1.0), (1024, 1024.0), (0.5, 0.5)])
-def test_constant_scale_when_steps_overflow_then_it_stays_and_offers_no_cure(
-    option: float | None, scale: float
-) -> None:
-    loss_scale = make_loss_scale(DistOptConfig(loss_scale=option), CPU)
-    assert isinstance(loss_scale, ConstantLossScale)
-    assert not loss_scale.can_back_off()
-    assert run(loss_scale, steps("xxx...")) == [scale] * 6
-    assert loss_scale.state_dict() == {}
-    loss_scale.load_state_dict({})
-    assert loss_scale.scale.item() == scale
+def test_constant_scale_when_steps_overflow_then_it_stays_and_offers_no_cure() -> None:
+    for option, scale in ((None, 1.0), (1024, 1024.0), (0.5, 0.5)):
+        loss_scale = make_loss_scale(DistOptConfig(loss_scale=option), CPU)
+        assert isinstance(loss_scale, ConstantLossScale) and not loss_scale.can_back_off()
+        assert run(loss_scale, steps("xxx...")) == [scale] * 6
+        loss_scale.load_state_dict(loss_scale.state_dict())
+        assert loss_scale.scale.item() == scale
 
 
 def test_make_loss_scale_when_dynamic_then_it_starts_with_the_config() -> None:

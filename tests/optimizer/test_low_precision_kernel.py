@@ -260,8 +260,8 @@ def test_grad_addresses_when_in_many_allocations_then_the_last_ones_are_absolute
 @pytest.mark.skipif(IS_INTERPRETED, reason="is interpreted already")
 @pytest.mark.parametrize("marker", ["not long", pytest.param("long", marks=pytest.mark.long)])
 def test_kernel_when_it_is_interpreted_then_its_tests_pass(marker: str) -> None:
-    chosen = "-m", marker, "-k", "every_bit"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, __file__]
+    options = "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-m", marker, "-k", "every_bit"
+    command = [sys.executable, "-m", "pytest", "-q", *options, __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     folder = Path(__file__).parents[2]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Muon against torch's at zero tolerance: whole, in params of several matrices, cut over ranks with matrix owners."""
+"""Muon against torch's at zero tolerance: whole and in params of several matrices; test_flat_muon.py cuts them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.errors import ConfigError, LayoutError
-from megatron_distopt.layout import (
-    BufferLayout,
-    MatrixSpec,
-    OwnerPlan,
-    ParamShard,
-    ParamSpec,
-    lay_out,
-    owned_shards,
-    plan_owners,
-)
-from megatron_distopt.optimizer.owners.muon import (
-    Muon,
-    apply_update,
-    direction_of,
-    orthogonalize,
-    orthogonalize_block,
-)
-from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions
+from megatron_distopt.layout import MatrixSpec
+from megatron_distopt.optimizer.owners.muon import Muon
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -125,86 +109,6 @@ def test_muon_when_a_param_has_three_dimensions_then_a_stack_of_matrices() -> No
     assert torch.equal(stack, torch.stack([part.detach() for part in parts]))
 
 
-# --- cut over ranks
-
-
-class Ranks:
-    """All ranks of a data-parallel group in one process; they exchange nothing but what the plan says."""
-
-    def __init__(self, layout: BufferLayout, specs: Mapping[str, MatrixSpec], starts: Mapping[str, Tensor]) -> None:
-        self.layout, self.specs, self.plan = layout, specs, plan_owners(layout, specs)
-        self.shards = {
-            (rank, shard.name): shard for rank in range(layout.num_shards) for shard in owned_shards(layout, rank)
-        }
-        self.mains = {key: self._cut(starts, shard).clone() for key, shard in self.shards.items()}
-        self.momenta = {key: torch.zeros_like(main) for key, main in self.mains.items()}
-
-    @staticmethod
-    def _cut(tensors: Mapping[str, Tensor], shard: ParamShard) -> Tensor:
-        return tensors[shard.name].view(-1)[shard.in_param.as_slice()]
-
-    def step(self, grads: Mapping[str, Tensor], options: MuonOptions) -> None:
-        updates = {
-            key: direction_of(self._cut(grads, shard), self.momenta[key], options) for key, shard in self.shards.items()
-        }
-        for rank in range(self.layout.num_shards):
-            self._orthogonalize(rank, updates, options)
-        for key, shard in self.shards.items():
-            apply_update(self.mains[key], updates[key], self.specs[shard.name], shard.in_param, options)
-
-    def _orthogonalize(self, rank: int, updates: dict[tuple[int, str], Tensor], options: MuonOptions) -> None:
-        """What one rank does as an owner: it sees its own shards and what arrives."""
-        arriving = {(each.name, each.in_buffer.start): each for each in self.plan.arriving(rank)}
-        for owner in self.plan.owned_by(rank):
-            block = torch.full((owner.block.in_param.numel,), math.nan, dtype=torch.bfloat16)
-            own = self.shards.get((rank, owner.name))
-            in_block = []
-            if own is not None and (piece := own.in_buffer.intersect(owner.in_buffer)) is not None:
-                in_block.append((rank, piece))
-            in_block += [
-                (each.holder, each.in_buffer)
-                for each in arriving.values()
-                if (each.name, each.round) == (owner.name, owner.round)
-            ]
-            for holder, piece in in_block:
-                shard = self.shards[holder, owner.name]
-                source = updates[holder, owner.name][piece.relative_to(shard.in_buffer.start).as_slice()]
-                block[piece.relative_to(owner.in_buffer.start).as_slice()] = source
-            assert not block.isnan().any(), "an element did not arrive"
-            orthogonalize_block(block, self.specs[owner.name], owner.block, lambda each: orthogonalize(each, options))
-            for holder, piece in in_block:
-                shard = self.shards[holder, owner.name]
-                target = updates[holder, owner.name][piece.relative_to(shard.in_buffer.start).as_slice()]
-                target.copy_(block[piece.relative_to(owner.in_buffer.start).as_slice()])
-
-    def whole(self, name: str) -> Tensor:
-        found = torch.full((self.specs[name].numel,), math.nan)
-        for (_, shard_name), shard in self.shards.items():
-            if shard_name == name:
-                found[shard.in_param.as_slice()] = self.mains[shard.rank, name]
-        return found
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(
-    ("num_ranks", "bucket_size", "alignment_numel"),
-    [(1, None, 64), (2, None, 1), (3, 400, 64), (5, None, 7), (8, 1, 1), (8, None, 64), (31, 300, 1)],
-)
-def test_muon_when_params_are_cut_over_ranks_then_equal_to_torchs(
-    num_ranks: int, bucket_size: int | None, alignment_numel: int, options: dict[str, Any]
-) -> None:
-    starts, grads, expected = reference_of(SPECS, options)
-    params = [ParamSpec(name, spec.numel) for name, spec in SPECS.items()]
-    layout = lay_out(params, num_shards=num_ranks, bucket_size=bucket_size, alignment_numel=alignment_numel)
-    ranks = Ranks(layout, SPECS, starts)
-    assert isinstance(ranks.plan, OwnerPlan) and (num_ranks == 1) == (ranks.plan.num_rounds == 0)
-    for step in grads:
-        ranks.step(step, TorchMuonOptions(**options))
-    for name, spec in SPECS.items():
-        for own, other in zip(matrices_in(ranks.whole(name), spec), expected[name], strict=True):
-            assert torch.equal(own, other), name
-
-
 # --- as an optimizer of torch
 
 
@@ -254,21 +158,14 @@ def test_step_when_gradients_are_read_afterwards_then_they_are_as_before() -> No
         assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.full((3, 4), 1.0, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"lr": -0.1},
-        {"lr": math.nan},
-        {"lr": torch.ones(2)},
-        {"weight_decay": -1.0},
-        {"momentum": -0.5},
-        {"ns_steps": 100},
-        {"ns_steps": -1},
-        {"ns_coefficients": (1.0, 2.0)},
-        {"adjust_lr_fn": "new"},
-    ],
-    ids=str,
-)
+WRONG: list[dict[str, Any]] = [
+    *({"lr": wrong} for wrong in (-0.1, math.nan, torch.ones(2))),
+    *({"weight_decay": -1.0}, {"momentum": -0.5}, {"ns_steps": 100}, {"ns_steps": -1}),
+    *({"ns_coefficients": (1.0, 2.0)}, {"adjust_lr_fn": "new"}),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_muon_when_an_option_cannot_work_then_refused_in_the_call_and_in_a_group(wrong: dict[str, Any]) -> None:
     [name] = wrong
     with pytest.raises(ConfigError, match=name):

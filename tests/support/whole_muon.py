@@ -228,12 +228,9 @@ def layer_wise_buffers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_the_fork(script: Any, reference: Reference, *, repaired: bool = False) -> Iterator[None]:
-    """In the block the trainings of a fork of 2023 without sharding use the reference.
+    """In the block the trainings of a fork of 2023 without sharding, whose `script` provides models, use the reference.
 
-    Args:
-        script: of the fork, with `model_provider`.
-        reference: see `Reference`.
-        repaired: see test_megatron_2023_numerics.py.
+    For `repaired` see test_megatron_2023_numerics.py.
     """
     from megatron import get_args
 

@@ -9,7 +9,7 @@ With gradient G, momentum M, learning rate lr, decay wd and the Newton-Schulz it
 [Note: three parts of Muon] Only NS needs whole matrices. What comes before and after it is element-wise, so that a rank
 does it for its shards, in whatever order their elements lie. Between the parts an update is in the dtype in which NS
 takes it, so that a piece of it travels to another rank and back without being rounded once more: with torch's formula
-in bfloat16, 2 bytes an element. A step on shards is one on whole matrices, to the bit (tests/optimizer/test_muon.py).
+in bfloat16, 2 bytes an element. A step on shards is one on whole matrices, to the bit: test_flat_muon.py holds it.
 
 Formulas and their sources are in muon_options.py.
 """
