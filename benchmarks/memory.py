@@ -95,17 +95,15 @@ def summary(readings: Sequence[MemoryReading]) -> dict[str, Any]:
 
 def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     for ranks in found:
-        yield ""
         goal = f"6 + 12/n = {ranks['target']:.2f}"
-        yield f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements; bytes an element on a rank; {goal}"
+        yield f"\n{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements; bytes an element on a rank; {goal}"
         rows = [
             (name, *(f"{value:.2f}" for value in values.values()), "")
             for name, values in ranks["bytes an element"].items()
         ]
         rows += [(name, "-", "-", "-", why_not) for name, why_not in ranks["why_not"].items()]
         yield from table(("", "peak of a step", "held between", "peak of building", ""), rows)
-    yield ""
-    yield "; ".join(last_words(ranks) for ranks in found) or "nothing was run"
+    yield from ("", "; ".join(last_words(ranks) for ranks in found) or "nothing was run")
 
 
 def last_words(ranks: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ how evenly 8, 64 and 512 ranks share the matrices of large models. benchmarks/RE
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ import torch
 from peers.machine import about
 from peers.memory_reading import covered, storages
 from peers.muon_contestants import entries
-from peers.ranks import exchange, log, run_on_ranks
-from peers.report import Rounds, failure, over, spread, table
+from peers.ranks import exchange, log, measured, run_on_ranks
+from peers.report import Rounds, over, spread, table
 from peers.script import parser_of, settings_of, write
 from peers.state import fill
 from peers.step_contestants import StepEntry
@@ -83,11 +82,10 @@ def read_all(rank: int, size: int, path: Path, args: argparse.Namespace) -> None
 
 def read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
     """Collective: builds a contestant, checks and times it, and drops it."""
-    measured: list[MuonReading] = []
-    texts = exchange(failure(lambda: measured.append(_read(entry, setting, number, repeats, reference))))
-    gc.collect()
-    why_not = next((text for text in texts if text), "")
-    return MuonReading(entry.name, setting.size, setting.numel, number, why_not=why_not) if why_not else measured[0]
+    reading, why_not = measured(lambda: _read(entry, setting, number, repeats, reference))
+    if why_not:
+        return MuonReading(entry.name, setting.size, setting.numel, number, why_not=why_not)
+    return reading  # type: ignore[return-value]  # there is one where nothing was raised
 
 
 def _read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:

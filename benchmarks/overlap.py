@@ -25,12 +25,11 @@ from typing import Any
 import peers.environment  # noqa: F401 - before torch
 from peers.crew import Crew, Member
 from peers.machine import about
-from peers.namespaces import NUM_ENDS, Wire, join, why_not
+from peers.namespaces import NUM_ENDS, Link, join, why_not
 from peers.overlap_contestants import FORWARD, best_of, picked
-from peers.overlap_exposed import Context, WiredReading, slowest, summary
 from peers.overlap_probe import Probe, measure
 from peers.overlap_rank import TIME_LIMIT
-from peers.overlap_report import last_line, lines, name_of
+from peers.overlap_report import Context, WiredReading, lines, name_of, slowest, summary
 from peers.report import spread
 from peers.script import parser_of, settings_of, write
 from peers.train_contestants import FORWARD_BACKWARD
@@ -50,22 +49,21 @@ def main() -> None:
         print(refusal, file=sys.stderr)
         raise SystemExit(2)
     start = time.monotonic()
-    with join(args.delay_us) as wire:
-        probes = {rate: probe(wire, rate) for rate in args.rates}
-        readings, failures = run(entries, wire, args)
+    with join() as link:
+        probes = {rate: probe(link, rate) for rate in args.rates}
+        readings, failures = run(entries, link, args)
     found = summaries(readings, probes, best_of(entries))
-    link = {"delay_us": wire.delay_us, "delay_us_asked": args.delay_us, "note": wire.note, "reached": probes}
-    about_it = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "link": link}
+    about_it = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "reached": probes}
     result = {**about_it, "rates": found, "failures": failures, "readings": readings}
     write(result, args.json)
-    for line in (*lines(found), "", *(note for note in (wire.note, *failures) if note), last_line(found)):
+    for line in (*failures, *lines(found)):
         print(line)
 
 
-def probe(wire: Wire, gigabits: float) -> Probe:
+def probe(link: Link, gigabits: float) -> Probe:
     """What plain TCP reaches at a rate."""
-    wire.set_rate(gigabits)
-    found = measure(wire, PROBE_SECONDS)
+    link.set_rate(gigabits)
+    found = measure(link, PROBE_SECONDS)
     reached = f"plain TCP reaches {found.gigabits:.2f} Gbit/s, {found.round_trip_us:.0f} us there and back"
     print(f"{name_of(gigabits)}: {reached}", file=sys.stderr)
     return found
@@ -75,12 +73,12 @@ class LostError(RuntimeError):
     """A rank ended, or did not answer in time."""
 
 
-def run(entries: Sequence[TrainEntry], wire: Wire, args: argparse.Namespace) -> tuple[list[WiredReading], list[str]]:
+def run(entries: Sequence[TrainEntry], link: Link, args: argparse.Namespace) -> tuple[list[WiredReading], list[str]]:
     """What was read, and why it ended early."""
     readings: list[WiredReading] = []
     try:
-        with pairs(wire, args) as (mute, wired):
-            for reading in rounds(entries, mute, wired, wire, args):
+        with pairs(link, args) as (mute, wired):
+            for reading in rounds(entries, mute, wired, link, args):
                 readings.append(reading)
                 tell(reading)
     except LostError as error:
@@ -89,21 +87,21 @@ def run(entries: Sequence[TrainEntry], wire: Wire, args: argparse.Namespace) -> 
 
 
 @contextmanager
-def pairs(wire: Wire, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
+def pairs(link: Link, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
     """Two ranks that do not communicate, and two in the namespaces; ended afterwards, at once after an error."""
     model = {name: getattr(args, name) for name in MODEL}
     started: list[Crew] = []
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
-        tcp = f"tcp://{wire.link.address(0)}:{STORE_PORT}"
+        tcp = f"tcp://{link.address(0)}:{STORE_PORT}"
         try:
             for store in (str(Path(folder) / "store"), tcp):
                 members = []
                 for rank in range(NUM_ENDS):
-                    interface = wire.link.interface(rank) if store == tcp else "lo"
+                    interface = link.interface(rank) if store == tcp else "lo"
                     place = {"rank": rank, "size": NUM_ENDS, "interface": interface, "store": store}
                     about = json.dumps({**place, "ours": args.ours, "model": model})
                     command = [sys.executable, "-m", "peers.overlap_rank", about]
-                    inside = wire.link.inside(rank, command) if store == tcp else command
+                    inside = link.inside(rank, command) if store == tcp else command
                     # Addresses of the link have no names, which torch would warn of.
                     members.append(Member(inside, {"TORCH_CPP_LOG_LEVEL": "ERROR"}))
                 started.append(Crew(members, Path(__file__).resolve().parent))
@@ -117,10 +115,10 @@ def pairs(wire: Wire, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
 
 
 def rounds(
-    entries: Sequence[TrainEntry], mute: Crew, wired: Crew, wire: Wire, args: argparse.Namespace
+    entries: Sequence[TrainEntry], mute: Crew, wired: Crew, link: Link, args: argparse.Namespace
 ) -> Iterator[WiredReading]:
     """A warm-up of every contestant with a small model, then rounds: without communication, then at each rate."""
-    wire.set_rate(0.0)
+    link.set_rate(0.0)
     for entry in entries:
         for crew in (mute, wired):
             ask(crew, entry.name, -1, args)
@@ -128,7 +126,7 @@ def rounds(
         for entry in (FORWARD, FORWARD_BACKWARD, *entries):
             yield WiredReading(None, 0.0, slowest(ask(mute, entry.name, number, args)))
             for gigabits in args.rates if entry.trains else ():
-                wire.set_rate(gigabits)
+                link.set_rate(gigabits)
                 start, busy = time.monotonic(), busy_seconds()
                 answers = ask(wired, entry.name, number, args)
                 cores = (busy_seconds() - busy) / (time.monotonic() - start)
@@ -188,7 +186,6 @@ def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "a smaller model, one rate, 2 rounds, fewer variants")
     parser.add_argument("--ours", nargs="+", default=[], help="name=value of DistOptConfig: ours once more with these")
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 5, 25], help="Gbit/s, 10**9 bits; 0: no limit")
-    parser.add_argument("--delay-us", type=float, default=0.0, help="of the link, one way, where the kernel has netem")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed")
     parser.add_argument("--blocks", type=int, default=1, help="timed blocks of steps in a reading")
@@ -200,7 +197,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16, help="of a rank's microbatch")
     parser.add_argument("--bucket-size", type=int, default=1_000_000, help="for those that take it")
     args = parser.parse_args()
-    for name, least in (("rates", 0), ("delay_us", 0), ("rounds", 1), ("blocks", 1), ("steps", 1)):
+    for name, least in (("rates", 0), ("rounds", 1), ("blocks", 1), ("steps", 1)):
         given = getattr(args, name)
         if (min(given) if isinstance(given, list) else given) < least:
             option = f"--{name.replace('_', '-')}"

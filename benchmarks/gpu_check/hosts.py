@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peers.ranks import exchange
+from peers.ranks import exchange, measured
 from peers.transformer import TrainSetting, batch, transformer
 
 from gpu_check import ROOT
@@ -69,20 +69,10 @@ def _theirs(name: str, train: Callable[[], T]) -> T:
     Raises:
         SkipError: it does not run on this device, so that there is nothing to compare with.
     """
-    found: list[T] = []
-    why_not = _first(exchange(_failure(lambda: found.append(train()))))
+    found, why_not = measured(train)
     if why_not:
         raise SkipError(f"{name} does not run here: {why_not}")
-    return found[0]
-
-
-def _failure(act: Callable[[], object]) -> str:
-    failure: str = import_module("peers.report").failure(act)
-    return failure
-
-
-def _first(texts: Sequence[str]) -> str:
-    return next((text for text in texts if text), "")
+    return found  # type: ignore[return-value]  # there is one where nothing was raised
 
 
 def _core_training(kind: str, place: Place) -> Curve:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 from dataclasses import asdict, replace
 
+import torch
 from peers.memory_reading import MemoryReading, read
-from peers.ranks import exchange
-from peers.report import failure
 from peers.trainers import TrainEntry
-from peers.transformer import TrainSetting, batch
+from peers.transformer import TrainSetting
 
 from gpu_check.checks import Check, Found, Place, SkipError, Where, WrongError
 from gpu_check.machine import CPU, empty_cache, memory_now, most_memory, reset_most_memory, synchronize
@@ -65,41 +64,30 @@ def _read(place: Place, entry: TrainEntry, setting: TrainSetting) -> MemoryReadi
         return read(entry, setting)
     if memory_now(place.device) is None:
         raise SkipError(f"torch counts no memory of {place.device.type}")
-    measured: list[MemoryReading] = []
-    texts = exchange(failure(lambda: measured.append(_measure(place, entry, setting))))
-    gc.collect()
+    reading = read(entry, setting, lambda: DeviceMemory(place.device))
     empty_cache(place.device)
-    why_not = next((text for text in texts if text), "")
-    return MemoryReading(entry.name, setting.size, setting.numel, why_not=why_not) if why_not else measured[0]
+    return reading
 
 
-def _measure(place: Place, entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
-    gc.collect()
-    before = _now(place)
-    reset_most_memory(place.device)
-    trainer = entry.build(setting)
-    try:
-        for step in range(2):
-            trainer.train(batch(setting, step))
-        build_peak = _most(place) - before
-        reset_most_memory(place.device)
-        trainer.train(batch(setting, 2))
-        trainer.finish()
-        step_peak, kept = _most(place) - before, _now(place) - before
-    finally:
-        trainer.close()
-    most = (max(exchange(nbytes)) for nbytes in (kept, step_peak, build_peak))
-    return MemoryReading(entry.name, setting.size, setting.numel, *most)
+class DeviceMemory:
+    """As `HostMemory`, of tensors on a device."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+        gc.collect()
+        self._before = self.held()
+        self.reset()
 
-def _now(place: Place) -> int:
-    synchronize(place.device)
-    return memory_now(place.device) or 0
+    def reset(self) -> None:
+        reset_most_memory(self._device)
 
+    def peak(self) -> int:
+        synchronize(self._device)
+        return (most_memory(self._device) or 0) - self._before
 
-def _most(place: Place) -> int:
-    synchronize(place.device)
-    return most_memory(place.device) or 0
+    def held(self) -> int:
+        synchronize(self._device)
+        return (memory_now(self._device) or 0) - self._before
 
 
 CHECKS = (Check("held", "bytes an element are 6 + 12/n", held, "memory", Where.ENDS, limit=200),)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from peers.measuring import CheckpointReading
-from peers.report import OURS, Rounds, Spread, table
+from peers.report import OURS, Rounds, Spread, report
 
 _ASYNC = "ours async"
 _FIGURES = tuple(
@@ -37,6 +37,7 @@ def summary(readings: Sequence[CheckpointReading]) -> list[dict[str, Any]]:
                 _STALL: rounds.over(figure("save_seconds")).get(_ASYNC),
                 "async until on the disk / sync": rounds.over(figure("disk_seconds")).get(_ASYNC),
                 "figures": {name: rounds.spreads(figure(name)) for name in _FIGURES},
+                "seconds": rounds.spreads(figure("save_seconds")),
                 "why_not": rounds.failures()["why_not"],
             }
         )
@@ -48,25 +49,16 @@ def _figure(name: str, reading: CheckpointReading) -> float | None:
     return value
 
 
+_TIMES, _SIZES = ("returns s", "on disk s", "load s", "cpu s"), ("save +MiB", "load +MiB", "disk MB")
+_HEADER = ("", *_TIMES, *_SIZES, "on disk / ours", "")
+
+
 def lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A table a setting; the last line has the ratios of all."""
-    header = (
-        "",
-        "returns s",
-        "on disk s",
-        "load s",
-        "cpu s",
-        "save +MiB",
-        "load +MiB",
-        "disk MB",
-        "on disk / ours",
-        "",
-    )
-    for setting in found:
-        yield f"\n{setting['ranks']} ranks, {setting['numel'] / 1e6:.0f} M elements (median, [smallest to largest])"
-        yield from table(header, [_row(name, setting) for name in setting["figures"]["save_seconds"]])
-    yield ""
-    yield "; ".join(map(_last_words, found)) or "nothing was run"
+    return report(found, _heading, _HEADER, _row, _last_words)
+
+
+def _heading(setting: Mapping[str, Any]) -> str:
+    return f"{setting['ranks']} ranks, {setting['numel'] / 1e6:.0f} M elements (median, [smallest to largest])"
 
 
 def _row(name: str, setting: Mapping[str, Any]) -> list[str]:

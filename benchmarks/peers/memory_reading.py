@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from peers.ranks import exchange
-from peers.report import failure
-from peers.trainers import TrainEntry, Trainer
+from peers.ranks import exchange, measured
+from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting, batch
 
 #: Steps before the one that is measured: moments and what a first step leaves behind are there then.
@@ -32,37 +32,44 @@ class MemoryReading:
     why_not: str = ""  # the reason, where it was not run
 
 
-def read(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
-    """Collective: builds a contestant, trains with it and drops it."""
-    measured: list[MemoryReading] = []
-    texts = exchange(failure(lambda: measured.append(_measure(entry, setting))))
-    gc.collect()
-    why_not = next((text for text in texts if text), "")
+class HostMemory:
+    """Memory of this process beyond what it had when this was made: resident, and storages of tensors."""
+
+    def __init__(self) -> None:
+        self._known, self._before = storages(), reset_peak()
+
+    def reset(self) -> None:
+        """Forgets the peak."""
+        reset_peak()
+
+    def peak(self) -> int:
+        return status("VmHWM") - self._before
+
+    def held(self) -> int:
+        return covered((address, nbytes) for address, nbytes in storages().items() if address not in self._known)
+
+
+def read(entry: TrainEntry, setting: TrainSetting, memory: Callable[[], Any] = HostMemory) -> MemoryReading:
+    """Collective: builds a contestant, trains with it and drops it; `memory` begins to count, as `HostMemory` does."""
+    reading, why_not = measured(lambda: _measure(entry, setting, memory()))
     if why_not:
         return MemoryReading(entry.name, setting.size, setting.numel, why_not=why_not)
-    return measured[0]
+    return reading  # type: ignore[return-value]  # there is one where nothing was raised
 
 
-def _measure(entry: TrainEntry, setting: TrainSetting) -> MemoryReading:
-    known, before = storages(), reset_peak()
+def _measure(entry: TrainEntry, setting: TrainSetting, memory: Any) -> MemoryReading:
     trainer = entry.build(setting)
     try:
         for step in range(_WARM_UP):
             trainer.train(batch(setting, step))
-        build_peak = status("VmHWM") - before
-        step_peak = _peak_of_step(trainer, setting) - before
-        held = covered((address, nbytes) for address, nbytes in storages().items() if address not in known)
+        build_peak = memory.peak()
+        memory.reset()
+        trainer.train(batch(setting, _WARM_UP))
+        trainer.finish()
+        counted = memory.held(), memory.peak(), build_peak
     finally:
         trainer.close()
-    most = (max(exchange(nbytes)) for nbytes in (held, step_peak, build_peak))
-    return MemoryReading(entry.name, setting.size, setting.numel, *most)
-
-
-def _peak_of_step(trainer: Trainer, setting: TrainSetting) -> int:
-    reset_peak()
-    trainer.train(batch(setting, _WARM_UP))
-    trainer.finish()
-    return status("VmHWM")
+    return MemoryReading(entry.name, setting.size, setting.numel, *(max(exchange(nbytes)) for nbytes in counted))
 
 
 def covered(storages: Iterable[tuple[int, int]]) -> int:

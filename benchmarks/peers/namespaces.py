@@ -23,7 +23,6 @@ PREFIX = "distopt-overlap-"
 _BURST_SECONDS, _LEAST_BURST_NBYTES = 0.5e-3, 128 << 10
 #: Of a queue, so long that TCP fills its own buffers before it: nothing is dropped and sent twice.
 _QUEUE_NBYTES = 32 << 20
-_SHAPER, _DELAYER = "1:", "10:"
 
 Command = list[str]
 
@@ -68,111 +67,52 @@ class Link:
             [*ip, "link", "set", self.interface(end), "up"],
         ]
 
-    def removal(self) -> list[Command]:
-        """The interfaces go with their namespaces."""
-        return [["ip", "netns", "delete", self.namespace(end)] for end in range(NUM_ENDS)]
+    def set_rate(self, gigabits: float) -> None:
+        """Limits what both ends send, in 10**9 bits a second, 0 for no limit; connections stay."""
+        for end in range(NUM_ENDS):
+            qdisc, root = ["tc", "-n", self.namespace(end), "qdisc"], ["dev", self.interface(end), "root"]
+            _run([*qdisc, "delete", *root])  # fails where there is no limit
+            if gigabits:
+                _do([*qdisc, "replace", *root, "handle", "1:", *token_bucket(gigabits)])
 
 
-def shape(link: Link, end: int, gigabits: float, delay_us: float = 0.0) -> list[Command]:
-    """What limits what one end sends, and delays it.
-
-    Args:
-        link: that is there.
-        end: which.
-        gigabits: a second, 10**9 bits; 0 for no limit.
-        delay_us: one way, microseconds; 0 for none.
-    """
-    where = ["tc", "-n", link.namespace(end), "qdisc"]
-    root = ["dev", link.interface(end), "root"]
+def token_bucket(gigabits: float) -> Command:
+    """The words of a limit, see [Note: size of the bucket]."""
     bits = round(gigabits * 1e9)
     burst = max(round(bits / 8 * _BURST_SECONDS), _LEAST_BURST_NBYTES)
-    limit = ["tbf", "rate", f"{bits}bit", "burst", f"{burst}b", "limit", f"{_QUEUE_NBYTES}b"]
-    limits = [[*where, "replace", *root, "handle", _SHAPER, *limit]] if bits else []
-    parent = ["dev", link.interface(end), "parent", f"{_SHAPER}1"] if bits else root
-    delay = [*where, "add", *parent, "handle", _DELAYER, "netem", "delay", f"{delay_us:g}us", "limit", "100000"]
-    return [*limits, *([delay] if delay_us else [])]
-
-
-def unshape(link: Link, end: int) -> Command:
-    """Takes off what `shape` put on; fails where nothing is."""
-    return ["tc", "-n", link.namespace(end), "qdisc", "delete", "dev", link.interface(end), "root"]
-
-
-class Wire:
-    """A link that is there.
-
-    Args:
-        link: its names.
-        delay_us: asked for, one way, microseconds.
-    """
-
-    def __init__(self, link: Link, delay_us: float = 0.0) -> None:
-        self.link = link
-        self.delay_us = delay_us
-        #: Why there is less delay than was asked for.
-        self.note = ""
-        if delay_us:
-            self._try_delay()
-
-    def _try_delay(self) -> None:
-        done = _run(shape(self.link, 0, 0.0, self.delay_us)[0])
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["no reason given"])[0]
-            self.note = f"this kernel cannot delay packets (netem: {said}); everything runs without delay"
-            self.delay_us = 0.0
-
-    def set_rate(self, gigabits: float) -> None:
-        """Of both directions; connections stay.
-
-        Args:
-            gigabits: a second; 0 for no limit.
-        """
-        for end in range(NUM_ENDS):
-            _run(unshape(self.link, end))
-            for command in shape(self.link, end, gigabits, self.delay_us):
-                _do(command)
+    return ["tbf", "rate", f"{bits}bit", "burst", f"{burst}b", "limit", f"{_QUEUE_NBYTES}b"]
 
 
 @contextmanager
-def join(delay_us: float = 0.0) -> Iterator[Wire]:
-    """Makes the link, and removes it whatever happens, SIGTERM included; first what killed processes left.
-
-    Args:
-        delay_us: one way, microseconds.
-    """
-    for name in leftovers(_run(["ip", "netns", "list"]).stdout, _is_alive):
+def join() -> Iterator[Link]:
+    """Makes the link, and removes it whatever happens, SIGTERM included; first what killed processes left."""
+    for name in leftovers(_run(["ip", "netns", "list"]).stdout, lambda process: os.path.exists(f"/proc/{process}")):
         _run(["ip", "netns", "delete", name])
     link = Link(os.getpid())
-    with _terminable():
-        try:
-            for command in link.setup():
-                _do(command)
-            yield Wire(link, delay_us)
-        finally:
-            for command in link.removal():
-                _run(command)
+    before = signal.signal(signal.SIGTERM, _leave)  # as an exception, so that what was made is removed
+    try:
+        for command in link.setup():
+            _do(command)
+        yield link
+    finally:
+        for end in range(NUM_ENDS):  # the interfaces go with their namespaces
+            _run(["ip", "netns", "delete", link.namespace(end)])
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def leftovers(listing: str, is_alive: Callable[[int], bool]) -> list[str]:
-    """Namespaces of this script whose process is gone.
-
-    Args:
-        listing: of `ip netns list`: a name in front of each line.
-        is_alive: whether there is a process with an id.
-    """
+    """Namespaces of this script in a listing of `ip netns list` whose process is gone."""
     names = [line.split()[0] for line in listing.splitlines() if line.startswith(PREFIX)]
     owners = [(name, name.removeprefix(PREFIX).partition("-")[0]) for name in names]
     return [name for name, owner in owners if owner.isdecimal() and not is_alive(int(owner))]
 
 
 def refused(user: int, has: Callable[[str], object], command: str) -> str:
-    """Why no namespace can be made, and what to type; empty where nothing speaks against it.
-
-    Args:
-        user: effective id.
-        has: whether a program is there.
-        command: that was typed.
-    """
+    """Why this user cannot make a namespace, and what to type instead of a command; empty where nothing is known."""
     for program in ("ip", "tc"):
         if not has(program):
             remedy = "Install them: apt-get install iproute2"
@@ -197,10 +137,6 @@ def why_not(command: str) -> str:
     return ""
 
 
-def _is_alive(process: int) -> bool:
-    return os.path.exists(f"/proc/{process}")
-
-
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -209,17 +145,3 @@ def _do(command: Sequence[str]) -> None:
     done = _run(command)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM as an exception, so that what was made is removed."""
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

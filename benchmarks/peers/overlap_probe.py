@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers.namespaces import Wire
+from peers.namespaces import Link
 
 _PORT, _PIECE_NBYTES = 29400, 1 << 20
 _TURNS, _TIME_LIMIT = 100, 20.0
@@ -35,17 +35,12 @@ class Probe:
     round_trip_us: float  # of eight bytes there and back, microseconds, median
 
 
-def measure(wire: Wire, seconds: float) -> Probe:
-    """From rank 0's namespace to rank 1's.
-
-    Args:
-        wire: with its rate set.
-        seconds: of sending.
-    """
+def measure(link: Link, seconds: float) -> Probe:
+    """From rank 0's namespace to rank 1's, with so many seconds of sending."""
     folder = Path(__file__).resolve().parents[1]
     program = [sys.executable, "-m", "peers.overlap_probe"]
-    receive = wire.link.inside(1, [*program, "receive"])
-    send = wire.link.inside(0, [*program, "send", wire.link.address(1), str(seconds)])
+    receive = link.inside(1, [*program, "receive"])
+    send = link.inside(0, [*program, "send", link.address(1), str(seconds)])
     with subprocess.Popen(receive, cwd=folder, stdout=subprocess.PIPE, text=True) as receiver:
         subprocess.run(send, cwd=folder, check=True, timeout=_TIME_LIMIT + seconds)
         said, _ = receiver.communicate(timeout=_TIME_LIMIT)

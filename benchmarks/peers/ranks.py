@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import tempfile
@@ -10,11 +11,15 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from peers.report import failure
+
+T = TypeVar("T")
 
 
 def run_on_ranks(
@@ -72,6 +77,14 @@ def exchange(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def measured(act: Callable[[], T]) -> tuple[T | None, str]:
+    """Collective: what it returned on this rank, and why not where it raised on any of them."""
+    found: list[T] = []
+    texts = exchange(failure(lambda: found.append(act())))
+    gc.collect()
+    return (found[0] if found else None), next((text for text in texts if text), "")
 
 
 def now() -> float:

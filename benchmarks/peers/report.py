@@ -123,5 +123,22 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
         yield "  ".join([f"{first:{widths[0]}}", *cells, last]).rstrip()
 
 
+Setting = Mapping[str, Any]
+
+
+def report(
+    found: Sequence[Setting],
+    heading: Callable[[Setting], str],
+    header: Sequence[str],
+    row: Callable[[str, Setting], Sequence[str]],
+    last_words: Callable[[Setting], str],
+) -> Iterator[str]:
+    """A table a setting, with a row for each contestant under "seconds"; the last line has what matters of all."""
+    for setting in found:
+        yield from ("", heading(setting))
+        yield from table(header, [row(name, setting) for name in setting["seconds"]])
+    yield from ("", "; ".join(map(last_words, found)) or "nothing was run")
+
+
 def percent(share: Spread | None) -> str:
     return "-" if share is None else f"{share.median:.0%}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from peers.machine import MemoryRates
-from peers.report import OURS, Rounds, Spread, failures_of, median_seconds, percent, spread, table
+from peers.report import OURS, Rounds, Spread, failures_of, median_seconds, percent, report, spread
 from peers.step_reading import TOLERANCE, StepReading
 
 #: What a step has to read and write: grad 4, main param 8, two moments 16, model param 2.
@@ -49,14 +49,12 @@ def summary(numel: int, readings: Sequence[StepReading], rates: Sequence[MemoryR
 
 
 def lines(sizes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A table a size; the last line has the ratios."""
-    for size in sizes:
-        yield ""
-        copy, in_place = (size[name].times(1e-9) for name in ("copy_bytes_per_second", "in_place_bytes_per_second"))
-        yield f"{size['numel'] / 1e6:.1f} M elements; a copy moves {copy} GB/s, a product in place {in_place}"
-        yield from table(_HEADER, [_row(name, size) for name in size["seconds"]])
-    yield ""
-    yield last_line(sizes)
+    return report(sizes, _heading, _HEADER, _row, _last_words)
+
+
+def _heading(size: Mapping[str, Any]) -> str:
+    copy, in_place = (size[name].times(1e-9) for name in ("copy_bytes_per_second", "in_place_bytes_per_second"))
+    return f"{size['numel'] / 1e6:.1f} M elements; a copy moves {copy} GB/s, a product in place {in_place}"
 
 
 def _row(name: str, size: Mapping[str, Any]) -> tuple[str, ...]:
@@ -86,11 +84,6 @@ def _notes(name: str, size: Mapping[str, Any]) -> Iterator[str]:
     yield from failures_of(name, size)
 
 
-def last_line(sizes: Sequence[Mapping[str, Any]]) -> str:
-    """The ratios that matter."""
-    return "; ".join(_last_words(size) for size in sizes) or "nothing was run"
-
-
 def _last_words(size: Mapping[str, Any]) -> str:
     ratios = {name: ratio.median for name, ratio in size["peer / ours"].items() if ratio}
     apart = ("fork of 2023", "the flat tensor")
@@ -99,11 +92,6 @@ def _last_words(size: Mapping[str, Any]) -> str:
     if others:
         best = min(others, key=lambda name: others[name])
         parts.append(f"best peer ({best})/ours {others[best]:.2f}")
-    return f"{size['numel'] / 1e6:.2g} M: " + ", ".join([*parts, _own_words(size)])
-
-
-def _own_words(size: Mapping[str, Any]) -> str:
     of_copy, of_in_place = size[_OF_COPY].get(OURS), size[_OF_IN_PLACE].get(OURS)
-    if of_copy is None:
-        return "ours did not run"
-    return f"ours at {percent(of_copy)} of a copy's bandwidth, {percent(of_in_place)} of a product's in place"
+    own = f"ours at {percent(of_copy)} of a copy's bandwidth, {percent(of_in_place)} of a product's in place"
+    return f"{size['numel'] / 1e6:.2g} M: " + ", ".join([*parts, own if of_copy else "ours did not run"])

@@ -8,15 +8,14 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from peers.ranks import exchange, now
-from peers.report import failure
+from peers.ranks import exchange, measured, now
 from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
-from peers.wire import sent_nbytes
 
 
 @dataclass(frozen=True)
@@ -67,22 +66,17 @@ def read(entry: TrainEntry, setting: TrainSetting, pace: Pace, number: int) -> T
         pace: how much.
         number: of the round.
     """
-    built: list[Trainer] = []
-    measured: list[TrainReading] = []
-    why_not = _first(exchange(failure(lambda: built.append(entry.build(setting)))))
-    if not why_not:
-        run = _Run(built[0], setting, pace)
-        why_not = _first(exchange(failure(lambda: measured.append(run.measure(entry.name, number)))))
-        built.pop().close()
+    trainer, why_not = measured(lambda: entry.build(setting))
+    if trainer is not None and not why_not:
+        run = _Run(trainer, setting, pace)
+        reading, why_not = measured(lambda: run.measure(entry.name, number))
+        trainer.close()
         del run
+    del trainer
     gc.collect()
     if why_not:
         return TrainReading(entry.name, setting.size, setting.numel, number, why_not=why_not)
-    return measured[0]
-
-
-def _first(texts: list[str]) -> str:
-    return next((text for text in texts if text), "")
+    return reading  # type: ignore[return-value]  # there is one where nothing was raised
 
 
 class _Run:
@@ -121,3 +115,9 @@ class _Run:
 
 def _cpu_seconds() -> float:
     return sum(os.times()[:2])
+
+
+def sent_nbytes() -> int:
+    """What this process has handed to `write` since it started: all that a rank writes goes to gloo's sockets."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["wchar"])

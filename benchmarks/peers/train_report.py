@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from peers.report import OURS, Rounds, Spread, failures_of, median_seconds, table
+from peers.report import OURS, Rounds, Spread, failures_of, median_seconds, report
 from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_reading import TrainReading, losses_apart
 
@@ -43,13 +43,13 @@ def summary(readings: Sequence[TrainReading]) -> dict[str, Any]:
 
 
 def lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A table a number of ranks; the last line has the ratios."""
-    for ranks in found:
-        yield ""
-        yield f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements"
-        yield from table(_HEADER, [_row(name, ranks) for name in ranks["seconds"]])
-    yield ""
-    yield last_line(found)
+    return report(
+        found,
+        lambda ranks: f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements",
+        _HEADER,
+        _row,
+        _last_words,
+    )
 
 
 def _row(name: str, ranks: Mapping[str, Any]) -> tuple[str, ...]:
@@ -78,11 +78,6 @@ def _notes(name: str, ranks: Mapping[str, Any]) -> Iterator[str]:
         elif not off <= TOLERANCE:
             yield f"NOT THE SAME WORK: losses differ by more than {TOLERANCE:.1%}"
     yield from failures_of(name, ranks)
-
-
-def last_line(found: Sequence[Mapping[str, Any]]) -> str:
-    """The ratios that matter."""
-    return "; ".join(_last_words(ranks) for ranks in found) or "nothing was run"
 
 
 def _last_words(ranks: Mapping[str, Any]) -> str:

@@ -81,14 +81,11 @@ def _row_of(name: str, said: Sequence[str]) -> str:
 def test_over_when_rounds_are_missing_then_is_of_those_that_both_have() -> None:
     assert over({0: 2.0, 2: 12.0}, {1: 4.0, 2: 3.0}) == Spread(4.0, 4.0, 4.0)
     assert over({0: 2.0}, {1: 4.0}) is None
-
-
-def test_over_when_ours_took_no_time_in_a_round_then_that_round_is_left_out() -> None:
-    assert over({0: 1.0, 1: 6.0}, {0: 0.0, 1: 2.0}) == Spread(3.0, 3.0, 3.0)
+    assert over({0: 1.0, 1: 6.0}, {0: 0.0, 1: 2.0}) == Spread(3.0, 3.0, 3.0)  # ours took no time in a round
 
 
 @each_script
-@pytest.mark.parametrize("missing", (0, 1, 2))
+@pytest.mark.parametrize("missing", (0, 2))
 @pytest.mark.parametrize("who", ("ours", "peer"))
 def test_ratio_when_one_round_failed_then_is_that_of_the_rounds_of_both(
     summary: Summary, lines: Lines, missing: int, who: str
@@ -115,11 +112,6 @@ def test_lines_when_a_peer_never_ran_then_say_why_and_it_has_no_ratio(summary: S
     said = list(lines([summary([1.0, 1.0], [None, None])]))
     assert _row_of("peer", said).endswith(WHY_NOT)
     assert "peer" not in said[-1]
-
-
-@each_script
-def test_lines_when_nothing_was_run_then_say_so(summary: Summary, lines: Lines) -> None:
-    assert list(lines([]))[-1] == "nothing was run"
 
 
 def test_step_when_the_first_round_failed_then_params_were_not_compared() -> None:
@@ -170,19 +162,11 @@ def test_step_when_read_then_last_line_has_both_shares_of_ours() -> None:
     )
 
 
-def test_rates_when_read_twice_then_the_faster_of_each_counts() -> None:
-    assert MemoryRates(1.0, 4.0).or_faster(MemoryRates(2.0, 3.0)) == MemoryRates(2.0, 4.0)
-
-
 def test_training_when_forward_alone_failed_in_a_round_then_what_is_beyond_it_is_of_the_others() -> None:
     readings = [*_alone((None, 2.0, 8.0)), *_train("ours", OURS), *_train("peer", PEER)]
     found = train_report.summary(readings)
     assert found["beyond forward and backward, peer / ours"] == {"peer": Spread(3.0, 3.0, 3.0)}
     assert found["peer / ours"] == {"peer": Spread(2.0, 2.0, 2.0)}
-
-
-def test_training_when_it_ended_before_ours_then_says_that_ours_did_not_run() -> None:
-    assert list(train_report.lines([train_report.summary(_alone((1.0,)))]))[-1] == "2 ranks, 1 M: ours did not run"
 
 
 def test_losses_when_rounds_are_missing_then_are_compared_with_the_same_round() -> None:

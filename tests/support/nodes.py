@@ -59,5 +59,5 @@ class Nodes:
 @contextmanager
 def two_nodes() -> Iterator[Nodes]:
     """Makes the nodes, and removes them whatever happens."""
-    with join() as wire:
-        yield Nodes(wire.link)
+    with join() as link:
+        yield Nodes(link)
