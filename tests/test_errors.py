@@ -54,9 +54,3 @@ def test_error_when_raised_then_callers_catch_it_as_what_they_know(name: str, ca
         raise ours("text")
     assert isinstance(error.value, errors.DistOptError)
     assert str(error.value) == "text"
-
-
-def test_errors_when_they_have_a_docstring_then_it_is_their_own() -> None:
-    texts = [vars(value).get("__doc__") for value in CLASSES.values()]
-    assert all(texts)
-    assert len(set(texts)) == len(texts)

@@ -33,8 +33,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 #: The same on all ranks, see [Note: carrier of a collective].
 _PAIRWISE_OVER = "gloo"
-#: Its launches cost the CPU and the device something, and it averages by itself.
-_NCCL = "nccl"
+#: Backends whose launches cost the CPU and the device something, and which average by themselves.
+_LIKE_NCCL = ("nccl",)
 #: torch's backend of ranks that do not exist: its collectives send nothing.
 _FAKE = "fake"
 
@@ -103,7 +103,7 @@ def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.Re
     if how.divide_by == 1:
         return dist.ReduceOp.SUM
     is_exact = how.divide_by == group.size and group.size.bit_count() == 1
-    if how.reduce_dtype is None and is_exact and carrier_of(bucket.device, group) == _NCCL:
+    if how.reduce_dtype is None and is_exact and carrier_of(bucket.device, group) in _LIKE_NCCL:
         return dist.ReduceOp.AVG  # see [Note: average in the collective]; the same on all ranks
     bucket.div_(how.divide_by)
     return dist.ReduceOp.SUM
@@ -124,7 +124,7 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool 
 @contextmanager
 def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
     """Makes one launch of the collectives of one kind that are called meanwhile, where the backend gains from that."""
-    if group.size > 1 and carrier_of(tensor.device, group) == _NCCL:
+    if group.size > 1 and carrier_of(tensor.device, group) in _LIKE_NCCL:
         with dist.distributed_c10d._coalescing_manager(group.handle):
             yield
     else:

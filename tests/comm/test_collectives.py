@@ -1,7 +1,11 @@
-"""What one rank gathers, and what is divided before it is added up: on groups of one to three ranks."""
+"""Collectives in place, averages, sums in a reduce dtype, one launch for many buckets, and a backend that lacks one.
+
+One spawn of three ranks, which also form groups of one and two.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,10 +13,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.buffers import ShardedBuffer
-from megatron_distopt.comm import Group, Reduction, collectives, gather_to_first, reduce_grads
+from megatron_distopt.comm import (
+    Group,
+    Reduction,
+    collectives,
+    described,
+    gather_params,
+    gather_to_first,
+    pairwise,
+    reduce_grads,
+    share_initial,
+    sum_over,
+    try_collectives,
+)
+from megatron_distopt.errors import DistOptError
 from megatron_distopt.layout import ParamSpec, lay_out
+from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
 
 RANKS = 3
@@ -67,7 +88,7 @@ def _averaged(group: Group, divide_by: int, reduce_dtype: torch.dtype | None = N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_PAIRWISE_OVER", "nobody")
-        patch.setattr(collectives, "_NCCL", "gloo")
+        patch.setattr(collectives, "_LIKE_NCCL", ("gloo",))
         patch.setattr(collectives, "_reduce_scatter", averaging)
         for act in (collectives.reduce_scatter, partial(collectives.reduce_scatter, overlapped=True)):
             bucket = (torch.arange(group.size * PART) * 0.3 + group.rank).float()
@@ -77,14 +98,166 @@ def _averaged(group: Group, divide_by: int, reduce_dtype: torch.dtype | None = N
     return found
 
 
+def _in_place(group: Group, start: float) -> dict[str, Any]:
+    """Each in place; a shard is a view of its bucket, as in a buffer."""
+    numel = 2
+
+    def bucket_and_shard() -> tuple[Tensor, Tensor]:
+        bucket = torch.arange(float(numel * group.size)) + start
+        return bucket, bucket[group.rank * numel : (group.rank + 1) * numel]
+
+    scattered, shard = bucket_and_shard()
+    collectives.reduce_scatter(scattered, shard, group)
+    gathered, part = bucket_and_shard()
+    gathered.zero_()
+    part.fill_(start)
+    collectives.all_gather(gathered, part, group)
+    sent = torch.full((3,), start)
+    share_initial([sent], group, sent.device)
+    summed = torch.tensor([start, 1.0])
+    sum_over(summed, group)
+    return {
+        "scattered": shard.tolist(),
+        "gathered": gathered.tolist(),
+        "broadcast": sent.tolist(),
+        "summed": summed.tolist(),
+    }
+
+
+def _three_buckets(rank: int) -> ShardedBuffer:
+    layout = lay_out(
+        [ParamSpec(str(number), 10) for number in range(3)], num_shards=RANKS, bucket_size=10, alignment_numel=1
+    )
+    grad, param = torch.arange(layout.numel) + 100.0 * rank, torch.arange(layout.numel) - 7.0 * rank
+    return ShardedBuffer(layout, rank, grad, param)
+
+
+def _sent(rank: int) -> list[list[float]]:
+    """This rank's shards of the grads, and all params."""
+    buffer, group = _three_buckets(rank), Group.of()
+    reduce_grads(buffer, group)
+    gather_params(buffer, group)
+    shards = [shard.tolist() for _, shard in buffer.reduces]
+    return [*shards, buffer.param.tolist()]
+
+
+class Launches(TorchDispatchMode):
+    """Names of the collectives that are launched meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+#: Of a shard: less than a chunk, and one chunk and a part.
+CHUNK = 1000
+NUMELS = {"small": 900, "two chunks": CHUNK + 77}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _random(rank: int, numel: int) -> Tensor:
+    return torch.randn(RANKS * numel, generator=torch.Generator().manual_seed(rank))
+
+
+def _rounded_sum(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """From rank - 1 downwards, its own last and as it was."""
+    parts = [_random((rank - distance) % RANKS, numel).view(RANKS, -1)[rank] for distance in range(1, RANKS)]
+    total = parts[0].to(dtype).float()
+    for part in parts[1:]:
+        total += part.to(dtype).float()
+    return total + _random(rank, numel).view(RANKS, -1)[rank]
+
+
+def _in_16_bits(rank: int) -> dict[str, Any]:
+    group, found = Group.of(), dict[str, Any]()
+    for name, dtype in DTYPES.items():
+        for kind, numel in NUMELS.items():
+            for way in ("at once", "overlapped", "backend's own"):
+                bucket, how = _random(rank, numel), Reduction(reduce_dtype=dtype)
+                shard = bucket.view(RANKS, -1)[rank]
+                if way == "backend's own":
+                    pairwise.begin_rounded_sum(bucket, shard, group, dtype).wait()
+                else:
+                    collectives.reduce_scatter(bucket, shard, group, how, overlapped=way == "overlapped").wait()
+                found[f"{name} {kind} {way}"] = torch.equal(shard, _rounded_sum(rank, numel, dtype))
+    ways = [described(torch.device("cpu"), group, how) for how in (Reduction(), Reduction(reduce_dtype=torch.bfloat16))]
+    found["described"] = ways
+    found["trained"] = [_train(rank, dtype, overlap) for dtype in (None, "bfloat16") for overlap in (False, True)]
+    return found
+
+
+def _train(rank: int, dtype: str | None, overlap: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    config = DistOptConfig(
+        adam="torch_foreach", lr=0.01, bucket_size=70, overlap_grad_reduce=overlap, reduce_dtype=dtype
+    )
+    optimizer = distribute(model, config)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+RULE = (
+    "Must carry a reduce-scatter and an all-gather of the model's tensors. Write --distributed-backend nccl on GPUs, "
+    "gloo on CPUs, or give init_process_group another backend."
+)
+
+
+def _lacking(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("Backend tin does not support it\nand more")
+
+
+def _wrong_sum(bucket: torch.Tensor, shard: torch.Tensor, group: object) -> None:
+    shard.fill_(5)
+
+
+def _distributed(model: torch.nn.Module | None = None, **options: Any) -> str:
+    model = model or torch.nn.Linear(4, 4)
+    before = [param.data_ptr() for param in model.parameters()]
+    try:
+        distribute(model, DistOptConfig(**options))
+    except DistOptError as error:
+        assert [param.data_ptr() for param in model.parameters()] == before, "params were moved"
+        return f"{type(error).__name__}: {error}"
+    return "trains"
+
+
+def _tried() -> dict[str, str]:
+    found = {"usual": _distributed()}
+    found["16 bits"] = _distributed(torch.nn.Linear(4, 4).bfloat16(), reduce_dtype="bfloat16", grads_in_fp32=False)
+    broken: dict[str, tuple[str, Callable[..., None]]] = {
+        "no sum": ("reduce_scatter", _lacking),
+        "wrong sum": ("reduce_scatter", _wrong_sum),
+        "no gather": ("all_gather", _lacking),
+    }
+    for name, (what, instead) in broken.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pairwise, what, instead)
+            found[name] = _distributed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_PAIRWISE_OVER", "nobody")
+        patch.setattr(collectives, "_reduce_scatter", _lacking)
+        found["backend's own"] = _distributed()
+    return found
+
+
 def run_all(rank: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"tried": _tried()}
     for name, members in GROUPS.items():
         handle = dist.new_group(list(members))
         if rank not in members:
             continue
         group = Group.of(None if name == "all" else handle)
         found[name] = {
+            "in place": _in_place(group, 10.0 * (rank + 1)),
             "gathered": _gathered(group, 10.0 * (rank + 1), torch.float32),
             "gathered in bf16": _gathered(group, 10.0 * (rank + 1), torch.bfloat16),
             "sum": _reduced(group, rank, 1, torch.float32),
@@ -95,6 +268,16 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
             "averaged otherwise": _averaged(group, 4),
             "averaged in 16 bits": _averaged(group, group.size, torch.bfloat16),
         }
+    pair_to_pair = _sent(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_PAIRWISE_OVER", "nobody")
+        patch.setattr(collectives, "_LIKE_NCCL", ("gloo",))
+        with Launches() as launches:
+            found["coalesced"] = _sent(rank) == pair_to_pair, launches.names
+    with pytest.MonkeyPatch.context() as patch:
+        # What is sent and what arrives, of two bytes each.
+        patch.setattr(pairwise, "SCRATCH_NBYTES", CHUNK * 2 * RANKS * 2)
+        found["in 16 bits"] = _in_16_bits(rank)
     return found
 
 
@@ -170,3 +353,89 @@ def test_reduce_scatter_when_divided_by_something_else_or_in_16_bits_then_the_ba
     asked = [op for name in GROUPS for each in by_member(found, name, what) for op in each["ops"]]
     sums = 2 * sum(len(members) for members in GROUPS.values() if len(members) > 1)
     assert asked == (["sum"] * sums if what == "averaged otherwise" else [])
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_collectives_when_groups_have_one_to_three_ranks_then_each_in_place_has_the_exact_values(
+    name: str, found: list[dict[str, Any]]
+) -> None:
+    """Buckets count upwards from 10, 20 and 30, by rank."""
+    members, values = GROUPS[name], by_member(found, name, "in place")
+    starts = [10.0 * (rank + 1) for rank in members]
+    summed = [sum(starts) + len(members) * index for index in range(2 * len(members))]
+    assert [value for each in values for value in each["scattered"]] == summed
+    for each in values:
+        assert each["gathered"] == [start for start in starts for _ in range(2)]
+        assert each["broadcast"] == [starts[0]] * 3
+        assert each["summed"] == [sum(starts), len(members)]
+
+
+def test_buckets_when_sent_at_once_then_all_are_one_launch_with_the_same_result(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        is_same, launches = each["coalesced"]
+        assert is_same and len(launches) == 2
+        assert all("coalesced" in name for name in launches)
+
+
+@pytest.mark.parametrize("way", ["at once", "overlapped", "backend's own"])
+@pytest.mark.parametrize("kind", NUMELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_when_it_is_communicated_in_16_bits_then_it_is_that_of_rounded_summands(
+    found: list[dict[str, Any]], dtype: str, kind: str, way: str
+) -> None:
+    assert [each["in 16 bits"][f"{dtype} {kind} {way}"] for each in found] == [True] * RANKS
+
+
+def test_training_when_grads_are_communicated_in_16_bits_then_overlap_changes_nothing_and_the_rounding_something(
+    found: list[dict[str, Any]],
+) -> None:
+    for each in found:
+        plain, plain_overlapped, short, short_overlapped = each["in 16 bits"]["trained"]
+        assert all(torch.equal(*pair) for pair in zip(plain, plain_overlapped, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(short, short_overlapped, strict=True))
+        assert not all(torch.equal(*pair) for pair in zip(plain, short, strict=True))
+        # Three updates of 0.01 an element, which rounding to 8 bits can turn around where a gradient is small.
+        assert all((one - other).abs().max() < 0.06 for one, other in zip(plain, short, strict=True))
+
+
+def test_described_when_grads_are_communicated_in_16_bits_then_it_says_that_they_do_not_share_memory(
+    found: list[dict[str, Any]],
+) -> None:
+    shared = "gloo, from pair to pair in shared memory"
+    assert [each["in 16 bits"]["described"] for each in found] == [
+        [shared, f"{shared}, grads in bfloat16 as messages"]
+    ] * RANKS
+
+
+def test_reduce_dtype_when_grads_have_16_bits_already_then_refused(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert_says(each["tried"]["16 bits"], "gradients in bfloat16 and reduce_dtype='bfloat16': grads_in_fp32=True")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no sum", "Backend tin does not support it"),
+        ("no gather", "Backend tin does not support it"),
+        ("backend's own", "Backend tin does not support it"),
+        ("wrong sum", "ones of 3 ranks add up to [5.0, 5.0, 5.0]"),
+    ],
+)
+def test_backend_when_a_collective_fails_then_refused_before_anything_is_moved(
+    found: list[dict[str, Any]], name: str, reason: str
+) -> None:
+    for each in found:
+        assert_says(each["tried"][name], f"ConfigError: Invalid backend: gloo on cpu ({reason}). {RULE}")
+
+
+def test_backend_when_it_has_both_then_it_trains(found: list[dict[str, Any]]) -> None:
+    assert [each["tried"]["usual"] for each in found] == ["trains"] * RANKS
+
+
+def test_backend_when_its_ranks_do_not_exist_then_nothing_is_tried() -> None:
+    """In torch's fake process group every collective returns at once, as if there were other ranks."""
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    try:
+        try_collectives(torch.device("cpu"), Group.of())
+    finally:
+        dist.destroy_process_group()

@@ -1,7 +1,4 @@
-"""Tells how a program went with us: equal to the reference, refused by an error of ours on all ranks, or a failure.
-
-`scripts.py` copies this file into the script that it writes, so it imports only torch.
-"""
+"""Tells how a program went with us: equal to the reference, refused by an error of ours on all ranks, or a failure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Small models and data of the programs: each has something that a training script may have.
-
-`scripts.py` copies this file into the script that it writes, so it imports only torch.
-"""
+"""Small models and data of the programs: each has something that a training script may have."""
 
 from __future__ import annotations
 

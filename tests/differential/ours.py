@@ -1,7 +1,4 @@
-"""The same programs with `megatron_distopt.distribute`: the only file of these tests that knows how it is called.
-
-`scripts.py` copies this file into the script that it writes, behind reference.py.
-"""
+"""The same programs with `megatron_distopt.distribute`: the only file of these tests that knows how it is called."""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 [Note: two nurseries] Rank 0 is forked from another process than the other ranks: its strings have other hashes, so
 that whatever goes by the order of a set goes wrong here and not at a user's. The reference runs in a process of its own
 too: nothing that a program with us leaves behind can reach it.
+
+[Note: several programs in a process] The first step in a process costs more than all that a program does, so programs
+of one phase run one after the other in the same processes. One that does not end equal there is run again by itself,
+with all that were behind it.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from tests.differential.compare import Outcome, judge
 from tests.differential.programs import Program
@@ -32,42 +38,59 @@ SECONDS_A_PHASE = 60.0
 SECONDS_TO_FOLLOW = 30.0
 #: How long a rank that raised stays. Others are told of its error by then; those that wait for it see it end.
 SECONDS_AFTER_AN_ERROR = 2.0
+#: Programs that run in the same processes.
+_TOGETHER = 24
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """What one process does: a phase of a program, or several programs of one phase."""
 
-    text: str  # of the program
+    texts: tuple[str, ...]  # of the programs
     phase: int  # its number
     rank: int | None  # None for the reference, which is all ranks
     size: int  # the number of ranks
-    folder: str  # shared by all jobs of a program
+    folders: tuple[Path, ...]  # by program, shared by all jobs of it
 
     @property
-    def result(self) -> Path:
-        """Where the process leaves what came of it."""
-        return Path(self.folder) / f"phase{self.phase}_{'reference' if self.rank is None else self.rank}"
+    def results(self) -> list[Path]:
+        """Where the process leaves what came of each program."""
+        name = f"phase{self.phase}_{'reference' if self.rank is None else self.rank}"
+        return [folder / name for folder in self.folders]
+
+    @property
+    def is_done(self) -> bool:
+        return self.results[-1].exists()
 
 
 def run_job(job: Job) -> None:
     """The body of a process: runs one rank, or the reference, and leaves the result in a file."""
     warnings.simplefilter("ignore")
-    phase = namespace_of(job.text)[f"phase_{job.phase}"]
-    folder = Path(job.folder) / ("reference" if job.rank is None else "ours")
+    has_failed = False
+    for number, (text, folder, result) in enumerate(zip(job.texts, job.folders, job.results, strict=True)):
+        value: Any = {"seen": [], "end": "left out"}
+        if not has_failed:
+            if number and job.rank is not None:
+                dist.barrier()
+                dist.destroy_process_group()
+                gc.collect()
+            value = _ended(job, namespace_of(text)[f"phase_{job.phase}"], folder)
+            has_failed = job.rank is not None and value["end"] != "finished"
+        unfinished = result.with_suffix(".unfinished")
+        unfinished.write_bytes(pickle.dumps(value))
+        unfinished.rename(result)
+    # No clean-up, which could wait for other ranks, and no end either, which they would notice: until it is killed.
+    time.sleep(10 * SECONDS_A_PHASE)
+
+
+def _ended(job: Job, phase: Callable[[Any], None], folder: Path) -> Any:
     if job.rank is None:
         from tests.differential.reference import run_reference
 
-        value: Any = run_reference(phase, job.size, folder)
-    else:
-        from tests.differential.ours import run_our_rank
+        return run_reference(phase, job.size, folder / "reference")
+    from tests.differential.ours import run_our_rank
 
-        value = run_our_rank(phase, job.rank, job.size, folder, job.phase)
-    unfinished = job.result.with_suffix(".unfinished")
-    unfinished.write_bytes(pickle.dumps(value))
-    unfinished.rename(job.result)
-    # No clean-up, which could wait for other ranks, and no end either, which they would notice: until it is killed.
-    time.sleep(10 * SECONDS_A_PHASE)
+    return run_our_rank(phase, job.rank, job.size, folder / "ours", job.phase)
 
 
 def _nursery(orders: multiprocessing.connection.Connection) -> None:
@@ -130,36 +153,54 @@ class Pool:
 
     def run(self, program: Program) -> Outcome:
         """With us and with the reference: all phases, one after the other, until one does not end equal."""
-        text = program_text(program)
         is_exact = True
-        with tempfile.TemporaryDirectory(prefix="program_") as folder:
-            for side in ("ours", "reference"):
-                (Path(folder) / side).mkdir()
+        with _folders(1) as folders:
             for number, phase in enumerate(program.phases):
-                ranks = [Job(text, number, rank, phase.ranks, folder) for rank in range(phase.ranks)]
-                ours, (theirs,) = self._run_phase(ranks, [Job(text, number, None, phase.ranks, folder)])
+                [(ours, theirs)] = self._run_phase([program], number, phase.ranks, folders)
                 if theirs is None:
-                    theirs = [{"seen": [], "end": "Traceback: the reference did not end"}] * len(ranks)
+                    theirs = [{"seen": [], "end": "Traceback: the reference did not end"}] * phase.ranks
                 outcome = judge(ours, theirs, program.precision, program.may_refuse)
                 if outcome.kind != "equal":
                     return outcome
                 is_exact &= outcome.is_exact
         return Outcome("equal", is_exact=is_exact)
 
-    def compare(self, program: Program, expected: Program) -> Outcome:
-        """Two programs of one phase, both with us: the first one against what the second one gives."""
-        found = []
-        for compared in (program, expected):
-            with tempfile.TemporaryDirectory(prefix="program_") as folder:
-                (Path(folder) / "ours").mkdir()
-                size = compared.phases[0].ranks
-                ranks = [Job(program_text(compared), 0, rank, size, folder) for rank in range(size)]
-                found.append(self._run_phase(ranks)[0])
-        return judge(*found, program.precision, program.may_refuse)
+    def run_all(self, programs: Mapping[str, Program]) -> dict[str, Outcome]:
+        """As `run`, by name; see [Note: several programs in a process]."""
+        outcomes: dict[str, Outcome] = {}
+        for ranks in (1, 2):
+            together = {name: each for name, each in programs.items() if each.shares_processes_of(ranks)}
+            found = self._run_together(list(together.values()), ranks)
+            for (name, program), (ours, theirs) in zip(together.items(), found, strict=True):
+                if theirs is not None:
+                    outcomes[name] = judge(ours, theirs, program.precision, program.may_refuse)
+        alone = {name for name in programs if name not in outcomes or outcomes[name].kind != "equal"}
+        return outcomes | {name: self.run(programs[name]) for name in alone}
 
-    def _run_phase(self, ranks: list[Job], reference: Sequence[Job] = ()) -> tuple[list[Any], list[Any]]:
-        """What the ranks and the reference left."""
-        jobs = [*ranks, *reference]
+    def compare_all(self, pairs: Mapping[str, tuple[Program, Program]]) -> dict[str, Outcome]:
+        """Two programs of one phase on two ranks, both with us: the first one against what the second one gives."""
+        found = self._run_together([program for pair in pairs.values() for program in pair], 2, has_reference=False)
+        ends = zip(pairs.items(), found[::2], found[1::2], strict=True)
+        return {
+            name: judge(ours, expected, program.precision, program.may_refuse)
+            for (name, (program, _)), (ours, _), (expected, _) in ends
+        }
+
+    def _run_together(self, programs: list[Program], ranks: int, *, has_reference: bool = True) -> list[Any]:
+        found = []
+        for start in range(0, len(programs), _TOGETHER):
+            batch = programs[start : start + _TOGETHER]
+            with _folders(len(batch)) as folders:
+                found += self._run_phase(batch, 0, ranks, folders, has_reference=has_reference)
+        return found
+
+    def _run_phase(
+        self, programs: list[Program], number: int, ranks: int, folders: list[Path], *, has_reference: bool = True
+    ) -> list[tuple[list[Any], Any]]:
+        """By program: what the ranks and the reference left."""
+        texts = tuple(map(program_text, programs))
+        who = [*range(ranks), *([None] if has_reference else [])]
+        jobs = [Job(texts, number, rank, ranks, tuple(folders)) for rank in who]
         first, others = self.nurseries
         first.order("start", jobs[:1])
         others.order("start", jobs[1:])
@@ -167,12 +208,15 @@ class Pool:
             self._wait(jobs)
         finally:
             self._end(jobs)
-        ours = [_read(job) for job in ranks]
-        for job, result in zip(ranks, ours, strict=True):
-            stuck = Path(job.folder) / "ours" / f"stuck{job.rank}"
-            if result is None and stuck.exists():
-                ours[ranks.index(job)] = {"seen": [], "end": "stuck", "text": stuck.read_text()}
-        return ours, [_read(job) for job in reference]
+        found = []
+        for place, folder in enumerate(folders):
+            left = [_read(job.results[place]) for job in jobs]
+            for rank in range(ranks):
+                stuck = folder / "ours" / f"stuck{rank}"
+                if left[rank] is None and stuck.exists():
+                    left[rank] = {"seen": [], "end": "stuck", "text": stuck.read_text()}
+            found.append((left[:ranks], left[ranks] if has_reference else None))
+        return found
 
     def _wait(self, jobs: list[Job]) -> None:
         """Until all have left a result, or it is clear that the rest will not.
@@ -182,7 +226,7 @@ class Pool:
         """
         deadline, look, failed = time.monotonic() + SECONDS_A_PHASE, time.monotonic(), False
         failed_at: dict[Job, float] = {}
-        while time.monotonic() < deadline and not all(job.result.exists() for job in jobs):
+        while time.monotonic() < deadline and not all(job.is_done for job in jobs):
             time.sleep(0.01)
             if time.monotonic() < look:
                 continue
@@ -200,13 +244,24 @@ class Pool:
             nursery.order("end", jobs)
 
 
-def _read(job: Job) -> Any:
-    return pickle.loads(job.result.read_bytes()) if job.result.exists() else None
+def _read(result: Path) -> Any:
+    return pickle.loads(result.read_bytes()) if result.exists() else None
 
 
 def _has_failed(job: Job) -> bool:
-    result = _read(job)
+    result = _read(job.results[-1])
     return isinstance(result, dict) and result["end"] != "finished"
+
+
+@contextlib.contextmanager
+def _folders(number: int) -> Iterator[list[Path]]:
+    """One for each program, with one for each side in it."""
+    with tempfile.TemporaryDirectory(prefix="programs_") as root:
+        folders = [Path(root) / str(each) for each in range(number)]
+        for folder in folders:
+            for side in ("ours", "reference"):
+                (folder / side).mkdir(parents=True)
+        yield folders
 
 
 @contextlib.contextmanager

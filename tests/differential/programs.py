@@ -78,6 +78,10 @@ class Program(_Short):
     ready: tuple[Action, ...] = ()
     phases: tuple[Phase, ...] = (Phase(),)  # at least one
 
+    def shares_processes_of(self, ranks: int) -> bool:
+        """Whether it may run in processes with others; compilers keep too much."""
+        return len(self.phases) == 1 and self.phases[0].ranks == ranks and self.compiled is None
+
     @property
     def option(self) -> dict[str, Any]:
         """`options` by name."""

@@ -9,8 +9,6 @@ Rules that go beyond plain torch, in the order of a step:
 - a non-finite gradient skips the step where the program asks for that, and halves a dynamic loss scale;
 - 16-bit params are updated in fp32 copies, which follow a weight that was changed, element by element;
 - module buffers are rank 0's after each step.
-
-`scripts.py` copies this file into the script that it writes, so it imports only torch.
 """
 
 from __future__ import annotations

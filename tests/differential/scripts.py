@@ -1,16 +1,15 @@
-"""A program as Python text: what the ranks and the reference execute, and, with everything it needs, a script."""
+"""A program as Python text, which the ranks and the reference execute."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from tests.differential.idioms import IDIOMS
 from tests.differential.programs import Action, Iteration, Microbatch, Phase, Program
 
-__all__ = ["GROUPS", "OPTIMIZERS", "SCHEDULERS", "ZERO", "namespace_of", "program_text", "stand_alone"]
+__all__ = ["GROUPS", "OPTIMIZERS", "SCHEDULERS", "ZERO", "namespace_of", "program_text", "written"]
 
 #: eps is large so that rounding in a gradient near zero does not become a step of lr; see compare.py.
 OPTIMIZERS = {
@@ -60,7 +59,6 @@ ZERO = {
 
 _IMPORTS = "import copy\nimport io\nimport pickle\n\nimport torch\n"
 _ENTRIES = {"model": "forward", "forward": "model.forward", "loss": "model.loss"}
-_FOLDER = Path(__file__).parent
 
 
 def program_text(program: Program) -> str:
@@ -219,25 +217,6 @@ def _step(program: Program, iteration: Iteration) -> Iterator[str]:
         yield "optimizer.step()"
 
 
-def stand_alone(program: Program, found: str) -> str:
-    """A script that starts its own ranks, runs the program on both sides and says what differs.
-
-    Args:
-        program: printed at the top as well.
-        found: what was seen, for the reader.
-    """
-    found = textwrap.indent(found.replace("\\", "/").replace('"""', "'''"), "    ")
-    needs = "Run it: python this_file.py. It needs torch and megatron_distopt."
-    head = f'"""{needs}\n\nSeen:\n\n{found}\n\n{program!r}\n"""\n'
-    parts = [head, "from __future__ import annotations\n"]
-    parts += [_without_package(_FOLDER / f"{name}.py") for name in ("models", "reference", "ours", "compare")]
-    parts += [program_text(program), _without_package(_FOLDER / "alone.py")]
-    ranks = [phase.ranks for phase in program.phases]
-    main = f"main({ranks!r}, precision={program.precision!r}, may_refuse={program.may_refuse!r})"
-    return "\n\n".join([*parts, f'if __name__ == "__main__":\n    {main}\n'])
-
-
-def _without_package(file: Path) -> str:
-    """The text of a file of this folder without what it imports from this folder."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return "\n".join(line for line in lines if not line.startswith(("from __future__", "from tests.differential")))
+def written(program: Program, found: str) -> str:
+    """What a failure is reported as: the program as a value, which `survey --program` runs, what it does, and why."""
+    return f"{program!r}\n\n{program_text(program)}\n\n{found}\n"

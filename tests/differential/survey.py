@@ -1,6 +1,7 @@
-"""Runs programs without stopping at the first failure, and writes a small script for each kind of failure.
+"""Runs programs without stopping at the first failure, and writes down a small program for each kind of failure.
 
 python -m tests.differential.survey 300 --seed 7 --into /tmp/found
+python -m tests.differential.survey --program /tmp/found/failure_7_1.txt
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.differential import programs as programs_module
 from tests.differential.compare import Outcome
 from tests.differential.drawing import programs
 from tests.differential.pool import Pool, pool
 from tests.differential.programs import Program
-from tests.differential.scripts import stand_alone
+from tests.differential.scripts import written
 from tests.differential.tally import Tally
 
 #: A program that gets stuck costs a minute a try.
@@ -112,9 +114,16 @@ def reduce(running: Pool, program: Program, found: Outcome, tries: int = 60) -> 
     return program, found
 
 
+def read(file: Path) -> Program:
+    """The program in the first line of a failure that was written down."""
+    program: Program = eval(file.read_text().partition("\n")[0], vars(programs_module))
+    return program
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("number", type=int)
+    parser.add_argument("number", type=int, nargs="?", default=100)
+    parser.add_argument("--program", type=Path, help="a failure that was written down: this program alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calm", action="store_true", help="only programs that no error of ours may answer")
     parser.add_argument("--tries", type=int, default=60)
@@ -123,7 +132,7 @@ def main() -> None:
     args.into.mkdir(parents=True, exist_ok=True)
     tally, seen = Tally(), dict[str, int]()
     with pool() as running:
-        for program in draw(args.number, args.seed, args.calm):
+        for program in [read(args.program)] if args.program else draw(args.number, args.seed, args.calm):
             outcome = running.run(program)
             tally.add(program, outcome)
             if outcome.kind != "failed":
@@ -134,8 +143,8 @@ def main() -> None:
             sys.stdout.write(f"--- number {tally.outcomes.total()}\n{program!r}\n{outcome.text[-1200:]}\n")
             sys.stdout.flush()
             small, outcome = reduce(running, program, outcome, args.tries)
-            file = args.into / f"failure_{args.seed}_{len(seen)}.py"
-            file.write_text(stand_alone(small, outcome.text))
+            file = args.into / f"failure_{args.seed}_{len(seen)}.txt"
+            file.write_text(written(small, outcome.text))
             sys.stdout.write(f"--- {file}\n{small!r}\n{outcome.text[-1200:]}\n")
             sys.stdout.flush()
     sys.stdout.write("\n".join([*tally.lines(), *(f"{number} x {text}" for text, number in seen.items())]) + "\n")

@@ -1,15 +1,24 @@
-"""One program for each thing that training scripts do, so that none depends on what is drawn."""
+"""One program for each thing that training scripts do, and programs drawn at random.
+
+Each gives what the reference gives, or is refused by an error of ours on all ranks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.differential.compare import Outcome
 from tests.differential.pool import Pool
 from tests.differential.programs import Action, Iteration, Microbatch, Phase, Program
+from tests.differential.scripts import written
+from tests.differential.survey import draw, reduce
+from tests.differential.tally import Tally
 
 _OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 32))
 _PARAM_OVERLAP = (("overlap_param_gather", True), ("bucket_size", 32))
@@ -37,11 +46,20 @@ def program(
     whole = [each for each in changed if isinstance(each, Iteration)]
     middle = Iteration(weights=_all(names), grads=_all(grads), after=_all(after))
     iterations = (Iteration(), Iteration(), *(whole or [middle]), Iteration(), Iteration(), Iteration())
-    return Program(start=_all(before), phases=(Phase(ranks, iterations),), **others)
+    return _run(ranks, *iterations, start=_all(before), **others)
 
 
 def _all(names: Sequence[str]) -> tuple[Action, ...]:
     return tuple(Action(name, 1) for name in names)
+
+
+def _one(*names: str) -> tuple[Action, ...]:
+    """Of the first param, rank or value."""
+    return tuple(Action(name) for name in names)
+
+
+def _run(ranks: int, *iterations: Iteration, **others: Any) -> Program:
+    return Program(phases=(Phase(ranks, iterations),), **others)
 
 
 def _each(**fields: Any) -> Phase:
@@ -49,6 +67,7 @@ def _each(**fields: Any) -> Phase:
     return Phase(2, (Iteration(**fields),) * 5)
 
 
+_PLAIN = Iteration()
 _TWO = (Microbatch(), Microbatch())
 _THEN_BFLOAT16 = {"dtype": "bfloat16"}
 
@@ -181,6 +200,67 @@ EQUAL = {
     "ranks start from different weights": program(other_seeds=True),
     "a frozen integer param": program(before=["integer_param"]),
 }
+#: Programs that once came to something else than the reference, without a word.
+FOUND = {
+    # Its momentum begins later than that of the others.
+    "momentum of a branch that is used later": _run(
+        2,
+        _PLAIN,
+        Iteration(weights=_one("side_on_one_rank")),
+        _PLAIN,
+        kind="Branching",
+        optimizer="SGD momentum",
+        ready=_one("side_off"),
+    ),
+    # The gradient that it had before moved it, so that a checkpoint has its state.
+    "state of a param that is frozen": Program(
+        kind="PartlyFrozen",
+        optimizer="Adagrad",
+        start=_one("grad_before"),
+        phases=(Phase(2, (_PLAIN, _PLAIN)), Phase(3, (_PLAIN, Iteration(after=_one("unfreeze")), _PLAIN))),
+    ),
+    # Its scheduler goes on from the rate that it had.
+    "learning rate of a group that never trained": Program(
+        kind="PartlyFrozen",
+        groups="each",
+        scheduler="CosineAnnealingLR",
+        phases=(*[Phase(2, (_PLAIN, _PLAIN))] * 2, Phase(1, (Iteration(after=_one("unfreeze")), _PLAIN, _PLAIN))),
+    ),
+    # An average that was looked at is gone on with.
+    "gradient looked at between microbatches": _run(
+        2, Iteration(grads=_one("full_grad"), step="none", zero="kept"), _PLAIN
+    ),
+    "gradient clipped between microbatches": _run(
+        2, Iteration(grads=_one("clip_grad_norm"), step="none", zero="kept"), _PLAIN
+    ),
+    # On one rank: the gradients move with the params.
+    "model converted while it has gradients": _run(
+        1, Iteration(zero="optimizer, not to None"), Iteration(weights=_one("round_trip"))
+    ),
+    "model converted and its gradients dropped": _run(
+        1, Iteration(after=_one("round_trip"), zero="None for each"), Iteration(microbatches=_TWO)
+    ),
+    "norm with a param that was unfrozen": _run(
+        2, Iteration(grads=_one("clip_grad_norm")), _PLAIN, start=_one("freeze_before"), ready=_one("unfreeze")
+    ),
+    "zeroed gradients that one rank dropped": _run(
+        2,
+        Iteration(zero="model, not to None"),
+        Iteration(microbatches=(Microbatch(idle=1),), grads=_all(["grad_dropped_on_one_rank"])),
+    ),
+    "gradient read after clipping": _run(1, Iteration(grads=_one("clip_grad_norm", "grads_read")), _PLAIN),
+    "kept gradients dropped where a rank has no data": _run(
+        2, Iteration(zero="kept"), Iteration(microbatches=(Microbatch(idle=0),), grads=_one("grad_dropped"))
+    ),
+    "weights brought back after a step that was skipped": _run(
+        2,
+        Iteration(weights=_one("rewind", "one_element"), microbatches=(Microbatch(infinite=1),), after=_one("rewind")),
+        _PLAIN,
+        dtype="bfloat16",
+        options=(("nonfinite", "skip"),),
+    ),
+}
+EQUAL |= FOUND
 #: With the class of the error and words of its remedy.
 REFUSED = {
     "load_state_dict with assign": (program("load_state_dict_assign"), "LayoutError"),
@@ -232,14 +312,41 @@ _REMAINDER = (("main_params_dtype", "remainder"),)
 _EIGHT_BITS = (("exp_avg_dtype", "float8_e4m3fn"), ("exp_avg_sq_dtype", "int8"))
 
 
-@pytest.mark.parametrize("moments", [(), pytest.param(_EIGHT_BITS, marks=pytest.mark.long)], ids=["fp32", "8 bits"])
+def _pairs(names: Sequence[str], moments: tuple[tuple[str, str], ...]) -> dict[str, tuple[Program, Program]]:
+    """With main params as remainders, and in fp32."""
+    full = {words: dataclasses.replace(EXACT[words], dtype="bfloat16", options=moments) for words in names}
+    return {words: (dataclasses.replace(each, options=_REMAINDER + moments), each) for words, each in full.items()}
+
+
+def _selected(request: pytest.FixtureRequest) -> list[str]:
+    """The rows of a table whose tests are run, for a fixture that runs them together."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    return [item.callspec.params["words"] for item in items if request.fixturename in item.fixturenames]
+
+
+@pytest.fixture(scope="module")
+def exact(running: Pool, request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    return running.compare_all(_pairs(_selected(request), ()))
+
+
+@pytest.fixture(scope="module")
+def equal(running: Pool, request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    return running.run_all({words: EQUAL[words] for words in _selected(request)})
+
+
 @pytest.mark.parametrize("words", EXACT)
 def test_idiom_when_main_params_are_remainders_then_every_bit_is_that_of_fp32(
-    running: Pool, words: str, moments: tuple[tuple[str, str], ...]
+    exact: dict[str, Outcome], words: str
 ) -> None:
-    full = dataclasses.replace(EXACT[words], dtype="bfloat16", options=moments)
-    outcome = running.compare(dataclasses.replace(full, options=_REMAINDER + moments), full)
-    assert outcome.is_exact, f"{outcome.kind} {outcome.text}"
+    assert exact[words].is_exact, f"{exact[words].kind} {exact[words].text}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", EXACT)
+def test_idiom_when_moments_have_8_bits_then_every_bit_with_remainders_is_that_of_fp32(
+    running: Pool, words: str
+) -> None:
+    assert running.compare_all(_pairs([words], _EIGHT_BITS))[words].is_exact
 
 
 #: What is not said by `reload_model_params` cannot be followed.
@@ -260,9 +367,8 @@ def test_weights_when_changed_silently_beside_remainders_then_all_ranks_say_what
 
 
 @pytest.mark.parametrize("words", EQUAL)
-def test_idiom_when_it_is_served_then_equal_to_torch(running: Pool, words: str) -> None:
-    outcome = running.run(EQUAL[words])
-    assert outcome.kind == "equal", f"{outcome.text}\n{EQUAL[words]!r}"
+def test_idiom_when_it_is_served_then_equal_to_torch(equal: dict[str, Outcome], words: str) -> None:
+    assert equal[words].kind == "equal", f"{equal[words].text}\n{EQUAL[words]!r}"
 
 
 @pytest.mark.long
@@ -298,3 +404,38 @@ EITHER = {
 def test_idiom_when_torch_does_little_with_it_then_equal_or_refused(running: Pool, words: str) -> None:
     outcome = running.run(EITHER[words])
     assert outcome.kind in ("equal", "refused"), f"{outcome.text}\n{EITHER[words]!r}"
+
+
+# --- programs drawn at random
+
+#: Draws of one seed resemble each other, so a few are taken of each.
+OF_EACH_SEED = 6
+
+
+def check_programs(running: Pool, tally: Tally, start: int) -> None:
+    """Runs the programs of one seed. Stops at the first that fails, with a smaller one."""
+    for program in draw(OF_EACH_SEED, start, is_calm=False):
+        outcome = running.run(program)
+        tally.add(program, outcome)
+        if outcome.kind == "failed":
+            report(*reduce(running, program, outcome))
+
+
+def report(program: Program, outcome: Outcome) -> None:
+    """Fails with the program, and with the command that runs it again."""
+    file = Path(tempfile.gettempdir()) / "failing_program.txt"
+    file.write_text(written(program, outcome.text), encoding="utf-8")
+    pytest.fail(f"python -m tests.differential.survey --program {file}\n{file.read_text()}", pytrace=False)
+
+
+@pytest.mark.parametrize("start", range(2))
+def test_programs_when_drawn_at_random_then_equal_or_refused(running: Pool, tally: Tally, start: int) -> None:
+    check_programs(running, tally, start)
+    # Refusals are not a way out: three quarters of the programs hold nothing that may be refused.
+    assert tally.num_equal > tally.outcomes.total() / 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start", [2, 3, *range(100, 200)])
+def test_programs_when_many_are_drawn_then_equal_or_refused(running: Pool, tally: Tally, start: int) -> None:
+    check_programs(running, tally, start)

@@ -19,14 +19,14 @@ SHORT = (
     *("low precision, nan skip", "host half, remainders", "muon, step on a stream"),
 )
 #: On a device that DeepSpeed names.
-NAMED = ("mixed overlap", "a module's buffers", "saved in the background")
+NAMED = ("mixed overlap", "saved in the background")
 #: On four ranks; what differs between two and four is the collectives.
 ON_FOUR = ("bf16 overlap", "mixed overlap", "reduced in bf16, forward on a stream", "fp16 dynamic", "nan skip")
 #: Long ones are cut into parts of equal seeds, so that a rank need not live for an hour.
 _BY_SEEDS = {seeds: sorted(name for name in PROGRAMS if many(name) == seeds) for seeds in map(many, PROGRAMS)}
 PARTS = [(seeds, names[start::10]) for seeds, names in _BY_SEEDS.items() for start in range(10)]
 #: A device without float64 and fp16 has other numbers of a step, and the same streams.
-SMALL = (*NAMED, "fp32 overlap", "reduced in bf16, overlap", "nan skip", "host half", "muon")
+SMALL = (*NAMED, "a module's buffers", "fp32 overlap", "reduced in bf16, overlap", "nan skip", "host half", "muon")
 
 
 @pytest.fixture(scope="module")

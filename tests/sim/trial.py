@@ -27,7 +27,7 @@ def many(name: str) -> range:
 def begin(personality: Personality = Personality.FULL) -> None:
     """The device in this process, whose collectives average and are coalesced as NCCL's."""
     install(personality)
-    collectives._COALESCING = collectives._AVERAGING = ("nccl", NAME)
+    collectives._LIKE_NCCL = ("nccl", NAME)
 
 
 def try_programs(

@@ -1,47 +1,23 @@
-"""The script that a failing program is printed as."""
+"""What the programs are compared by, and that one that fails can be run again."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import megatron_distopt
 from tests.differential.compare import Outcome, Tolerance, difference, judge
-from tests.differential.programs import Action, Iteration, Phase, Program
+from tests.differential.programs import Iteration, Phase, Program
 from tests.differential.reference import run_reference
-from tests.differential.scripts import namespace_of, program_text, stand_alone
-
-SAMPLE = Program(
-    options=(("clip_grad", 0.25),), phases=(Phase(2, (Iteration(weights=(Action("lr"),)),)), Phase(1, (Iteration(),)))
-)
+from tests.differential.scripts import namespace_of, program_text, written
+from tests.differential.survey import draw, read
 
 
-def run_script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
-    """Outside of the repository, which is on the path for the package only."""
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    environ = {**os.environ, "PYTHONPATH": str(Path(megatron_distopt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, script], check=False, env=environ, capture_output=True, text=True, timeout=300
-    )
-
-
-def test_script_when_run_by_itself_then_it_says_how_each_phase_went_and_what_differs(tmp_path: Path) -> None:
-    """Two ranks are equal, and what one rank trains after them is spoiled."""
-    text = stand_alone(SAMPLE, 'phase 0: nothing """ special \\ in it')
-    assert "tests.differential" not in text.partition('__name__ == "__main__"')[0].replace('"tests.differential', "")
-    head, phase_1, rest = text.partition("def phase_1")
-    spoiled = rest.replace("batch(rank, 100, 0)", "batch(rank, 100 + (type(world) is OurWorld), 0)", 1)
-    assert spoiled != rest
-    done = run_script(tmp_path, head + phase_1 + spoiled)
-    assert "phase 0 on 2 ranks: equal" in done.stdout, done.stdout + done.stderr
-    assert "phase 1 on 1 ranks: failed rank 0, loss: " in done.stdout
-    assert done.returncode == 1
+def test_program_when_written_down_then_the_same_one_is_read(tmp_path: Path) -> None:
+    for program in draw(20, 0, is_calm=False):
+        (tmp_path / "failure.txt").write_text(written(program, "what was seen"))
+        assert read(tmp_path / "failure.txt") == program
 
 
 def test_reference_when_a_rank_leaves_out_a_step_then_it_must_be_refused(tmp_path: Path) -> None:
