@@ -13,15 +13,12 @@ import argparse
 import itertools
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import peers.environment  # noqa: F401 - before torch
-from peers.checkpoint_report import lines, summary
-from peers.machine import about
-from peers.measuring import CheckpointReading, read, touch_free_memory
+from peers.checkpoint_readings import CheckpointReading, lines, read, summary, touch_free_memory
 from peers.ranks import log, run_on_ranks
-from peers.script import parser_of, settings_of, write
+from peers.script import conclude, parser_of
 from peers.state import Setting
 
 #: 12 * HIDDEN**2 + 13 * HIDDEN elements a layer.
@@ -34,7 +31,6 @@ LEFT_OUT_QUICK = ("megatron-core fully_reshardable",)
 
 def main() -> None:
     args = parse_args()
-    start = time.monotonic()
     touch_free_memory(TOUCHED_QUICK_NBYTES if args.quick else sys.maxsize)
     readings, failures = list[CheckpointReading](), list[str]()
     with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_", dir=args.folder) as scratch:
@@ -45,22 +41,16 @@ def main() -> None:
             logged, why = run_on_ranks(run, size, args, number, folder, daemon=False, minutes=60)
             readings += [CheckpointReading(**entry) for entry in logged]
             failures += [f"{args.sizes[number]} M: {why}"] if why else []
-    found = summary(readings)
-    known = about(args.load_before, time.monotonic() - start)
-    known["file_system"] = file_system(args.folder or Path(tempfile.gettempdir()))
-    result = {**known, "settings": settings_of(args), "failures": failures, "ratios": found, "readings": readings}
-    write(result, args.json)
-    print("\n".join([*failures, *lines(found)]))
+    found, where = summary(readings), file_system(args.folder or Path(tempfile.gettempdir()))
+    result = {"file_system": where, "failures": failures, "ratios": found, "readings": readings}
+    conclude(args, result, [*failures, *lines(found)])
 
 
 def run(rank: int, size: int, path: Path, args: argparse.Namespace, number: int, folder: Path) -> None:
     """On every rank: a round that is not counted, then rounds over all contestants, each begun by another one."""
     # In the ranks alone: they import all peers.
-    from peers.deepspeed_zero import ZERO_1
-    from peers.gathered import GATHERED
-    from peers.megatron_core import DP_RESHARDABLE, FULLY_RESHARDABLE
-    from peers.ours import ASYNC, SYNC
-    from peers.undistributed import UNDISTRIBUTED
+    from peers.checkpoint_contestants import ASYNC, GATHERED, SYNC, UNDISTRIBUTED
+    from peers.checkpoint_peers import DP_RESHARDABLE, FULLY_RESHARDABLE, ZERO_1
 
     left_out = LEFT_OUT_QUICK if args.quick else ()
     everyone = (SYNC, GATHERED, ASYNC, UNDISTRIBUTED, DP_RESHARDABLE, FULLY_RESHARDABLE, ZERO_1)

@@ -12,19 +12,17 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
-from peers.machine import about
-from peers.memory_reading import MemoryReading, read
-from peers.overlap_contestants import overlap_entries
+from peers.memory_reading import MemoryReading, read, target
 from peers.ranks import log, run_on_ranks
-from peers.report import table
-from peers.script import add_training, parser_of, pick, settings_of, write
+from peers.report import reports
+from peers.script import add_training, conclude, parser_of, pick
+from peers.train_contestants import train_entries
 from peers.transformer import TrainSetting
 
 #: Of the model, so small that nearly all of it is in its layers.
@@ -33,8 +31,7 @@ VOCABULARY, SEQUENCE = 256, 8
 
 def main() -> None:
     args = parse_args()
-    pick(overlap_entries(args.ours), args.contestants)
-    start = time.monotonic()
+    pick(train_entries(args.ours), args.contestants)
     # What is freed goes back to the system at once, so that the high-water mark is that of live memory.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     readings: list[MemoryReading] = []
@@ -44,10 +41,8 @@ def main() -> None:
         readings += [MemoryReading(**entry) for entry in logged]
         failures += [why] if why else []
     found = [summary([r for r in readings if r.ranks == ranks]) for ranks in dict.fromkeys(r.ranks for r in readings)]
-    result = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "ranks": found}
-    write({**result, "failures": failures, "readings": readings}, args.json)
-    for line in (*failures, *lines(found)):
-        print(line)
+    result = {"ranks": found, "failures": failures, "readings": readings}
+    conclude(args, result, [*failures, *lines(found)])
 
 
 def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
@@ -55,18 +50,13 @@ def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
 
     What imports leave is kept from the garbage collector, which would look through a million objects for each reading.
     """
-    entries = pick(overlap_entries(args.ours), args.contestants)
+    entries = pick(train_entries(args.ours), args.contestants)
     setting = TrainSetting(args.layers, args.hidden, VOCABULARY, SEQUENCE, 1, args.bucket_size, rank, size)
     for entry in entries:
         read(entry, replace(setting, layers=1, hidden=128))
         gc.freeze()
     for entry in entries:
         log(read(entry, setting), path)
-
-
-def target(ranks: int) -> float:
-    """Bytes an element: param 2, grad 4, main param and two moments of the owned part."""
-    return 6 + 12 / ranks
 
 
 def summary(readings: Sequence[MemoryReading]) -> dict[str, Any]:
@@ -93,20 +83,25 @@ def summary(readings: Sequence[MemoryReading]) -> dict[str, Any]:
     }
 
 
-def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for ranks in found:
-        goal = f"6 + 12/n = {ranks['target']:.2f}"
-        yield f"\n{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements; bytes an element on a rank; {goal}"
-        rows = [
-            (name, *(f"{value:.2f}" for value in values.values()), "")
-            for name, values in ranks["bytes an element"].items()
-        ]
-        rows += [(name, "-", "-", "-", why_not) for name, why_not in ranks["why_not"].items()]
-        yield from table(("", "peak of a step", "held between", "peak of building", ""), rows)
-    yield from ("", "; ".join(last_words(ranks) for ranks in found) or "nothing was run")
+def lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A table a number of ranks; the last line has the ratios."""
+    header = ("", "peak of a step", "held between", "peak of building", "")
+    return reports(found, _heading, header, _rows, _last_words)
 
 
-def last_words(ranks: dict[str, Any]) -> str:
+def _heading(ranks: Mapping[str, Any]) -> str:
+    goal = f"6 + 12/n = {ranks['target']:.2f}"
+    return f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements; bytes an element on a rank; {goal}"
+
+
+def _rows(ranks: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    ran = [
+        (name, *(f"{each:.2f}" for each in values.values()), "") for name, values in ranks["bytes an element"].items()
+    ]
+    return ran + [(name, "-", "-", "-", why_not) for name, why_not in ranks["why_not"].items()]
+
+
+def _last_words(ranks: Mapping[str, Any]) -> str:
     ours = ranks["bytes an element"].get("ours")
     goal = f"6 + 12/n = {ranks['target']:.2f}"
     own = "ours did not run" if ours is None else f"ours {ours['peak of a step']:.2f} bytes an element ({goal})"

@@ -10,6 +10,7 @@ how evenly 8, 64 and 512 ranks share the matrices of large models. benchmarks/RE
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +19,16 @@ from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
 import torch
-from peers.machine import about
 from peers.memory_reading import covered, storages
 from peers.muon_contestants import entries
-from peers.ranks import exchange, log, measured, run_on_ranks
+from peers.ranks import exchange, failure_of_any, log, run_on_ranks
 from peers.report import Rounds, over, spread, table
-from peers.script import parser_of, settings_of, write
+from peers.script import conclude, parser_of
 from peers.state import fill
-from peers.step_contestants import StepEntry
-from peers.step_reading import FIRST_NORMS, deviation
-from peers.steppers import StepSetting
+from peers.step_readings import FIRST_NORMS, deviation
+from peers.steppers import StepEntry, StepSetting
 from torch import Tensor
 
-#: Models of docs/matrix_owners.md whose sizes are beside the examples of `plan`.
 #: Sizes of Llama 2, whose shares are planned.
 _MODELS = {
     "llama2_70b": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672},
@@ -57,16 +55,14 @@ class MuonReading:
 
 def main() -> None:
     args = parse_args()
-    start, readings, failures = time.monotonic(), list[MuonReading](), list[str]()
+    readings, failures = list[MuonReading](), list[str]()
     for size in args.ranks:
         logged, why = run_on_ranks(read_all, size, args)
         readings += [MuonReading(**each) for each in logged]
         failures += [why] if why else []
     rows, planned = [summary(readings, size) for size in args.ranks], [*planned_shares()]
-    about_it = about(args.load_before, time.monotonic() - start)
-    result = {**about_it, "settings": settings_of(args), "rows": rows, "planned": planned, "failures": failures}
-    write(result, args.json)
-    print("\n".join([*failures, *lines(result)]))
+    result = {"rows": rows, "planned": planned, "failures": failures}
+    conclude(args, result, [*failures, *lines(result)])
 
 
 def read_all(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
@@ -82,10 +78,10 @@ def read_all(rank: int, size: int, path: Path, args: argparse.Namespace) -> None
 
 def read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
     """Collective: builds a contestant, checks and times it, and drops it."""
-    reading, why_not = measured(lambda: _read(entry, setting, number, repeats, reference))
-    if why_not:
-        return MuonReading(entry.name, setting.size, setting.numel, number, why_not=why_not)
-    return reading  # type: ignore[return-value]  # there is one where nothing was raised
+    measured: list[MuonReading] = []
+    why_not = failure_of_any(lambda: measured.append(_read(entry, setting, number, repeats, reference)))
+    gc.collect()
+    return MuonReading(entry.name, setting.size, setting.numel, number, why_not=why_not) if why_not else measured[0]
 
 
 def _read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
@@ -184,7 +180,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = parser_of(__doc__, "2 layers of 256, 2 ranks, two rounds")
+    parser = parser_of(__doc__, "2 layers of 256, 2 ranks, two rounds", has_contestants=False)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)

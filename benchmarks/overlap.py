@@ -13,32 +13,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
 from peers.crew import Crew, Member
-from peers.machine import about
 from peers.namespaces import NUM_ENDS, Link, join, why_not
-from peers.overlap_contestants import FORWARD, best_of, picked
-from peers.overlap_probe import Probe, measure
 from peers.overlap_rank import TIME_LIMIT
-from peers.overlap_report import Context, WiredReading, lines, name_of, slowest, summary
-from peers.report import spread
-from peers.script import parser_of, settings_of, write
-from peers.train_contestants import FORWARD_BACKWARD
-from peers.train_reading import TrainReading
+from peers.overlap_readings import WiredReading, lines, name_of, slowest, summary
+from peers.report import is_ours, spread
+from peers.script import conclude, parser_of, pick
+from peers.train_contestants import FORWARD, FORWARD_BACKWARD, MESSAGES, train_entries
+from peers.train_readings import TrainReading
 from peers.trainers import TrainEntry
 
 PROBE_SECONDS = 0.4
 STORE_PORT = 29500
 MODEL = ("layers", "hidden", "vocabulary", "sequence", "sequences", "bucket_size")
+LEFT_OUT_QUICK = (
+    "fork of 2023, fused Adam",
+    "megatron-core, fused Adam",
+    "DeepSpeed ZeRO-1",
+    "DeepSpeed ZeRO-2, bf16 wire",
+)
 
 
 def main() -> None:
@@ -48,42 +50,45 @@ def main() -> None:
     if refusal:
         print(refusal, file=sys.stderr)
         raise SystemExit(2)
-    start = time.monotonic()
+    readings, reached, failures = list[WiredReading](), dict[float, float](), list[str]()
     with join() as link:
-        probes = {rate: probe(link, rate) for rate in args.rates}
-        readings, failures = run(entries, link, args)
-    found = summaries(readings, probes, best_of(entries))
-    about_it = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "reached": probes}
-    result = {**about_it, "rates": found, "failures": failures, "readings": readings}
-    write(result, args.json)
-    for line in (*failures, *lines(found)):
-        print(line)
+        try:
+            with pairs(link, args) as (mute, wired):
+                warm_up(entries, (mute, wired), link, args)
+                for rate in args.rates:
+                    reached[rate] = probe(wired, link, rate)
+                for reading in rounds(entries, mute, wired, link, args):
+                    readings.append(reading)
+                    tell(reading)
+        except LostError as error:
+            failures = [f"ended early: {error}"]
+    rates = [rate for rate in reached if any(each.gigabits == rate for each in readings)]
+    found = [summary(rate, readings, reached[rate], os.cpu_count() or 1) for rate in rates]
+    result = {"link": {"reached": reached}, "rates": found, "failures": failures, "readings": readings}
+    conclude(args, result, [*failures, *lines(found)])
 
 
-def probe(link: Link, gigabits: float) -> Probe:
-    """What plain TCP reaches at a rate."""
-    link.set_rate(gigabits)
-    found = measure(link, PROBE_SECONDS)
-    reached = f"plain TCP reaches {found.gigabits:.2f} Gbit/s, {found.round_trip_us:.0f} us there and back"
-    print(f"{name_of(gigabits)}: {reached}", file=sys.stderr)
-    return found
+def picked(ours: Sequence[str], names: Sequence[str], *, quick: bool = False) -> list[TrainEntry]:
+    """What `--contestants` names, and this package with and without its overlaps; fewer variants of peers if quick.
+
+    In network namespaces of their own ranks do not share memory, so that ours sends messages in any case.
+    """
+    entries = [entry for entry in train_entries(ours) if entry.name != MESSAGES]
+    wanted = names or [entry.name for entry in entries if not (quick and entry.name in LEFT_OUT_QUICK)]
+    return pick(entries, [*wanted, *(entry.name for entry in entries if is_ours(entry.name))])
 
 
 class LostError(RuntimeError):
     """A rank ended, or did not answer in time."""
 
 
-def run(entries: Sequence[TrainEntry], link: Link, args: argparse.Namespace) -> tuple[list[WiredReading], list[str]]:
-    """What was read, and why it ended early."""
-    readings: list[WiredReading] = []
-    try:
-        with pairs(link, args) as (mute, wired):
-            for reading in rounds(entries, mute, wired, link, args):
-                readings.append(reading)
-                tell(reading)
-    except LostError as error:
-        return readings, [f"ended early: {error}"]
-    return readings, []
+def probe(wired: Crew, link: Link, gigabits: float) -> float:
+    """What plain TCP reaches at a rate, in Gbit/s, while nothing else runs."""
+    link.set_rate(gigabits)
+    order = {"probe_seconds": PROBE_SECONDS}
+    found: float = max(answer["gigabits"] for answer in answers_of(wired, order, "the probe of the link"))
+    print(f"{name_of(gigabits)}: plain TCP reaches {found:.2f} Gbit/s", file=sys.stderr)
+    return found
 
 
 @contextmanager
@@ -99,7 +104,7 @@ def pairs(link: Link, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
                 for rank in range(NUM_ENDS):
                     interface = link.interface(rank) if store == tcp else "lo"
                     place = {"rank": rank, "size": NUM_ENDS, "interface": interface, "store": store}
-                    about = json.dumps({**place, "ours": args.ours, "model": model})
+                    about = json.dumps({**place, "address": link.address(1), "ours": args.ours, "model": model})
                     command = [sys.executable, "-m", "peers.overlap_rank", about]
                     inside = link.inside(rank, command) if store == tcp else command
                     # Addresses of the link have no names, which torch would warn of.
@@ -114,14 +119,18 @@ def pairs(link: Link, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
             crew.stop()
 
 
+def warm_up(entries: Sequence[TrainEntry], crews: Sequence[Crew], link: Link, args: argparse.Namespace) -> None:
+    """Every contestant once with a small model."""
+    link.set_rate(0.0)
+    for entry in entries:
+        for crew in crews:
+            ask(crew, entry.name, -1, args)
+
+
 def rounds(
     entries: Sequence[TrainEntry], mute: Crew, wired: Crew, link: Link, args: argparse.Namespace
 ) -> Iterator[WiredReading]:
-    """A warm-up of every contestant with a small model, then rounds: without communication, then at each rate."""
-    link.set_rate(0.0)
-    for entry in entries:
-        for crew in (mute, wired):
-            ask(crew, entry.name, -1, args)
+    """Rounds over all contestants: without communication, then at each rate."""
     for number in range(args.rounds):
         for entry in (FORWARD, FORWARD_BACKWARD, *entries):
             yield WiredReading(None, 0.0, slowest(ask(mute, entry.name, number, args)))
@@ -134,21 +143,26 @@ def rounds(
 
 
 def ask(crew: Crew, name: str, number: int, args: argparse.Namespace) -> list[TrainReading]:
+    """A reading of each rank."""
+    order = {"contestant": name, "number": number, "pace": (args.warm_up, args.blocks, args.steps)}
+    return [
+        TrainReading(**{**found, "seconds": tuple(found["seconds"]), "losses": tuple(found["losses"])})
+        for found in answers_of(crew, order, repr(name))
+    ]
+
+
+def answers_of(crew: Crew, order: Mapping[str, Any], what: str) -> list[Any]:
     """By rank.
 
     Raises:
         LostError: no answer will come.
     """
-    order = {"contestant": name, "number": number, "pace": (args.warm_up, args.blocks, args.steps)}
     answers = crew.ask(order, TIME_LIMIT.total_seconds() + 60)
     lost = [rank for rank, found in enumerate(answers) if found is None]
     if lost:
         how = crew.how_ended(lost[0]) if lost[0] in crew.ended else "no answer in time"
-        raise LostError(f"rank {lost[0]} in {name!r}: {how}")
-    return [
-        TrainReading(**{**found, "seconds": tuple(found["seconds"]), "losses": tuple(found["losses"])})
-        for found in answers
-    ]
+        raise LostError(f"rank {lost[0]} in {what}: {how}")
+    return answers
 
 
 def busy_seconds() -> float:
@@ -168,18 +182,6 @@ def tell(each: WiredReading) -> None:
         f"round {reading.round}  {reading.contestant:28} {where:22} {reading.why_not or spread(reading.seconds)}",
         file=sys.stderr,
     )
-
-
-def summaries(readings: Sequence[WiredReading], probes: dict[float, Probe], best: str) -> list[dict[str, Any]]:
-    """Of each rate at which something was read."""
-    alone = [each.reading for each in readings if each.gigabits is None]
-    forward, both = (
-        [statistics.median(reading.seconds) for reading in alone if reading.contestant == entry.name]
-        for entry in (FORWARD, FORWARD_BACKWARD)
-    )
-    cores = os.cpu_count() or 1
-    rates = [rate for rate in probes if any(each.gigabits == rate for each in readings)]
-    return [summary(rate, readings, Context(probes[rate], forward, both, best, cores)) for rate in rates]
 
 
 def parse_args() -> argparse.Namespace:

@@ -10,18 +10,20 @@ adjusted so that it fits (`muon_adjust_lr`, match_rms_adamw). benchmarks/README.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
-import time
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import peers.environment  # noqa: F401 - before torch
-from peers.machine import about
-from peers.quickstart import train
+from peers.environment import ROOT
 from peers.report import table
-from peers.script import write
+from peers.script import conclude, parser_of
 
 
 def _forms(main: str, moments: str) -> dict[str, str]:
@@ -71,17 +73,33 @@ class Training:
 
 def main() -> None:
     args = parse_args()
-    start, trainings = time.monotonic(), list[Training]()
-    subject = SUBJECTS[args.subject]
+    subject, trainings = SUBJECTS[args.subject], list[Training]()
     for seed in args.seeds:
-        for name in args.names:
+        for name in args.contestants:
             summary, losses = train(subject.variables[name], seed, args.iterations, subject.ranks)
             nbytes, validation = summary["memory_per_rank"]["state_nbytes"], summary["validation_bits_per_byte"]
             trainings.append(Training(name, seed, validation, nbytes, losses))
             print(f"{name}, seed {seed}: {validation:.4f} bits a byte", flush=True)
-    machine = about(args.load_before, time.monotonic() - start)
-    write({**machine, "iterations": args.iterations, "runs": [asdict(each) for each in trainings]}, args.json)
-    print("\n".join(lines(trainings)))
+    conclude(args, {"iterations": args.iterations, "runs": trainings}, lines(trainings))
+
+
+def train(variables: Mapping[str, str], seed: int, iterations: int, ranks: int) -> tuple[dict[str, Any], list[float]]:
+    """The quickstart's summary and the loss of every iteration in nats a byte, from processes of its own.
+
+    `variables` are MEGATRON_DISTOPT_* without that beginning.
+    """
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ |= {f"MEGATRON_DISTOPT_{name}": value for name, value in variables.items()}
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += [str(ROOT / "examples" / "quickstart.py"), "--use-distributed-optimizer", "--precision", "bf16"]
+        command += ["--iterations", str(iterations), "--seed", str(seed), "--output", folder]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"Invalid training with {dict(variables)}: it ended with\n{done.stderr[-2000:]}")
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+        history = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return summary, [each["loss"] for each in history]
 
 
 def lines(trainings: Sequence[Training]) -> Iterator[str]:
@@ -104,22 +122,23 @@ def lines(trainings: Sequence[Training]) -> Iterator[str]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "8 iterations of one seed; three trainings at most")
     parser.add_argument("subject", choices=tuple(SUBJECTS))
     parser.add_argument("--iterations", type=int)
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--names", nargs="+", help="of trainings; all where left out, the first one always runs")
-    parser.add_argument("--quick", action="store_true", help="8 iterations of one seed; three trainings at most")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
-    args.load_before, subject = os.getloadavg(), SUBJECTS[args.subject]
+    subject = SUBJECTS[args.subject]
     known = list(subject.variables)
-    if unknown := [name for name in args.names or () if name not in known]:
-        parser.error(f"--names has {unknown[0]!r}. Write some of {known}.")
-    args.names = [name for name in known if name in (args.names or known) or name == known[0]]
+    if unknown := [name for name in args.contestants or () if name not in known]:
+        parser.error(f"--contestants has {unknown[0]!r}. Write some of {known}.")
+    args.contestants = [name for name in known if name in (args.contestants or known) or name == known[0]]
     args.iterations, args.seeds = args.iterations or subject.iterations, args.seeds or subject.seeds
     if args.quick:
-        args.iterations, args.seeds, args.names = 8, [1], [*args.names[:2], args.names[-1]][: len(args.names)]
+        args.iterations, args.seeds, args.contestants = (
+            8,
+            [1],
+            [*args.contestants[:2], args.contestants[-1]][: len(args.contestants)],
+        )
     return args
 
 

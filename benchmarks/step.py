@@ -10,18 +10,15 @@ warmed up, timed and dropped. benchmarks/README.md says how every figure is read
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 
 import peers.environment  # noqa: F401 - before torch
 import torch
 import torch.distributed as dist
-from peers.machine import MemoryRates, about, memory_rates
-from peers.script import parser_of, pick, settings_of, write
-from peers.step_contestants import StepEntry, step_entries
-from peers.step_reading import StepReading, read
-from peers.step_report import FLOOR_NBYTES, lines, summary
-from peers.steppers import StepSetting
+from peers.machine import MemoryRates, memory_rates
+from peers.script import conclude, parser_of, pick
+from peers.step_readings import FLOOR_NBYTES, StepReading, lines, read, summary
+from peers.steppers import StepEntry, StepSetting, step_entries
 from torch import Tensor
 
 #: Least elements of a model and its width.
@@ -30,7 +27,6 @@ WIDTHS = ((150e6, 2048), (20e6, 1024), (4e6, 512), (0.75e6, 256), (0.0, 144))
 
 def main() -> None:
     args = parse_args()
-    start = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     entries = pick(step_entries(may_compile=not args.quick), args.contestants)
@@ -38,44 +34,28 @@ def main() -> None:
     dist.destroy_process_group()
     settings = list(dict.fromkeys(reading.numel for reading in readings))
     found = [summary(numel, readings, rates[numel]) for numel in settings]
-    about_it = about(args.load_before, time.monotonic() - start)
-    result = {**about_it, "settings": settings_of(args), "sizes": found, "readings": readings}
-    write(result, args.json)
-    for line in lines(found):
-        print(line)
+    conclude(args, {"sizes": found, "readings": readings}, lines(found))
 
 
 def run(
     entries: Sequence[StepEntry], args: argparse.Namespace
 ) -> tuple[list[StepReading], dict[int, list[MemoryRates]]]:
-    """All readings, and what memory did in each round, by elements."""
+    """All readings, and what memory did in each round, by elements: ours runs between two readings of that."""
     readings: list[StepReading] = []
     rates: dict[int, list[MemoryRates]] = {}
     for size in args.sizes:
         setting = setting_of(size, args.loss_scale)
         reference: list[Tensor] = []
         rates[setting.numel] = []
+        # As much memory as a step of this size moves, or as much as no cache holds.
+        moved = FLOOR_NBYTES * setting.numel
         for number in range(args.rounds):
-            found, rate = one_round(entries, setting, number, args.repeats, reference)
-            readings += found
-            rates[setting.numel].append(rate)
+            before = memory_rates(moved)
+            for entry in entries:
+                readings.append(read(entry, setting, number, args.repeats, reference))
+                if entry is entries[0]:
+                    rates[setting.numel].append(before.or_faster(memory_rates(moved)))
     return readings, rates
-
-
-def one_round(
-    entries: Sequence[StepEntry], setting: StepSetting, number: int, repeats: int, reference: list[Tensor]
-) -> tuple[list[StepReading], MemoryRates]:
-    """Ours between two readings of what memory does, then the others."""
-    ours, *others = entries
-    before = rates_now(setting)
-    first = read(ours, setting, number, repeats, reference)
-    rates = before.or_faster(rates_now(setting))
-    return [first, *(read(entry, setting, number, repeats, reference) for entry in others)], rates
-
-
-def rates_now(setting: StepSetting) -> MemoryRates:
-    """With as much memory as a step of this size moves, or as much as no cache holds."""
-    return memory_rates(FLOOR_NBYTES * setting.numel)
 
 
 def setting_of(size: float, loss_scale: float | None) -> StepSetting:

@@ -12,46 +12,35 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import peers.environment  # noqa: F401 - before torch
-from peers.machine import about
-from peers.overlap_contestants import overlap_entries
 from peers.ranks import log, run_on_ranks
 from peers.report import spread
-from peers.script import add_training, parser_of, pick, settings_of, write
-from peers.train_contestants import FORWARD_BACKWARD
-from peers.train_reading import Pace, TrainReading, read
-from peers.train_report import lines, summary
+from peers.script import add_training, conclude, parser_of, pick
+from peers.train_contestants import FORWARD_BACKWARD, train_entries
+from peers.train_readings import WARM_UP, Pace, TrainReading, lines, read, summary
 from peers.transformer import TrainSetting
-
-#: So that imports, first allocations and first connections are over before anything is timed.
-WARM_UP = Pace(1, 1, 1)
 
 
 def main() -> None:
     args = parse_args()
-    pick(overlap_entries(args.ours), args.contestants)
-    start = time.monotonic()
+    pick(train_entries(args.ours), args.contestants)
     found, failures = [], []
     for ranks in args.ranks:
         logged, why = run_on_ranks(run, ranks, args)
         readings = [TrainReading(**{**entry, "seconds": tuple(entry["seconds"])}) for entry in logged]
         failures += [why] if why else []
         found += [summary(readings)] if readings else []
-    result = {**about(args.load_before, time.monotonic() - start), "settings": settings_of(args), "ranks": found}
-    write({**result, "failures": failures}, args.json)
-    for line in (*failures, *lines(found)):
-        print(line)
+    conclude(args, {"ranks": found, "failures": failures}, [*failures, *lines(found)])
 
 
 def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
     """On every rank: a warm-up of every contestant with a small model, then rounds over them."""
     if args.messages:
         os.environ["MEGATRON_DISTOPT_SHARED_MEMORY"] = "no"
-    entries = pick(overlap_entries(args.ours), args.contestants)
+    entries = pick(train_entries(args.ours), args.contestants)
     setting = TrainSetting(
         args.layers, args.hidden, args.vocabulary, args.sequence, args.sequences, args.bucket_size, rank, size
     )

@@ -46,7 +46,6 @@ from gpu_check.models import (
 )
 from gpu_check.peers import is_compiled
 from megatron_distopt import distribute
-from megatron_distopt.config import ADAM_SOURCES
 from megatron_distopt.errors import DistOptError
 
 #: By implementation of Adam, the op of DeepSpeed's that it needs.
@@ -165,7 +164,7 @@ def kernels(place: Place) -> Found:
     start, wanted = _in_float64(place)
     found: dict[str, float] = {}
     absent: list[str] = []
-    for name in ("auto", *ADAM_SOURCES):
+    for name in ("auto", *_adam_sources()):
         model = Given(torch.float32).to(place.device)
         if name in _OPS and not is_compiled(_OPS[name]):
             absent.append(f"{name} (not compiled)")
@@ -184,6 +183,12 @@ def kernels(place: Place) -> Found:
     require(not wrong, f"{wrong} of the change from float64, at most {_ROUNDED_IN_KERNELS:g} is rounding; all: {found}")
     said = ", ".join(f"{name} {apart:.1e}" for name, apart in found.items())
     return Found(f"from float64: {said}; not here: {', '.join(absent) or 'none'}", {"apart": found, "absent": absent})
+
+
+def _adam_sources() -> tuple[str, ...]:
+    from megatron_distopt.config import ADAM_SOURCES
+
+    return tuple(ADAM_SOURCES)
 
 
 def _in_float64(place: Place) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,15 +12,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers.machine import processor, version_of
 
 CPU = "cpu"
 #: MODULE or MODULE:FUNCTION that registers a device with torch; those of vendors torch imports by itself.
@@ -108,10 +107,15 @@ def look(choice: str) -> Machine:
     device = device_type_of(choice)
     count = CPU_RANKS if device == CPU else torch.accelerator.device_count()
     backend = dist.get_default_backend_for_device(device) if dist.is_available() else "none"
-    names = (_processor(),) if device == CPU else tuple(_name(device, index) for index in range(count))
+    if device == CPU:
+        names: tuple[str, ...] = (processor(),)
+    else:
+        ids = [torch.device(device, index) for index in range(count)]
+        names = tuple(_asked("get_device_name", each, each.index) or str(each) for each in ids)
     memory, python = _memory(device, count), platform.python_version()
-    versions, built_for = _versions(), _built_for(device)
-    return Machine(device, names, count, memory, backend, _host(), python, versions, built_for)
+    versions = {name: version_of(name, module) for module, name in _PACKAGES.items()}
+    host = f"{platform.system()} {platform.release()}, {processor()}, {os.cpu_count()} cores"
+    return Machine(device, names, count, memory, backend, host, python, versions, _built_for(device))
 
 
 def rank_counts(count: int) -> tuple[int, ...]:
@@ -124,35 +128,16 @@ def rank_counts(count: int) -> tuple[int, ...]:
     return (*powers, count)
 
 
-def _name(device: str, index: int) -> str:
-    """As the vendor's module of torch calls it."""
-    ask = getattr(getattr(torch, device, None), "get_device_name", None)
-    return str(ask(index)) if ask else f"{device}:{index}"
-
-
 def _memory(device: str, count: int) -> int:
     if device == CPU:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        return min(int(torch.accelerator.get_memory_info(index)[0]) for index in range(count))
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return _memory_by_properties(device, count)
+    return min((_free(torch.device(device, index)) for index in range(count)), default=0)
 
 
-def _memory_by_properties(device: str, count: int) -> int:
-    """Before torch 2.9, which counts memory for all devices; 0 where nobody says."""
-    ask = getattr(getattr(torch, device, None), "get_device_properties", None)
-    return min((getattr(ask(index), "total_memory", 0) for index in range(count)), default=0) if ask else 0
-
-
-def _host() -> str:
-    return f"{platform.system()} {platform.release()}, {_processor()}, {os.cpu_count()} cores"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines: Iterable[str] = cpuinfo.read_text().splitlines() if cpuinfo.exists() else ()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+def _free(device: torch.device) -> int:
+    """All that it has before torch 2.9, which counts memory for all devices; 0 where nobody says."""
+    info = _asked("get_memory_info", device, device.index)
+    return int(info[0]) if info else getattr(_asked("get_device_properties", device, device.index), "total_memory", 0)
 
 
 def _built_for(device: str) -> str:
@@ -162,21 +147,6 @@ def _built_for(device: str) -> str:
     if library is not None:
         found.append(f"nccl {'.'.join(map(str, library.version()))}")
     return ", ".join(found)
-
-
-def _versions() -> dict[str, str]:
-    return {name: _version(module, name) for module, name in _PACKAGES.items()}
-
-
-def _version(module: str, package: str) -> str:
-    try:
-        return torch.__version__ if package == "torch" else version(package)
-    except PackageNotFoundError:
-        pass
-    try:
-        return "installed" if find_spec(module) else "not installed"
-    except ModuleNotFoundError:
-        return "not installed"
 
 
 def import_backend() -> None:
@@ -239,11 +209,11 @@ def _events(device: torch.device) -> tuple[Any, Any] | None:
 
 
 def _asked(name: str, device: torch.device, *args: Any) -> Any:
-    """What a function about memory answers: of `torch.accelerator`, which has them from torch 2.9 on, or of the module
+    """What a function of `torch.accelerator` answers, which has those about memory from torch 2.9 on, or of the module
     of the device. None where neither has it or can answer."""
     for module in (torch.accelerator, getattr(torch, device.type, None)):
         function = getattr(module, name, None)
-        with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError, TypeError):
             if function is not None:
                 return function(*args)
     return None

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
-from peers.memory_reading import MemoryReading, read
+from peers.memory_reading import MemoryReading, read, target
+from peers.report import OURS
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting
 
 from gpu_check.checks import Check, Found, Place, SkipError, Where, WrongError
 from gpu_check.machine import CPU, empty_cache, memory_now, most_memory, reset_most_memory, synchronize
-from gpu_check.peers import OURS, memory_peers
+from gpu_check.peers import memory_peers
 
 #: So few tokens that what is measured is not activations.
 _VOCABULARY, _SEQUENCE = 256, 8
 _GIB = 1 << 30
 #: Of the target: what buckets are padded with, and tensors that do not grow with the model.
 _MARGIN = 1.05
-
-
-def target(ranks: int) -> float:
-    """Bytes an element: param 2, grad 4, main param and two moments of the owned part.
-
-    >>> target(4)
-    9.0
-    """
-    return 6 + 12 / ranks
 
 
 def held(place: Place) -> Found:
@@ -64,30 +58,32 @@ def _read(place: Place, entry: TrainEntry, setting: TrainSetting) -> MemoryReadi
         return read(entry, setting)
     if memory_now(place.device) is None:
         raise SkipError(f"torch counts no memory of {place.device.type}")
-    reading = read(entry, setting, lambda: DeviceMemory(place.device))
+    found = read(entry, setting, partial(DeviceGauge, place.device))
     empty_cache(place.device)
-    return reading
+    return found
 
 
-class DeviceMemory:
-    """As `HostMemory`, of tensors on a device."""
+class DeviceGauge:
+    """What torch counts on a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._before = device, 0
+        self._device = device
         gc.collect()
-        self._before = self.held()
+        self._before = self._counted(memory_now)
         self.reset()
+
+    def _counted(self, ask: Callable[[torch.device], int | None]) -> int:
+        synchronize(self._device)
+        return ask(self._device) or 0
 
     def reset(self) -> None:
         reset_most_memory(self._device)
 
-    def peak(self) -> int:
-        synchronize(self._device)
-        return (most_memory(self._device) or 0) - self._before
+    def most(self) -> int:
+        return self._counted(most_memory) - self._before
 
     def held(self) -> int:
-        synchronize(self._device)
-        return (memory_now(self._device) or 0) - self._before
+        return self._counted(memory_now) - self._before
 
 
 CHECKS = (Check("held", "bytes an element are 6 + 12/n", held, "memory", Where.ENDS, limit=200),)

@@ -5,33 +5,19 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 
-import torch
 from peers import adam, steppers
-from peers.adam import CLIP_GRAD, torch_adam
-from peers.overlap_contestants import overlap_entries
-from peers.state import groups_of
-from peers.step_contestants import StepEntry, step_entries
-from peers.train_contestants import MESSAGES
-from peers.trainers import TrainEntry, Trainer
-from peers.transformer import TrainSetting, transformer
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from peers.steppers import StepEntry, step_entries
+from peers.train_contestants import MESSAGES, DataParallel, train_entries
+from peers.trainers import TrainEntry
 
 from gpu_check.checks import Place
 from gpu_check.machine import CPU
 
-OURS = "ours"
 #: Far slower than the others, and not what anybody compares with.
 _SLOW = ("fork of 2023", "torch for-loop", "megatron-core")
 _ON_CPU_ONLY = ("DeepSpeed CPUAdam", MESSAGES)
 #: Whose memory is compared.
 _FOR_MEMORY = ("ours", "ours, overlap", "ours, both overlaps", "megatron-core, fused Adam", "DeepSpeed ZeRO-1")
-
-
-def is_ours(name: str) -> bool:
-    """Whether it is this package, with whatever options."""
-    return name == OURS or name.startswith(f"{OURS}, ")
 
 
 def is_compiled(op: str) -> bool:
@@ -45,29 +31,6 @@ def is_compiled(op: str) -> bool:
     return True
 
 
-class DataParallel(Trainer):
-    """DistributedDataParallel around fp32 params, under autocast to bf16, and torch's fused AdamW: nothing is sharded.
-
-    Args:
-        setting: of model and data.
-    """
-
-    def __init__(self, setting: TrainSetting) -> None:
-        model = transformer(setting, torch.float32)
-        nbytes = 4 * setting.bucket_size
-        self._model = DistributedDataParallel(model, bucket_cap_mb=nbytes / 2**20, gradient_as_bucket_view=True)
-        self._optimizer = torch_adam(fused=True)(groups_of(model))
-
-    def train(self, tokens: Tensor) -> Tensor:
-        self._optimizer.zero_grad()
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
-            loss: Tensor = self._model(tokens)
-        loss.backward()
-        clip_grad_norm_(self._model.parameters(), CLIP_GRAD)
-        self._optimizer.step()
-        return loss.detach()
-
-
 def step_peers(place: Place) -> list[StepEntry]:
     """For a step on one rank; "ours" comes first. DeepSpeed's ops are not compiled for it: that takes minutes."""
     first, *others = step_entries(may_compile=False)
@@ -78,7 +41,7 @@ def step_peers(place: Place) -> list[StepEntry]:
 
 def train_peers(place: Place) -> list[TrainEntry]:
     """For a training on all ranks; "ours" comes first."""
-    entries = [entry for entry in overlap_entries([]) if _is_wanted(entry.name, place)]
+    entries = [entry for entry in train_entries([]) if _is_wanted(entry.name, place)]
     ddp = "torch DDP + fused AdamW"
     entries += [TrainEntry(ddp, DataParallel)] if ddp not in place.without else []
     return entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +25,17 @@ def torch_adam(**implementation: bool) -> AdamBuilder:
     return partial(torch.optim.AdamW, **ADAM, **implementation)
 
 
-def deepspeed_cpu(groups: list[dict[str, Any]], *, may_compile: bool = True) -> Optimizer:
-    """DeepSpeed's Adam for the CPU."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
+def foreign_adam(module: str, name: str, op: str = "", *, may_compile: bool = True) -> AdamBuilder:
+    """Another package's class; `op` is what DeepSpeed compiles for it."""
 
-    check_compiled("cpu_adam", may_compile)
-    optimizer: Optimizer = DeepSpeedCPUAdam(groups, **ADAM)
-    return optimizer
+    def build(groups: list[dict[str, Any]]) -> Optimizer:
+        cls = getattr(import_module(module), name)
+        if op:
+            check_compiled(op, may_compile)
+        optimizer: Optimizer = cls(groups, **ADAM)
+        return optimizer
 
-
-def deepspeed_fused(groups: list[dict[str, Any]], *, may_compile: bool = True) -> Optimizer:
-    """DeepSpeed's Adam for its accelerator, which here is the CPU."""
-    from deepspeed.ops.adam import FusedAdam
-
-    check_compiled("fused_adam", may_compile)
-    optimizer: Optimizer = FusedAdam(groups, **ADAM)
-    return optimizer
-
-
-def apex(groups: list[dict[str, Any]]) -> Optimizer:
-    from apex.optimizers import FusedAdam
-
-    optimizer: Optimizer = FusedAdam(groups, **ADAM)
-    return optimizer
-
-
-def transformer_engine(groups: list[dict[str, Any]]) -> Optimizer:
-    from transformer_engine.pytorch.optimizers import FusedAdam
-
-    optimizer: Optimizer = FusedAdam(groups, **ADAM)
-    return optimizer
+    return build
 
 
 def check_compiled(op: str, may_compile: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -40,22 +42,25 @@ def about(load_before: tuple[float, float, float], seconds: float) -> dict[str, 
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "kernel": platform.release(),
         },
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}},
         "load_before": [round(value, 2) for value in load_before],
         "load_after": [round(value, 2) for value in os.getloadavg()],
         "seconds": round(seconds, 1),
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def version_of(package: str, module: str = "") -> str:
+    """Of an installed package; a module that is there without one is just installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return torch.__version__ if package == "torch" else version(package)
+    with contextlib.suppress(ModuleNotFoundError):  # its parent is not there
+        return "installed" if module and find_spec(module) else "not installed"
+    return "not installed"
 
 
 def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
@@ -77,12 +82,12 @@ def memory_rates(nbytes: int, repeats: int = 5) -> MemoryRates:
     numel = min(nbytes // 2, _MOST_NBYTES) // 4
     source, target = torch.ones(numel), torch.zeros(numel)
     moved = 2 * 4 * numel
-    copy = min(_seconds(lambda: target.copy_(source)) for _ in range(repeats))
-    in_place = min(_seconds(lambda: target.mul_(1.5)) for _ in range(repeats))
+    copy = min(seconds_of(lambda: target.copy_(source)) for _ in range(repeats))
+    in_place = min(seconds_of(lambda: target.mul_(1.5)) for _ in range(repeats))
     return MemoryRates(moved / copy, moved / in_place)
 
 
-def _seconds(act: Callable[[], object]) -> float:
+def seconds_of(act: Callable[[], object]) -> float:
     start = time.perf_counter()
     act()
     return time.perf_counter() - start

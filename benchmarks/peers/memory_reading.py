@@ -7,11 +7,11 @@ import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 
-from peers.ranks import exchange, measured
+from peers.ranks import exchange, failure_of_any
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting, batch
 
@@ -32,44 +32,67 @@ class MemoryReading:
     why_not: str = ""  # the reason, where it was not run
 
 
-class HostMemory:
-    """Memory of this process beyond what it had when this was made: resident, and storages of tensors."""
+def target(ranks: int) -> float:
+    """Bytes an element: param 2, grad 4, main param and two moments of the owned part.
+
+    >>> target(4)
+    9.0
+    """
+    return 6 + 12 / ranks
+
+
+class Gauge(Protocol):
+    """Counts bytes beyond those that there were when it was made."""
+
+    def reset(self) -> None:
+        """From now on counts for `most`."""
+
+    def most(self) -> int: ...
+
+    def held(self) -> int:
+        """In tensors."""
+
+
+class HostGauge:
+    """Resident memory of this process, and storages of tensors that it holds."""
 
     def __init__(self) -> None:
         self._known, self._before = storages(), reset_peak()
 
     def reset(self) -> None:
-        """Forgets the peak."""
         reset_peak()
 
-    def peak(self) -> int:
+    def most(self) -> int:
         return status("VmHWM") - self._before
 
     def held(self) -> int:
         return covered((address, nbytes) for address, nbytes in storages().items() if address not in self._known)
 
 
-def read(entry: TrainEntry, setting: TrainSetting, memory: Callable[[], Any] = HostMemory) -> MemoryReading:
-    """Collective: builds a contestant, trains with it and drops it; `memory` begins to count, as `HostMemory` does."""
-    reading, why_not = measured(lambda: _measure(entry, setting, memory()))
+def read(entry: TrainEntry, setting: TrainSetting, gauge: Callable[[], Gauge] = HostGauge) -> MemoryReading:
+    """Collective: builds a contestant, trains with it and drops it."""
+    measured: list[MemoryReading] = []
+    why_not = failure_of_any(lambda: measured.append(_measure(entry, setting, gauge())))
+    gc.collect()
     if why_not:
         return MemoryReading(entry.name, setting.size, setting.numel, why_not=why_not)
-    return reading  # type: ignore[return-value]  # there is one where nothing was raised
+    return measured[0]
 
 
-def _measure(entry: TrainEntry, setting: TrainSetting, memory: Any) -> MemoryReading:
+def _measure(entry: TrainEntry, setting: TrainSetting, gauge: Gauge) -> MemoryReading:
     trainer = entry.build(setting)
     try:
         for step in range(_WARM_UP):
             trainer.train(batch(setting, step))
-        build_peak = memory.peak()
-        memory.reset()
+        build_peak = gauge.most()
+        gauge.reset()
         trainer.train(batch(setting, _WARM_UP))
         trainer.finish()
-        counted = memory.held(), memory.peak(), build_peak
+        step_peak, held = gauge.most(), gauge.held()
     finally:
         trainer.close()
-    return MemoryReading(entry.name, setting.size, setting.numel, *(max(exchange(nbytes)) for nbytes in counted))
+    most = (max(exchange(nbytes)) for nbytes in (held, step_peak, build_peak))
+    return MemoryReading(entry.name, setting.size, setting.numel, *most)
 
 
 def covered(storages: Iterable[tuple[int, int]]) -> int:

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from peers.adam import ADAM, CLIP_GRAD
 from peers.state import fill
-from peers.step_contestants import StepEntry
-from peers.steppers import Stepper, StepSetting
+from peers.steppers import StepEntry, Stepper, StepSetting
 
 _MUON = {"lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"], "adjust_lr_fn": "match_rms_adamw"}
 

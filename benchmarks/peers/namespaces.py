@@ -3,7 +3,7 @@
 [Note: size of the bucket] `tbf` lets through what lies in its token bucket, so after a pause that much leaves at the
 speed of memory: half a millisecond's worth, or 128 KiB where that is more. With a bucket smaller than TCP's largest
 packet (64 KiB, before it is cut into frames) the kernel would cut it earlier, and half of the rate would be reached.
-What is reached is measured (overlap_probe.py), not believed.
+What is reached is measured (overlap_rank.py), not believed.
 """
 
 from __future__ import annotations
@@ -67,20 +67,24 @@ class Link:
             [*ip, "link", "set", self.interface(end), "up"],
         ]
 
+    def removal(self) -> list[Command]:
+        """The interfaces go with their namespaces."""
+        return [["ip", "netns", "delete", self.namespace(end)] for end in range(NUM_ENDS)]
+
+    def limit(self, end: int, gigabits: float) -> Command:
+        """What limits what one end sends to so many 10**9 bits a second."""
+        bits = round(gigabits * 1e9)
+        burst = max(round(bits / 8 * _BURST_SECONDS), _LEAST_BURST_NBYTES)
+        bucket = ["tbf", "rate", f"{bits}bit", "burst", f"{burst}b", "limit", f"{_QUEUE_NBYTES}b"]
+        return ["tc", "-n", self.namespace(end), "qdisc", "replace", "dev", self.interface(end), "root", *bucket]
+
     def set_rate(self, gigabits: float) -> None:
-        """Limits what both ends send, in 10**9 bits a second, 0 for no limit; connections stay."""
+        """Limits both directions of a link that is there; 0 for no limit. Connections stay."""
         for end in range(NUM_ENDS):
-            qdisc, root = ["tc", "-n", self.namespace(end), "qdisc"], ["dev", self.interface(end), "root"]
-            _run([*qdisc, "delete", *root])  # fails where there is no limit
+            where = ["dev", self.interface(end), "root"]
+            _run(["tc", "-n", self.namespace(end), "qdisc", "delete", *where])  # fails where nothing is limited
             if gigabits:
-                _do([*qdisc, "replace", *root, "handle", "1:", *token_bucket(gigabits)])
-
-
-def token_bucket(gigabits: float) -> Command:
-    """The words of a limit, see [Note: size of the bucket]."""
-    bits = round(gigabits * 1e9)
-    burst = max(round(bits / 8 * _BURST_SECONDS), _LEAST_BURST_NBYTES)
-    return ["tbf", "rate", f"{bits}bit", "burst", f"{burst}b", "limit", f"{_QUEUE_NBYTES}b"]
+                _do(self.limit(end, gigabits))
 
 
 @contextmanager
@@ -89,44 +93,38 @@ def join() -> Iterator[Link]:
     for name in leftovers(_run(["ip", "netns", "list"]).stdout, lambda process: os.path.exists(f"/proc/{process}")):
         _run(["ip", "netns", "delete", name])
     link = Link(os.getpid())
-    before = signal.signal(signal.SIGTERM, _leave)  # as an exception, so that what was made is removed
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         for command in link.setup():
             _do(command)
         yield link
     finally:
-        for end in range(NUM_ENDS):  # the interfaces go with their namespaces
-            _run(["ip", "netns", "delete", link.namespace(end)])
+        for command in link.removal():
+            _run(command)
         signal.signal(signal.SIGTERM, before)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    """SIGTERM as an exception, so that what was made is removed."""
     raise SystemExit(128 + number)
 
 
 def leftovers(listing: str, is_alive: Callable[[int], bool]) -> list[str]:
-    """Namespaces of this script in a listing of `ip netns list` whose process is gone."""
+    """Namespaces in what `ip netns list` says whose process is gone."""
     names = [line.split()[0] for line in listing.splitlines() if line.startswith(PREFIX)]
     owners = [(name, name.removeprefix(PREFIX).partition("-")[0]) for name in names]
     return [name for name, owner in owners if owner.isdecimal() and not is_alive(int(owner))]
 
 
-def refused(user: int, has: Callable[[str], object], command: str) -> str:
-    """Why this user cannot make a namespace, and what to type instead of a command; empty where nothing is known."""
-    for program in ("ip", "tc"):
-        if not has(program):
-            remedy = "Install them: apt-get install iproute2"
-            return f"Invalid programs: no {program!r}. Must have ip and tc, which make and limit the network. {remedy}."
-    if user != 0:
-        return f"Invalid user: id {user}. Must be root, who alone makes network namespaces. Run sudo -E {command}."
-    return ""
-
-
 def why_not(command: str) -> str:
-    """`refused` on this machine, with one namespace made for a trial where nothing speaks against it."""
-    said = refused(os.geteuid(), shutil.which, command)
-    if said:
-        return said
+    """Why no namespace can be made here, and what to type instead of `command`; empty where one can be."""
+    absent = [program for program in ("ip", "tc") if not shutil.which(program)]
+    if absent:
+        remedy = "Install them: apt-get install iproute2"
+        return f"Invalid programs: no {absent[0]!r}. Must have ip and tc, which make and limit the network. {remedy}."
+    if os.geteuid() != 0:
+        remedy = f"Run sudo -E {command}"
+        return f"Invalid user: id {os.geteuid()}. Must be root, who alone makes network namespaces. {remedy}."
     name = Link(os.getpid()).namespace(0)
     done = _run(["ip", "netns", "add", name])
     if done.returncode:

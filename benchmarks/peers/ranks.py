@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import tempfile
@@ -11,15 +10,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from peers.report import failure
-
-T = TypeVar("T")
 
 
 def run_on_ranks(
@@ -79,12 +76,9 @@ def exchange(value: Any) -> list[Any]:
     return values
 
 
-def measured(act: Callable[[], T]) -> tuple[T | None, str]:
-    """Collective: what it returned on this rank, and why not where it raised on any of them."""
-    found: list[T] = []
-    texts = exchange(failure(lambda: found.append(act())))
-    gc.collect()
-    return (found[0] if found else None), next((text for text in texts if text), "")
+def failure_of_any(act: Callable[[], object]) -> str:
+    """Collective: what it raised on the first rank on which it did, in a line; empty where it went well on all."""
+    return next((text for text in exchange(failure(act)) if text), "")
 
 
 def now() -> float:

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 OURS = "ours"
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is this package, with whatever options."""
+    return name == OURS or name.startswith(f"{OURS}, ")
+
+
 #: One value a round, by the round's number; rounds in which there was none are not in it.
 ByRound = Mapping[int, float]
 
@@ -123,21 +130,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
         yield "  ".join([f"{first:{widths[0]}}", *cells, last]).rstrip()
 
 
-Setting = Mapping[str, Any]
-
-
-def report(
-    found: Sequence[Setting],
-    heading: Callable[[Setting], str],
+def reports(
+    found: Sequence[Mapping[str, Any]],
+    heading: Callable[[Mapping[str, Any]], str],
     header: Sequence[str],
-    row: Callable[[str, Setting], Sequence[str]],
-    last_words: Callable[[Setting], str],
+    rows: Callable[[Mapping[str, Any]], Sequence[Sequence[str]]],
+    last_words: Callable[[Mapping[str, Any]], str],
 ) -> Iterator[str]:
-    """A table a setting, with a row for each contestant under "seconds"; the last line has what matters of all."""
+    """Lines of what was found in several settings: a table each, and at the end one line with the ratios of all."""
     for setting in found:
-        yield from ("", heading(setting))
-        yield from table(header, [row(name, setting) for name in setting["seconds"]])
-    yield from ("", "; ".join(map(last_words, found)) or "nothing was run")
+        yield ""
+        yield heading(setting)
+        yield from table(header, rows(setting))
+    yield ""
+    yield "; ".join(map(last_words, found)) or "nothing was run"
 
 
 def percent(share: Spread | None) -> str:

@@ -1,16 +1,18 @@
-"""Optimizer steps of one rank without communication: this package, a fork of 2023, and torch's kind."""
+"""Optimizer steps of one rank without communication, and all contestants of step.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from peers.adam import ADAM, CLIP_GRAD, AdamBuilder
+from peers.adam import ADAM, CLIP_GRAD, AdamBuilder, foreign_adam, torch_adam
+from peers.core_optimizer import CoreOptimizer
 from peers.fork_step import ForkStep
 from peers.state import Setting, Weights, fill, groups_of
 
@@ -52,6 +54,14 @@ class Stepper:
 
     def close(self) -> None:
         """Lets go of all memory, and of what was changed elsewhere."""
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """A contestant before it is built."""
+
+    name: str  # in results; this package is "ours"
+    build: Callable[[StepSetting], Stepper]  # it, from the setting; imports what it needs
 
 
 def weights(setting: StepSetting) -> Module:
@@ -185,3 +195,48 @@ class FlatTensor(Stepper):
         self._optimizer.grad_scale = scale * (norm / CLIP_GRAD).clamp(min=1.0)  # type: ignore[attr-defined]
         self._optimizer.step()
         self._model.copy_(self._main)
+
+
+class Core(Stepper):
+    """megatron-core's DistributedOptimizer on one rank; with its overlap the gather is not part of its step.
+
+    Args:
+        setting: of the model.
+        options: more of `CoreOptimizer`.
+    """
+
+    def __init__(self, setting: StepSetting, **options: Any) -> None:
+        super().__init__(setting)
+        options = {"bucket_size": setting.numel, "loss_scale": setting.loss_scale, **options}
+        self._core = CoreOptimizer(self.model, **options)
+
+    def step(self) -> None:
+        self._core.optimizer.step()
+
+    def close(self) -> None:
+        self._core.close()
+
+
+def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
+    """What `may_compile` allows is DeepSpeed's ops, which take minutes, once."""
+    forloop, foreach, fused = torch_adam(foreach=False), torch_adam(foreach=True), torch_adam(fused=True)
+    cpu_adam = foreign_adam("deepspeed.ops.adam", "DeepSpeedCPUAdam", "cpu_adam", may_compile=may_compile)
+    fused_adam = foreign_adam("deepspeed.ops.adam", "FusedAdam", "fused_adam", may_compile=may_compile)
+    apex = foreign_adam("apex.optimizers", "FusedAdam")
+    transformer_engine = foreign_adam("transformer_engine.pytorch.optimizers", "FusedAdam")
+    return (
+        StepEntry("ours", Ours),
+        StepEntry("fork of 2023", partial(ForkStepper, adam=forloop)),
+        StepEntry("fork of 2023, fused Adam", partial(ForkStepper, adam=fused)),
+        StepEntry("torch as people write it", partial(Undistributed, adam=fused, copies_together=False)),
+        StepEntry("the flat tensor", FlatTensor),
+        StepEntry("torch for-loop", partial(Undistributed, adam=forloop, foreach=False, copies_together=False)),
+        StepEntry("torch foreach", partial(Undistributed, adam=foreach)),
+        StepEntry("torch fused", partial(Undistributed, adam=fused)),
+        StepEntry("DeepSpeed CPUAdam", partial(Undistributed, adam=cpu_adam)),
+        StepEntry("DeepSpeed FusedAdam", partial(Undistributed, adam=fused_adam)),
+        StepEntry("megatron-core", Core),
+        StepEntry("megatron-core, fused Adam", partial(Core, is_fused=True)),
+        StepEntry("apex FusedAdam", partial(Undistributed, adam=apex)),
+        StepEntry("TransformerEngine FusedAdam", partial(Undistributed, adam=transformer_engine)),
+    )

@@ -59,6 +59,9 @@ class Ours(Trainer):
         self._optimizer.step()
         return loss.detach()
 
+    def finish(self) -> None:
+        self._optimizer.finish_param_gather()
+
 
 class ForkTrainer(Trainer):
     """The forks' order: zero, forward, backward, reduce, step, gather; nothing overlaps.
@@ -93,4 +96,15 @@ class ForwardBackward(Trainer):
             param.grad = None
         loss = self._model(tokens)
         loss.backward()
+        return loss.detach()
+
+
+class Forward(Trainer):
+    """Forward alone, with all that it keeps for a backward."""
+
+    def __init__(self, setting: TrainSetting) -> None:
+        self._model = transformer(setting)
+
+    def train(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self._model(tokens)
         return loss.detach()

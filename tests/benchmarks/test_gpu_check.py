@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_check.__main__ import line_of, parse_args
-from gpu_check.checks import Outcome, Status
+from gpu_check import interruptions
+from gpu_check.__main__ import line_of, parse_args, seconds_for
+from gpu_check.checks import SUBJECTS, Check, Found, Outcome, Place, SkipError, Status, WrongError
 from gpu_check.machine import DeviceError, Machine, device_type_of, look, rank_counts
 from gpu_check.missing import missing
 from gpu_check.report import ARCHIVE, Report, lines_of, write_report
 from gpu_check.runner import CHECKS, NO_TIME, Batch, Runner, batches_of, impossible
-from peers.memory_reading import covered
 
-from tests.benchmarks.made_up_checks import FINDINGS, ON_ONE_RANK, ON_TWO_RANKS
 from tests.support import mini_fork
 
 ROOT = Path(__file__).parents[2]
@@ -68,15 +68,12 @@ def test_report_when_something_failed_then_says_so_first_and_packs_what_to_send(
     assert json.loads((tmp_path / "report.json").read_text())["outcomes"][-1]["detail"] == FAILED.detail
 
 
-def test_report_when_nothing_failed_then_there_is_nothing_to_pack(tmp_path: Path) -> None:
+def test_report_when_nothing_failed_then_has_ratios_and_memory_and_nothing_is_packed(tmp_path: Path) -> None:
     (tmp_path / ARCHIVE).write_text("of an earlier run")
     write_report(REPORT, tmp_path, tmp_path / "logs")
     assert not (tmp_path / ARCHIVE).exists()
-    assert "Nothing failed" in (tmp_path / "report.md").read_text()
-
-
-def test_report_when_written_then_has_ratios_and_memory() -> None:
-    text = "\n".join(lines_of(REPORT))
+    text = (tmp_path / "report.md").read_text()
+    assert "Nothing failed" in text
     assert "| peer | 8.5 | 8 to 9 | 2.02 | 2 |  |" in text
     assert "| apex | | | | | not installed (No module named 'apex') |" in text
     assert "| ours | 12.00 | 12.50 | 13.00 |  |" in text
@@ -93,18 +90,13 @@ def test_report_when_it_ends_then_has_a_row_for_each_host_that_was_run() -> None
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["--devce", "cpu"], "Write --device"),
-        (["--minutes", "0"], "Write --minutes 10"),
-        (["--minutes", "soon"], "Write --minutes 10"),
-        (["--only", "fast"], "'correctness', 'memory', 'speed'"),
-    ],
+    [("--devce cpu", "Write --device"), ("--minutes soon", "Write --minutes 10"), ("--only fast", "'memory', 'speed'")],
 )
 def test_options_when_they_are_not_known_then_says_what_to_type(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as error:
-        parse_args(words)
+        parse_args(words.split())
     assert error.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -114,7 +106,7 @@ def test_device_when_it_is_not_there_then_says_what_to_type(device: str) -> None
         device_type_of(device)
 
 
-def test_batches_when_there_are_devices_then_ranks_grow_to_all_of_them() -> None:
+def test_batches_when_there_are_devices_then_every_check_runs_and_ranks_grow_to_all_of_them() -> None:
     assert [rank_counts(count) for count in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
     found = list(batches_of(6))
     assert [batch.ranks for batch in found if batch.checks[0].subject == "memory"] == [1, 6]
@@ -122,6 +114,8 @@ def test_batches_when_there_are_devices_then_ranks_grow_to_all_of_them() -> None
     assert all(len(batch.checks) == 1 for batch in found if batch.checks[0].is_separate)
     assert {check.name for batch in found for check in batch.checks} == {check.name for check in CHECKS}
     assert len({check.name for check in CHECKS}) == len(CHECKS)
+    assert {check.subject for check in CHECKS} == set(SUBJECTS)
+    assert seconds_for(found, 300.0) > seconds_for(found, 30.0) >= 2.0
 
 
 def test_batches_when_there_is_one_device_then_the_report_says_what_needs_more() -> None:
@@ -139,20 +133,61 @@ def test_missing_when_nothing_is_there_then_torch_is_no_dependency_of_what_is_in
     assert list(missing(lambda module: True)) == []
 
 
-def test_covered_when_storages_lie_in_one_another_then_bytes_count_once() -> None:
-    assert covered([(100, 50), (120, 10), (140, 20), (300, 5)]) == 65
+# Checks that end in every way; ranks import them from here.
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcome], Path]:
-    """How every made-up check ended, and a real one; and the logs."""
-    logs = tmp_path_factory.mktemp("logs")
-    runner = Runner(look("cpu"), logs, defined_in="tests.benchmarks.made_up_checks:ALL")
-    batches = Batch(1, ON_ONE_RANK), Batch(2, ON_TWO_RANKS)
-    found = [outcome for batch in batches for outcome in runner.run(batch, time.time() + 100, 1.0)]
-    assert len(found) == len(STATUSES)
-    return {outcome.check: outcome for outcome in found}, logs
+def passes(place: Place) -> Found:
+    return Found(f"rank {place.rank} of {place.size}", {"answer": 42})
 
+
+def skips(place: Place) -> Found:
+    raise SkipError("not on this device")
+
+
+def is_wrong(place: Place) -> Found:
+    raise WrongError("3 of 4 elements differ")
+
+
+def raises_on_one_rank(place: Place) -> Found:
+    if place.rank == 1:
+        raise KeyError("only here")
+    dist.barrier()
+    return Found("")
+
+
+def crashes(place: Place) -> Found:
+    os.abort()
+
+
+def hangs(place: Place) -> Found:
+    time.sleep(600)
+    return Found("")
+
+
+def has_a_bad_peer(place: Place) -> Found:
+    """Ends the process in the middle of its contestants, as a peer's kernel may."""
+    for name in ("ours", "bad peer", "good peer"):
+        if name not in place.without:
+            place.say(name)
+            if name == "bad peer":
+                os.abort()
+    return Found(f"without {', '.join(place.without)}")
+
+
+ON_ONE_RANK = (
+    Check("skips", "is skipped", skips),
+    Check("is_wrong", "is wrong", is_wrong),
+    Check("crashes", "crashes", crashes),
+    Check("has_a_bad_peer", "has a bad peer", has_a_bad_peer),
+    Check("passes", "passes", passes),
+    Check("hangs", "hangs", hangs, limit=0.5),
+)
+#: The first is a real one.
+ON_TWO_RANKS = (
+    next(check for check in interruptions.CHECKS if check.name == "resume"),
+    Check("raises", "raises on one rank", raises_on_one_rank, least_ranks=2),
+)
+ALL = (*ON_ONE_RANK, *ON_TWO_RANKS)
 
 STATUSES = {
     "skips": (Status.SKIPPED, "not on this device"),
@@ -166,21 +201,16 @@ STATUSES = {
 }
 
 
-@pytest.mark.parametrize("name", STATUSES)
-def test_check_when_it_ends_in_any_way_then_the_others_are_run(
-    ended: tuple[dict[str, Outcome], Path], name: str
-) -> None:
-    outcome = ended[0][name]
-    status, said = STATUSES[name]
-    assert outcome.status is status and said in outcome.detail
-    assert line_of(outcome).startswith(("passes", "FAILS", "skipped"))
-
-
-def test_check_when_it_finds_figures_then_they_come_back_and_what_ranks_printed_is_kept(
-    ended: tuple[dict[str, Outcome], Path],
-) -> None:
-    assert ended[0]["passes"].figures == FINDINGS
-    printed = "\n".join(log.read_text() for log in ended[1].glob("*.log"))
+def test_checks_when_they_end_in_any_way_then_the_others_are_run_and_what_was_found_comes_back(tmp_path: Path) -> None:
+    runner = Runner(look("cpu"), tmp_path, defined_in="tests.benchmarks.test_gpu_check:ALL")
+    batches = Batch(1, ON_ONE_RANK), Batch(2, ON_TWO_RANKS)
+    found = [outcome for batch in batches for outcome in runner.run(batch, time.time() + 100, 1.0)]
+    assert [outcome.check for outcome in found] == list(STATUSES)
+    for outcome, (status, said) in zip(found, STATUSES.values(), strict=True):
+        assert outcome.status is status and said in outcome.detail, outcome
+        assert line_of(outcome).startswith(("passes", "FAILS", "skipped"))
+    assert next(each for each in found if each.check == "passes").figures == {"answer": 42}
+    printed = "\n".join(log.read_text() for log in tmp_path.glob("*.log"))
     assert "KeyError" in printed and "in hangs" in printed
 
 

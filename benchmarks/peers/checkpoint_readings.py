@@ -1,24 +1,27 @@
-"""One reading of one contestant: seconds, memory and bytes of a save and a load, on all ranks at once.
+"""What checkpoint.py finds: seconds, memory and bytes of a save and a load on all ranks at once, ratios, and tables.
 
 How each figure is read is said in benchmarks/README.md; whoever changes it here changes it there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from peers.contestant import Contestant, Entry
+from peers.checkpoint_contestants import Contestant, Entry
 from peers.machine import available_nbytes
 from peers.memory_reading import reset_peak, status
-from peers.ranks import exchange, now
-from peers.report import failure
+from peers.ranks import exchange, failure_of_any, now
+from peers.report import OURS, Rounds, Spread, reports
 from peers.state import Setting, checksum
 
 #: Left to the page cache, to Python and to the libraries when it is decided what fits.
@@ -60,20 +63,13 @@ class _Saved:
 
 
 def read(entry: Entry, setting: Setting, folder: Path, number: int) -> CheckpointReading:
-    """Collective: builds a contestant, saves, loads, checks and drops it.
-
-    Args:
-        entry: of the contestant.
-        setting: what to build.
-        folder: where to write; it is empty again afterwards.
-        number: of the round.
-    """
+    """Collective: builds a contestant, saves, loads, checks and drops it; the folder is empty again afterwards."""
     about: dict[str, Any] = {"contestant": entry.name, "numel": setting.numel}
     about |= {"ranks": setting.size, "round": number}
-    needed = entry.memory(setting.numel, setting.size)
+    to_save, to_load = (memory.nbytes(setting.numel, setting.size) for memory in (entry.save, entry.load))
     free = exchange(available_nbytes())[0] - _RESERVE_NBYTES
-    if needed.save > free:
-        return CheckpointReading(**about, why_not=f"not run: {_needs(needed.save, free)}")
+    if to_save > free:
+        return CheckpointReading(**about, why_not=f"not run: {_needs(to_save, free)}")
     contestant = entry.build(setting)
     try:
         before = exchange(checksum(contestant.tensors()))
@@ -87,8 +83,8 @@ def read(entry: Entry, setting: Setting, folder: Path, number: int) -> Checkpoin
             "total_save_nbytes": sum(saved.nbytes),
             "disk_nbytes": sum(path.stat().st_size for path in _files(saved.folder)),
         }
-        if needed.load > free:
-            return CheckpointReading(**about, why_not=f"load not run: {_needs(needed.load, free)}")
+        if to_load > free:
+            return CheckpointReading(**about, why_not=f"load not run: {_needs(to_load, free)}")
         return _load(contestant, saved.folder, before, about)
     finally:
         contestant.close()
@@ -134,15 +130,14 @@ def touch_free_memory(most_nbytes: int) -> None:
 def _load(contestant: Contestant, folder: Path, before: list[list[float]], about: dict[str, Any]) -> CheckpointReading:
     contestant.forget()
     for path in _files(folder):
-        _drop_from_cache(path)
+        _with_descriptor(path, _drop_from_cache)
     before_nbytes = reset_peak()
     start, cpu_before = now(), _cpu_seconds()
-    error = failure(lambda: contestant.load(folder))
+    why_not = failure_of_any(lambda: contestant.load(folder))
     seconds, cpu = now() - start, sum(exchange(_cpu_seconds() - cpu_before))
     nbytes = max(exchange(status("VmHWM") - before_nbytes))
-    errors = [text for text in exchange(error) if text]
-    if errors:
-        return CheckpointReading(**about, why_not=f"load failed: {errors[0]}")
+    if why_not:
+        return CheckpointReading(**about, why_not=f"load failed: {why_not}")
     after = checksum(contestant.tensors())
     if not all(exchange(after == (before[dist.get_rank()] or before[0]))):
         return CheckpointReading(**about, why_not="load failed: the state is not what was saved")
@@ -161,24 +156,20 @@ def _cpu_seconds() -> float:
 def _sync_files(folder: Path) -> None:
     """Collective: what was written is on the disk afterwards; the ranks share the files."""
     for path in _files(folder)[dist.get_rank() :: dist.get_world_size()]:
-        _sync(path)
+        _with_descriptor(path, os.fsync)
     for path in {path.parent for path in _files(folder)}:
-        _sync(path)
+        _with_descriptor(path, os.fsync)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _drop_from_cache(path: Path) -> None:
+def _drop_from_cache(descriptor: int) -> None:
     """So that a load reads from the disk, as after a restart."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _with_descriptor(path: Path, act: Callable[[int], object]) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        act(descriptor)
     finally:
         os.close(descriptor)
 
@@ -193,3 +184,80 @@ def _remove(folder: Path) -> None:
         for path in folder.iterdir():
             shutil.rmtree(path)
     dist.barrier()
+
+
+_ASYNC = "ours async"
+_FIGURES = tuple(
+    field.name
+    for field in dataclasses.fields(CheckpointReading)
+    if field.name.endswith("_seconds") or field.name.endswith("_nbytes")
+)
+_ON_DISK, _STALL = "save until on the disk, peer / ours", "async stall / sync"
+
+
+def summary(readings: Sequence[CheckpointReading]) -> list[dict[str, Any]]:
+    """By ranks and size; ratios first."""
+    found = []
+    for ranks, numel in dict.fromkeys((reading.ranks, reading.numel) for reading in readings):
+        here = [reading for reading in readings if (reading.ranks, reading.numel) == (ranks, numel)]
+        rounds, figure = Rounds(here), partial(partial, _figure)
+        peers = Rounds([reading for reading in here if reading.contestant != _ASYNC])
+        found.append(
+            {
+                "ranks": ranks,
+                "numel": numel,
+                _ON_DISK: peers.over(figure("disk_seconds")),
+                "save until it returns, peer / ours": peers.over(figure("save_seconds")),
+                "load, peer / ours": peers.over(figure("load_seconds")),
+                "processor time of a save, peer / ours": peers.over(figure("save_cpu_seconds")),
+                _STALL: rounds.over(figure("save_seconds")).get(_ASYNC),
+                "async until on the disk / sync": rounds.over(figure("disk_seconds")).get(_ASYNC),
+                "figures": {name: rounds.spreads(figure(name)) for name in _FIGURES},
+                "why_not": rounds.failures()["why_not"],
+            }
+        )
+    return found
+
+
+def _figure(name: str, reading: CheckpointReading) -> float | None:
+    value: float | None = getattr(reading, name)
+    return value
+
+
+def lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A table a setting; the last line has the ratios of all."""
+    times, sizes = ("returns s", "on disk s", "load s", "cpu s"), ("save +MiB", "load +MiB", "disk MB")
+    header = ("", *times, *sizes, "on disk / ours", "")
+    return reports(found, _heading, header, _rows, _last_words)
+
+
+def _heading(setting: Mapping[str, Any]) -> str:
+    return f"{setting['ranks']} ranks, {setting['numel'] / 1e6:.0f} M elements (median, [smallest to largest])"
+
+
+def _rows(setting: Mapping[str, Any]) -> list[list[str]]:
+    return [_row(name, setting) for name in setting["figures"]["save_seconds"]]
+
+
+def _row(name: str, setting: Mapping[str, Any]) -> list[str]:
+    figures = {figure: spreads[name] for figure, spreads in setting["figures"].items()}
+    spreads = [figures[figure] for figure in ("save_seconds", "disk_seconds", "load_seconds")]
+    return [
+        name,
+        *(str(each or "-") for each in spreads),
+        _median(figures["save_cpu_seconds"], 1.0, 2),
+        *(_median(figures[figure], 2**20) for figure in ("save_nbytes", "load_nbytes")),
+        _median(figures["disk_nbytes"], 1e6),
+        str(setting[_ON_DISK].get(name) or "-"),
+        setting["why_not"].get(name, ""),
+    ]
+
+
+def _median(values: Spread | None, unit: float, digits: int = 0) -> str:
+    return "-" if values is None else f"{values.median / unit:.{digits}f}"
+
+
+def _last_words(setting: Mapping[str, Any]) -> str:
+    parts = [f"{name}/{OURS} {ratio.median:.2f}" for name, ratio in setting[_ON_DISK].items() if ratio]
+    stall = [f"async stall/sync {setting[_STALL].median:.3f}"] if setting[_STALL] else []
+    return f"{setting['ranks']} ranks, {setting['numel'] / 1e6:.0f} M: save " + ", ".join([*parts, *stall])
