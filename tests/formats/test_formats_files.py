@@ -40,13 +40,9 @@ RUNS: dict[str, Fork] = {
     "bf16": Fork(),
     "fp32": Fork(dtype=FP32),
     "fp16": Fork(dtype=FP16),
-    "fp32 norms": Fork(fp32_norms=True),
     "fp32 norms, two grad dtypes": Fork(fp32_norms=True, dtype=FP16),
-    "dp3": Fork(dp=3),
     "dp7, which pads": Fork(dp=7),
     "tp2, gated": Fork(tp=2, swiglu=True),
-    "tp4": Fork(tp=4),
-    "pp2": Fork(pp=2),
     "tp2 pp2, gated": Fork(tp=2, pp=2, swiglu=True),
     "pp2, two chunks": Fork(pp=2, chunks=2, layers=4),
 }
@@ -120,11 +116,6 @@ def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_
         assert same(_tensors(source), fork.tensors)
 
 
-def test_open_any_when_the_count_is_given_then_it_is_in_the_groups(tmp_path: Path) -> None:
-    folder = _write(Fork(step=None), "gathered", tmp_path / "iter")
-    assert {group.step for group in open_any(folder, resume_step=7).head.groups} == {7}
-
-
 def test_open_any_when_the_fork_is_of_before_2023_then_groups_are_told_apart_by_their_decay(tmp_path: Path) -> None:
     folder = _write(Fork(), "plain", tmp_path / "iter")
     with changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
@@ -187,25 +178,18 @@ def test_registered_when_a_module_is_saved_out_of_order_then_the_params_are_in_o
     ("name", "dim", "stride", "is_padded"),
     [
         ("language_model.embedding.word_embeddings.weight", 0, 1, True),
-        ("language_model.embedding.position_embeddings.weight", None, 1, False),
-        ("language_model.output_layer.weight", 0, 1, True),
         ("language_model.lm_head", 0, 1, True),
         ("lm_head.bias", 0, 1, True),
         ("lm_head.dense.weight", None, 1, False),
-        ("language_model.pooler.dense.weight", None, 1, False),
         ("encoder.layers.1.self_attention.query_key_value.weight", 0, 1, False),
-        ("encoder.layers.1.self_attention.query_key_value.bias", 0, 1, False),
         ("encoder.layers.1.self_attention.query.weight", 0, 1, False),
         ("encoder.layers.1.self_attention.key_value.weight", None, 1, False),
         ("decoder.layers.1.inter_attention.key_value.weight", 0, 1, False),
         ("encoder.layers.1.self_attention.dense.weight", 1, 1, False),
         ("encoder.layers.1.self_attention.dense.bias", None, 1, False),
         ("encoder.layers.1.mlp.dense_h_to_4h.weight", 0, 2, False),
-        ("encoder.layers.1.mlp.dense_h_to_4h.bias", 0, 2, False),
         ("encoder.layers.1.mlp.local_experts.3.dense_h_to_4h.weight", 0, 2, False),
         ("encoder.layers.1.mlp.dense_4h_to_h.weight", 1, 1, False),
-        ("encoder.layers.1.mlp.dense_4h_to_h.bias", None, 1, False),
-        ("encoder.layers.1.mlp.router.weight", None, 1, False),
         ("encoder.layers.1.post_attention_layernorm.weight", None, 1, False),
     ],
 )
@@ -228,7 +212,7 @@ def test_open_any_when_a_path_is_of_ours_then_it_is_read_whatever_names_it(tmp_p
 # Converting.
 
 
-@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[0] not in ("dp3", "tp4", "pp2")])
+@pytest.mark.parametrize(("name", "layout"), CASES[::2])
 def test_convert_when_there_and_back_then_every_file_is_the_same(name: str, layout: str, tmp_path: Path) -> None:
     """By way of a format of names; what was padding is zero in the files that are written."""
     start = _write(RUNS[name], layout, tmp_path / "start")
@@ -238,8 +222,8 @@ def test_convert_when_there_and_back_then_every_file_is_the_same(name: str, layo
     _check_same_files(start, back.path, RUNS[name])
 
 
-@pytest.mark.parametrize("name", ["fp16", "tp2 pp2, gated"])
-def test_convert_when_through_all_layouts_then_the_files_are_the_same(name: str, tmp_path: Path) -> None:
+def test_convert_when_through_all_layouts_then_the_files_are_the_same(tmp_path: Path) -> None:
+    name = "tp2 pp2, gated"
     start = path = _write(RUNS[name], "gathered", tmp_path / "start")
     for number, to in enumerate(("per-rank", "plain", "distopt", "plain", "per-rank", "gathered")):
         path = convert(path, tmp_path / f"{number}", to).path
@@ -499,20 +483,12 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("how", ["alone", "in the arguments", "by another name"])
 @pytest.mark.parametrize("name", FILES)
-def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(
-    name: str, how: str, tmp_path: Path
-) -> None:
+def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(name: str, tmp_path: Path) -> None:
     made, folder = tmp_path / "made by a pickle", _write(Fork(), FILES[name], tmp_path / "iter")
     with changed(folder / name) as state:
-        if how == "in the arguments":
-            state["args"] = Namespace(tensor_model_parallel_size=1, more=Trap(str(made)))
-        elif how == "alone":
-            state.clear()
-            state["optimizer"] = Trap(str(made))
-        else:
-            state["optimizer"] = [Trap(f"__import__('os').mkdir({str(made)!r})", eval)]
+        state["args"] = Namespace(tensor_model_parallel_size=1, more=Trap(str(made)))
+        state["optimizer"] = [Trap(f"__import__('os').mkdir({str(made)!r})", eval)]
     for call in (lambda: open_any(folder), lambda: convert(folder, tmp_path / "new", "plain")):
         with pytest.raises(CheckpointError, match="may hold tensors, plain values, and what Megatron"):
             call()
@@ -624,7 +600,6 @@ ALL_MACHINES, ITS_OWN_FORK = "Copy the whole iteration folder", "this one loads 
 #: By name: how to make a checkpoint, and what is said of it beside its path.
 REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "nowhere": (lambda to: to, ("does not exist", *ANY, "SAVE/iter_0000010")),
-    "an empty folder": (lambda to: to.mkdir() or to, (*ANY, "SAVE/iter_0000010")),
     "a --save folder": (_tracker, (*ANY, "Give {}/iter_0000010")),
     "no optimizer": (
         lambda to: _missing(Fork().write(to), "mp_rank_00/distrib_optim.pt"),
@@ -652,21 +627,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         lambda to: Fork(options={"moe_expert_parallel_size": 2}).write(to),
         (f"{{}}/{MODEL_FILE}", "--moe-expert-parallel-size", ITS_OWN_FORK),
     ),
-    "experts, by a flag": (
-        lambda to: Fork(options={"expert_parallel": True}).write(to),
-        (f"{{}}/{MODEL_FILE}", "--expert-parallel", ITS_OWN_FORK),
-    ),
-    "uneven stages": (
-        lambda to: Fork(pp=2, options={"num_layers": 6}).write(to),
-        ("stage 0", "1 of 6 layers", "each of 2 stages", ITS_OWN_FORK),
-    ),
     "a stage of its own": (
         lambda to: Fork(pp=2, options={"standalone_embedding_stage": True}).write(to),
         ("stage 0", "1 of 2 layers", "each of 2 stages", ITS_OWN_FORK),
-    ),
-    "a later single file": (
-        lambda to: _single(to, format="megatron_distopt.torch", version=2),
-        ("'megatron_distopt.torch' of version 1",),
     ),
     "another single file": (lambda to: _single(to, format="another"), ("format 'another'", "'convert --to torch'")),
     "a class of the user": (
@@ -849,22 +812,15 @@ def test_convert_when_the_target_is_there_then_it_stays_as_it_is(tmp_path: Path)
 #: By name: a file of one layout, and what in it is not as it must be.
 STRANGE: dict[str, tuple[str, Callable[[dict[Any, Any]], object]]] = {
     "no model": ("mp_rank_00/model_optim_rng.pt", lambda state: state.pop("model")),
-    "no groups": ("mp_rank_00/model_optim_rng.pt", lambda state: state["optimizer"]["optimizer"].clear()),
     "no head": ("mp_rank_00/model_optim_rng.pt", lambda state: state.update(optimizer={})),
     "groups are a number": (
         "mp_rank_00/model_optim_rng.pt",
         lambda state: state["optimizer"]["optimizer"].update(param_groups=3),
     ),
-    "no chunk": ("mp_rank_00/distrib_optim.pt", lambda state: state.pop(0)),
     "no main params": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].pop("param")),
-    "a list for a tensor": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].update(exp_avg=[1.0])),
     "a short tensor": (
         "mp_rank_00/distrib_optim.pt",
         lambda state: state[0][FP32].update(exp_avg=torch.zeros(9)),
-    ),
-    "no main params of a rank": (
-        "mp_rank_00_001/optim.pt",
-        lambda state: state["optimizer"]["shard_fp32_from_float16_groups"].clear(),
     ),
     "a short shard": (
         "mp_rank_00_001/optim.pt",
