@@ -319,7 +319,7 @@ def test_load_when_any_bit_of_a_file_is_flipped_then_the_file_is_named(folder: P
             path.write_bytes(flipped)
             found, wanted = f"{zlib.crc32(flipped):08x}", f"{zlib.crc32(content):08x}"
             text = refused(lambda: load(folder, running), running)
-            assert_says(text, f"Invalid file {path}: CRC-32 {found}. Must have {wanted}. {DAMAGED}")
+            assert_says(text, f"Invalid file {path}: CRC-32 {found}. Must have CRC-32 {wanted}. {DAMAGED}")
         path.write_bytes(content)
     load(folder, World.of(TINY))
 
@@ -485,8 +485,8 @@ def test_save_when_the_folder_cannot_be_made_then_it_is_named(tmp_path: Path, ru
     place = tmp_path / "file" / "iter_0000001"
     assert_says(
         save_refused(place, running),
-        f"Invalid checkpoint {place}: [Errno 20] Not a directory: '{place}'. Must be a folder that can be written. "
-        "Free space there, or give another folder.",
+        f"Invalid checkpoint {place}: [Errno 20] Not a directory: '{place}'. Must be writable. "
+        "Free space there, or save elsewhere.",
     )
 
 
