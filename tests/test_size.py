@@ -21,7 +21,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "buffers": (500, 4),
     "comm": (2000, 8),
     "optimizer": (5791, 29),
-    "checkpoint": (3749, 16),
+    "checkpoint": (3555, 15),
     "formats": (2917, 16),
     "hosts": (9152, 48),
     "plugin": (384, 5),
