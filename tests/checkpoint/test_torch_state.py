@@ -147,6 +147,16 @@ def test_one_rank_when_params_differ_in_their_counts_then_so_they_do_after_a_loa
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_one_rank_when_the_model_was_changed_then_a_load_leaves_it() -> None:
+    _, optimizer = _made(steps=2)
+    state = copy.deepcopy(optimizer.state_dict())
+    other_model, other = _made()
+    before = _weights(other_model)
+    other.load_state_dict(state)
+    assert is_same(_weights(other_model), before)
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("is_first", [True, False])
 def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_on_bit_for_bit(is_first: bool) -> None:
     model, optimizer = _made(steps=2)
@@ -165,13 +175,12 @@ def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank_when_other_weights_were_loaded_then_a_load_leaves_them_and_it_goes_on_from_them() -> None:
+def test_one_rank_when_other_weights_were_loaded_then_it_goes_on_from_them() -> None:
     _, optimizer = _made(steps=2)
     state = copy.deepcopy(optimizer.state_dict())
     model, other = _made()
-    weights, before = _weights(model), model.held["wide_weight"].detach().clone()
     other.load_state_dict(state)
-    assert is_same(_weights(model), weights)
+    before = model.held["wide_weight"].detach().clone()
     for group in other.param_groups:
         group["lr"] = 0.0
     _train(model, other, 2)
@@ -179,10 +188,10 @@ def test_one_rank_when_other_weights_were_loaded_then_a_load_leaves_them_and_it_
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("given", ["SGD", "RMSprop"])
+@pytest.mark.parametrize("given", ["AdamW", "SGD", "RMSprop"])
 def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own(given: str) -> None:
     kind = getattr(torch.optim, given)
-    how: dict[str, Any] = {"lr": 0.01, "momentum": 0.5}
+    how: dict[str, Any] = {"lr": 0.01, **({"momentum": 0.5} if given != "AdamW" else {})}
     theirs = Params()
     reference = kind(theirs.groups(), foreach=True, **how)
     model = Params()
@@ -219,14 +228,15 @@ class Wordy(torch.optim.Optimizer):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
-    model = Params(default=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back(dtype: torch.dtype) -> None:
+    model = Params(default=dtype)
     optimizer = distribute(model, Wordy(model.groups()))
     for step in range(2):
         _train(model, optimizer, step)
     state = copy.deepcopy(optimizer.full_state_dict())
     assert {(each["cut"], each["whole"]) for each in state["state"].values()} == {(4, "a text")}
-    other_model = Params(default=torch.bfloat16)
+    other_model = Params(default=dtype)
     other = distribute(other_model, Wordy(other_model.groups()))
     other_model.load_state_dict(model.state_dict())
     other.load_state_dict(state)
@@ -275,8 +285,11 @@ def test_state_when_read_by_param_then_it_is_live_and_cannot_be_replaced() -> No
 #: What is done to a good state, and what the error must name.
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
     "no groups": (lambda state: state.pop("param_groups"), ("param_groups",)),
+    "other groups": (lambda state: state["param_groups"].pop(), ("params by group", "[2]", "[2, 3]")),
     "other shape": (lambda state: _put(state, "exp_avg", torch.zeros(3)), ("exp_avg of", "[3]", "[31, 17]")),
+    "a text": (lambda state: _put(state, "exp_avg", "x"), ("exp_avg of", "str")),
     "one moment": (lambda state: state["state"][0].pop("exp_avg_sq"), ("exp_avg besides", "exp_avg_sq")),
+    "no count": (lambda state: state["state"][0].pop("step"), ("without step",)),
     "negative count": (lambda state: _put(state, "step", torch.tensor(-5.0)), ("step of", "-5")),
     "lr nan": (lambda state: state["param_groups"][0].update(lr=float("nan")), ("lr of param group 0", "nan")),
     "lr a text": (lambda state: state["param_groups"][1].update(lr="1e-3"), ("lr of param group 1", "1e-3")),
