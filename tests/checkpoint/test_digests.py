@@ -39,7 +39,7 @@ def _of_world(world: World) -> tuple[dict[DigestKey, int], dict[DigestKey, int]]
 ALONE = World.of(MODEL)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["dp3 tp2 in buckets", "dp2 tp2 pp2", "dp2 fp32 model"])
 def test_digest_when_the_layout_is_another_then_it_is_the_same(name: str) -> None:
     expected, _ = _of_world(ALONE)
     state, grads = _of_world(World.of(MODEL, **LAYOUTS[name]))

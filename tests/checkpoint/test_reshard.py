@@ -26,14 +26,10 @@ Layout = dict[str, Any]
 #: What a run may look like.
 LAYOUTS: dict[str, Layout] = {
     "dp1": {},
-    "dp2": {"dp": 2},
     "dp3 in buckets": {"dp": 3, "bucket_size": 50},
-    "dp4": {"dp": 4, "bucket_size": 333},
-    "dp5": {"dp": 5},
     "dp6 in buckets": {"dp": 6, "bucket_size": 100},
     "dp2 tp2": {"dp": 2, "tp": 2},
     "dp3 tp2 in buckets": {"dp": 3, "tp": 2, "bucket_size": 64},
-    "tp4": {"tp": 4},
     "pp2": {"pp": 2},
     "dp2 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2},
     "dp3 pp4": {"dp": 3, "pp": 4, "bucket_size": 70},
@@ -46,7 +42,7 @@ LAYOUTS: dict[str, Layout] = {
 PAIRS = [
     (here, list(LAYOUTS)[(number + distance) % len(LAYOUTS)])
     for number, here in enumerate(LAYOUTS)
-    for distance in (3, 8)
+    for distance in (3, 7)
 ]
 
 
@@ -83,7 +79,7 @@ def test_load_when_the_layout_is_another_then_every_element_is_in_its_place(
         assert all(torch.equal(run.model, run.main.to(run.model.dtype)) for run in optimizer.flat_params)
 
 
-@pytest.mark.parametrize("name", ["dp1", "dp3 in buckets", "dp2 tp2 pp2"])
+@pytest.mark.parametrize("name", ["dp1", "dp2 tp2 pp2"])
 def test_checkpoint_when_read_by_torch_alone_then_it_holds_the_whole_tensors(
     name: str, saved: Mapping[str, Path], tmp_path: Path
 ) -> None:
@@ -95,11 +91,11 @@ def test_checkpoint_when_read_by_torch_alone_then_it_holds_the_whole_tensors(
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
-@pytest.mark.parametrize("name", ["dp2", "dp3 pp4"])
 def test_save_when_made_again_from_what_was_loaded_then_it_is_the_same_state(
-    name: str, saved: Mapping[str, Path], tmp_path: Path
+    saved: Mapping[str, Path], tmp_path: Path
 ) -> None:
     """There and back again is the identity."""
+    name = "dp3 pp4"
     middle = World.of(MODEL, **LAYOUTS["dp3 tp2 in buckets"], filled=False)
     middle.load(saved[name])
     middle.save(tmp_path / "middle")
