@@ -212,10 +212,13 @@ def _not_used() -> None:
     from megatron_distopt.hosts.megatron_core.adapter import build
 
     log, handler = logging.getLogger("megatron_distopt"), logging.handlers.BufferingHandler(100)
+    before = log.level
     log.addHandler(handler)
+    log.setLevel(logging.INFO)  # which nobody has to have set in this process
     config = types.SimpleNamespace(use_distributed_optimizer=False, optimizer="muon")
     assert build(lambda config, model_chunks: "theirs", DistOptConfig(), config, []) == "theirs"
     log.removeHandler(handler)
+    log.setLevel(before)
     lines = [record.getMessage() for record in handler.buffer]
     assert len(lines) == (dist.get_rank() == 0)
     for line in lines:
