@@ -94,15 +94,7 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
 
 
 def check_compatible(config: DistOptConfig, others: Mapping[Feature, str] = MappingProxyType({})) -> None:
-    """Refuses two features that exclude each other.
-
-    Args:
-        config: merged.
-        others: what is asked for in addition to options, and in which words.
-
-    Raises:
-        ConfigError: names both, and what to do instead.
-    """
+    """Refuses two features that exclude each other; `others` are asked for in addition to options, in these words."""
     found = {**_features_of(config), **others}
     for feature, excluded in EXCLUSIONS.items():
         for other, instead in excluded.items():
@@ -111,8 +103,6 @@ def check_compatible(config: DistOptConfig, others: Mapping[Feature, str] = Mapp
 
 
 def _features_of(config: DistOptConfig) -> dict[Feature, str]:
-    """What options ask for."""
-
     def text(name: str) -> str:
         return f"{name}={getattr(config, name)!r}"
 

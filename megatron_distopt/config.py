@@ -287,12 +287,10 @@ class DistOptConfig:
 
     @property
     def policy(self) -> NonFinitePolicy:
-        """`nonfinite` as an enum."""
         return NonFinitePolicy(self.nonfinite)
 
     @property
     def is_decoupled(self) -> bool:
-        """`decay` as a yes or no."""
         return self.decay == "decoupled"
 
     def described(self) -> tuple[str, ...]:
@@ -321,33 +319,13 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
-    """Returns `config` with options that a function took as keywords; they count as given by code.
-
-    Raises:
-        ConfigError: an option that does not exist (it names the nearest), or a value that the option does not take.
-
-    Examples:
-        >>> sorted(with_options(DistOptConfig(lr=0.1), {"clip_grad": 0.0}).explicit)
-        ['clip_grad', 'lr']
-    """
+    """Returns `config` with options that a function took as keywords; they count as given by code."""
     _check_names(options)
     return dataclasses.replace(config, explicit=config.explicit.union(options), **options)
 
 
 def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | None = None) -> DistOptConfig:
-    """Returns `config` with what MEGATRON_DISTOPT_* variables say about options that are not explicit in it.
-
-    Args:
-        environ: usually `os.environ`.
-        config: what code and flags say; the defaults where None.
-
-    Raises:
-        ConfigError: an unknown variable (it lists the valid ones) or a bad value.
-
-    Examples:
-        >>> config_from_environment({"MEGATRON_DISTOPT_NONFINITE": "skip"}).nonfinite
-        'skip'
-    """
+    """Returns `config` with what MEGATRON_DISTOPT_* variables say about options that are not explicit in it."""
     given = {variable: value for variable, value in environ.items() if variable.startswith(VARIABLE_PREFIX)}
     if given.pop(FIXES_VARIABLE, None) is not None:
         fixes_from(environ)
@@ -386,11 +364,7 @@ def _with_texts(config: DistOptConfig, texts: Mapping[str, str], spell: Callable
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:
-    """Reads the environment variable MEGATRON_DISTOPT; yes, true and on stand for 1, and no, false and off for 0.
-
-    Raises:
-        ConfigError: another value.
-    """
+    """Reads the environment variable MEGATRON_DISTOPT; yes, true and on stand for 1, and no, false and off for 0."""
     value = environ.get("MEGATRON_DISTOPT", Switch.ON.value).lower()
     if value in YES_OR_NO:
         return Switch.ON if YES_OR_NO[value] else Switch.OFF
@@ -401,11 +375,7 @@ def switch_from(environ: Mapping[str, str]) -> Switch:
 
 
 def fixes_from(environ: Mapping[str, str]) -> bool:
-    """Reads the environment variable MEGATRON_DISTOPT_FIXES; yes where it is not set.
-
-    Raises:
-        ConfigError: another value than yes or no, in one of their spellings.
-    """
+    """Reads the environment variable MEGATRON_DISTOPT_FIXES; yes where it is not set."""
     value = environ.get(FIXES_VARIABLE, "yes")
     if value.lower() not in YES_OR_NO:
         raise ConfigError(f"{FIXES_VARIABLE} is {value!r}. It must be yes or no.")

@@ -18,7 +18,6 @@ CPU = "cpu"
 
 
 def _module(device: torch.device) -> Any:
-    """The device's module in torch."""
     return getattr(torch, device.type)
 
 

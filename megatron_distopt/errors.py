@@ -51,9 +51,5 @@ class InvariantError(DistOptError, AssertionError):
 
 
 def refusal(what: str, got: object, rule: str, remedy: str) -> str:
-    """Composes the text of an error from its parts.
-
-    >>> refusal("policy", "'explode'", "be one of raise, skip, log", "Write nonfinite='raise'")
-    "Invalid policy: 'explode'. Must be one of raise, skip, log. Write nonfinite='raise'."
-    """
+    """Composes the text of an error from its parts."""
     return f"Invalid {what}: {got}. Must {rule}. {remedy}."

@@ -58,7 +58,6 @@ class Option:
 
     @property
     def values(self) -> str:
-        """The values that it takes, in a few words."""
         if self.is_switch:
             return "yes, no or auto" if self._is_optional else "yes or no"
         words = self.rule.values if self.rule else " or ".join(_TYPES[each][0] for each in self._type_names)
@@ -81,17 +80,12 @@ class Option:
 
     @property
     def _none(self) -> str:
-        """How None is written in a flag or a variable."""
         return "auto" if self.is_switch else "none"
 
     def checked(self, value: object, spelled: str = "") -> Any:
         """Returns a value as a plain one of the option's type; `spelled` is how the option was written, if not in code.
 
-        Raises:
-            ConfigError: the option does not take the value.
-
-        >>> Option("lr", "float", 1e-3, "learning rate", NOT_NEGATIVE, by_host=True).checked(1)
-        1.0
+        Raises ConfigError where the option does not take the value.
         """
         for name in self._type_names:
             try:
@@ -103,11 +97,7 @@ class Option:
         raise self._refusal(value, spelled or self.name)
 
     def read(self, text: str, spelled: str) -> Any:
-        """Reads a word of a command line or of a variable as a value of the option.
-
-        Raises:
-            ConfigError: the option does not take the word.
-        """
+        """Reads a word of a command line or of a variable as a value of the option."""
         if self._is_optional and text.lower() == self._none:
             return None
         try:
@@ -140,20 +130,12 @@ def options_of(config: type) -> dict[str, Option]:
 
 
 def flag_of(name: str) -> str:
-    """Spells an option as a flag.
-
-    >>> flag_of("bucket_size")
-    '--distopt-bucket-size'
-    """
+    """Spells an option as a flag, such as --distopt-bucket-size."""
     return "--distopt-" + name.replace("_", "-")
 
 
 def variable_of(name: str) -> str:
-    """Spells an option as an environment variable.
-
-    >>> variable_of("bucket_size")
-    'MEGATRON_DISTOPT_BUCKET_SIZE'
-    """
+    """Spells an option as an environment variable, such as MEGATRON_DISTOPT_BUCKET_SIZE."""
     return VARIABLE_PREFIX + name.upper()
 
 
@@ -177,7 +159,6 @@ def one_of(*words: str, pattern: re.Pattern[str] | None = None) -> Rule:
 
 
 def at_least(number: int) -> Rule:
-    """Returns the rule that an option is a whole number of at least `number`."""
     return Rule(f"a whole number of at least {number}", lambda value: value >= number)
 
 

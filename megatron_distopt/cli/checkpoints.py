@@ -32,11 +32,7 @@ class CheckpointPath:
 
 
 def find(path: Path) -> CheckpointPath:
-    """Finds the checkpoint that a path means.
-
-    Raises:
-        CheckpointError: the path means no checkpoint that is there and finished.
-    """
+    """Finds the checkpoint that a path means; refuses one that is not there or not finished."""
     if not path.exists():
         names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, names, n=1)
@@ -83,11 +79,6 @@ def _check_finished(folder: Path) -> None:
 
 
 def nbytes_of(info: TensorRecord) -> int:
-    """Returns the bytes of a tensor's values.
-
-    >>> nbytes_of(TensorRecord((3, 2), "bfloat16"))
-    12
-    """
     return math.prod(info.shape) * torch.empty(0, dtype=getattr(torch, info.dtype)).element_size()
 
 
@@ -100,20 +91,12 @@ def by_param(tensors: Mapping[str, _Value]) -> dict[str, dict[str, _Value]]:
 
 
 def params_text(keys: Iterable[str]) -> list[str]:
-    """Writes params with the kinds of their tensors.
-
-    >>> params_text(["main/b", "exp_avg/b", "main/a"])
-    ['a (main)', 'b (main, exp_avg)']
-    """
+    """Writes params with the kinds of their tensors, such as "a (main, exp_avg)"."""
     return [f"{name} ({', '.join(kinds)})" for name, kinds in by_param(dict.fromkeys(keys)).items()]
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sorts names alphabetically, and the numbers in them by size.
-
-    >>> in_order(["layers.10.w", "layers.9.w"])
-    ['layers.9.w', 'layers.10.w']
-    """
+    """Sorts names alphabetically, and the numbers in them by size."""
 
     def order(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

@@ -10,11 +10,7 @@ from megatron_distopt.formats import convert, open_any
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Reads one checkpoint and writes another.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read or written in that format; nothing is written then.
-    """
+    """Reads one checkpoint and writes another; where it cannot be read or written so, nothing is written."""
     place = find(parsed.source)
     source = open_any(place.path, resume_step=parsed.resume_step)
     with progress_of("converting", sum(map(nbytes_of, source.tensors.values()))) as progress:

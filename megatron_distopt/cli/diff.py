@@ -66,11 +66,7 @@ class _Pair:
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Compares two checkpoints, or two runs that have logged digests.
-
-    Raises:
-        CheckpointError: a path holds no checkpoint, or a damaged one; or it is of another kind than the other path.
-    """
+    """Compares two checkpoints, or two runs that have logged digests."""
     paths = parsed.first, parsed.second
     digests = [path for path in paths if is_digest_file(path)]
     if len(digests) == 2:
@@ -137,14 +133,7 @@ def _pairs(first: Source, second: Source, both: Mapping[str, str]) -> Iterator[_
 
 
 def compare(first: Tensor, second: Tensor) -> Difference:
-    """Counts the elements that differ, and measures by how much.
-
-    Args:
-        first, second: tensors of one shape, on the CPU.
-
-    >>> compare(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0]))
-    Difference(count=1, numel=2, largest=1.0, magnitude=4.0)
-    """
+    """Counts the elements of two tensors of one shape that differ, and measures by how much."""
     if first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)):
         return Difference(0, first.numel(), 0.0, 0.0)
     count, largest, magnitude = 0, 0.0, 0.0
@@ -240,11 +229,7 @@ def _parts(
 
 
 def _answer_about_runs(*paths: Path) -> Answer:
-    """Compares two runs at the steps that both have logged.
-
-    Raises:
-        CheckpointError: a file is damaged, or the runs have nothing to compare.
-    """
+    """Compares two runs at the steps that both have logged."""
     first, second = map(read_run, paths)
     pairs = [(first.steps[step], second.steps[step]) for step in sorted(first.steps.keys() & second.steps.keys())]
     ours, theirs = (dict.fromkeys(name for pair in pairs for _, name in pair[side].digests) for side in (0, 1))

@@ -84,13 +84,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
 
 
 def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True) -> list[Finding]:
-    """Finds out what can be known before a job is started.
-
-    Args:
-        fork: its folder; None for the Megatron that this Python would import.
-        launch: flags of the launch script; none for no check of them.
-        has_trial: whether another Python tries the imports, which takes up to a minute.
-    """
+    """Finds out what can be known before a job is started; a `fork` of None is what this Python would import."""
     tree, found, findings = None, None, list[Finding]()
     try:
         tree = importable_host(Path.cwd(), sys.path) if fork is None else fork_at(fork)
@@ -129,9 +123,8 @@ def describe_fork(found: Survey, tree: SourceTree) -> Iterator[Finding]:
         text = f"free in {point.place}{with_block}: ({', '.join(point.parameters)})"
         yield _refused(point.patch_point.attribute, point.refusal, text)
     built = found.optimizer_class
-    if built is not None and built.bound_in:
-        text = f"bound while {built.bound_in} runs, so it is looked at when training starts"
-        yield noted(_FORK, built.name, text)
+    if built is not None and not built.place and built.refusal is None:
+        yield noted(_FORK, built.name, "not found in the source, so it is looked at when training starts")
     elif built is not None:
         yield _refused(built.name, built.refusal, f"constructor as expected in {built.place}")
         if built.files:
@@ -147,7 +140,6 @@ def describe_fork(found: Survey, tree: SourceTree) -> Iterator[Finding]:
 
 
 def _refused(subject: str, reason: str | None, text: str) -> Finding:
-    """Returns a problem where there is a reason, and otherwise the finding that all is well."""
     return ok(_FORK, subject, text) if reason is None else problem(_FORK, subject, reason)
 
 
@@ -174,8 +166,7 @@ def _describe_core(tree: SourceTree) -> Iterator[Finding]:
 
 
 def _fields_of(tree: SourceTree, module: str, name: str) -> frozenset[str]:
-    file = tree.file_of(module)
-    definition = classes_of(tree.parse(file)).get(name) if file is not None else None
+    definition = classes_of(tree.parse(tree.file_of(module))).get(name)
     body = definition.body if definition is not None else []
     named = (node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name))
     return frozenset(field for field in named if not field.startswith("_"))
@@ -288,9 +279,6 @@ def read_flags(words: Sequence[str], options: Sequence[ParserOption]) -> SimpleN
     """Parses launch flags without running the host's parser; flags that are not given leave no attribute.
 
     Flags that are not among its options get their own name, and True where no value follows.
-
-    >>> read_flags(["--DDP-impl", "torch", "--deepspeed"], [])
-    namespace(DDP_impl='torch', deepspeed=True)
     """
     known: Mapping[str, ParserOption] = {option.flag: option for option in options}
     parsed = SimpleNamespace()

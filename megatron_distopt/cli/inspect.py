@@ -33,11 +33,7 @@ class Param:
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Says what a checkpoint holds, without reading a tensor.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its manifest is damaged.
-    """
+    """Says what a checkpoint holds, without reading a tensor."""
     place = find(parsed.checkpoint)
     source = open_any(place.path)
     # Another format has no files and chunks that could be listed.

@@ -86,9 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 where something stands in the way of training or patching, or is wrong with a
         checkpoint; `diff` has 2 for a checkpoint that it cannot read.
-
-    Raises:
-        SystemExit: 2 for a bad command line, 0 after -h.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if words[:1] == ["doctor"] and "--" in words else len(words)

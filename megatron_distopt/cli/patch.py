@@ -42,11 +42,7 @@ class Edit:
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Checks, applies or undoes the patch.
-
-    Raises:
-        HostError: it cannot be done; nothing is changed then.
-    """
+    """Checks, applies or undoes the patch; where that cannot be done, nothing is changed."""
     tree, fork, action = fork_at(parsed.fork), parsed.fork, parsed.action
     block = find_block(tree)
     is_applied = block is not None
@@ -66,11 +62,7 @@ def answer(parsed: argparse.Namespace) -> Answer:
 
 
 def find_block(tree: SourceTree) -> slice | None:
-    """Returns where in the fork's file the block is; None where it is not.
-
-    Raises:
-        HostError: the tree is no supported fork, or the block was edited by hand.
-    """
+    """Returns where in the fork's file the block is, None where it is not; refuses one that was edited by hand."""
     file = _factory_file(tree)
     content = file.read_bytes()
     block = intact_block(content)
@@ -83,11 +75,7 @@ def find_block(tree: SourceTree) -> slice | None:
 
 
 def plan_apply(tree: SourceTree) -> Edit:
-    """Plans the edit that puts the block into a fork that has none.
-
-    Raises:
-        HostError: the tree is no supported fork, or the function is missing, different or replaced by other code.
-    """
+    """Plans the edit that puts the block into a fork that has none; refuses one whose function is not as expected."""
     file = _factory_file(tree)
     found = find_patch_point(tree, recognise(tree.has).factory)
     reason = found.refusal

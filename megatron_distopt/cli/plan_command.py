@@ -30,14 +30,7 @@ from megatron_distopt.cli.plan_model import (
 )
 from megatron_distopt.cli.show import Answer, plural, ranges, rows, size_text, titled
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.layout import (
-    BufferLayout,
-    OwnerPlan,
-    choose_buckets,
-    default_bucket_size,
-    lay_out,
-    plan_owners,
-)
+from megatron_distopt.layout import BufferLayout, OwnerPlan, choose_buckets, default_bucket_size, lay_out, plan_owners
 from megatron_distopt.layout.estimate import (
     MAIN_NBYTES,
     MOMENT_NBYTES,
@@ -144,11 +137,7 @@ def _sizes_of(parsed: argparse.Namespace) -> GptSizes:
 
 
 def _choices_of(parsed: argparse.Namespace) -> Iterator[Choice]:
-    """Yields every combination of the values that were given, in the order of the flags.
-
-    Raises:
-        ConfigError: `--ranks` is no multiple of tp times pp, or training refuses a combination.
-    """
+    """Yields every combination of the values that were given, in the order of the flags."""
     for number, tp, pp, ep in itertools.product(parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep):
         if parsed.ranks and number % (tp * pp):
             raise ConfigError(
@@ -233,11 +222,7 @@ def _peak_nbytes(stages: Sequence[StagePlan]) -> int:
 
 
 def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> StagePlan:
-    """Works out one rank of a data-parallel group; its experts' group has every `ep`-th of its ranks.
-
-    Raises:
-        ConfigError: the sizes do not fit together.
-    """
+    """Works out one rank of a data-parallel group; its experts' group has every `ep`-th of its ranks."""
     cut = choice.cut
     check_cut(gpt, cut)
     if choice.has_muon and gpt.heads is None:
@@ -288,11 +273,7 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Plans every choice; with `--memory` those that fit are shown, what changes least about the training first.
-
-    Raises:
-        ConfigError: sizes or choices that do not fit together.
-    """
+    """Plans every choice; with `--memory` those that fit are shown, what changes least about the training first."""
     gpt = _sizes_of(parsed)
     plans = [plan_choice(gpt, choice) for choice in _choices_of(parsed)]
     memory_nbytes = None if parsed.memory is None else round(parsed.memory * _GIB)

@@ -63,11 +63,7 @@ class GptSizes:
         return self.query_width if self.kv_heads is None else self.kv_heads * self._head_width
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the word embedding of all tensor-parallel ranks.
-
-        >>> GptSizes(layers=1, hidden=8, vocab=50257).padded_vocab(2)
-        50432
-        """
+        """Rows of the word embedding of all tensor-parallel ranks."""
         multiple = _VOCAB_MULTIPLE * tp
         return -(-self.vocab // multiple) * multiple
 
@@ -100,8 +96,7 @@ class ParallelSizes:
 class Choice:
     """One choice of sizes, dtypes, buckets and of the form, place and kind of the optimizer state.
 
-    Raises:
-        ConfigError: training would refuse it as well.
+    What training would refuse is refused here as well.
     """
 
     cut: ParallelSizes

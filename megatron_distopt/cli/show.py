@@ -76,16 +76,11 @@ _STYLES = {Status.OK.value: "green", Status.NOTE.value: "yellow", Status.PROBLEM
 
 
 def titled(title: str, *body: RenderableType) -> Group:
-    """Puts a title above a part of an answer."""
     return Group(Text(title, style="bold"), *body)
 
 
 def rows(cells: Iterable[Sequence[str]]) -> RenderableType:
-    """Returns lines of labels and a text, indented by two and wrapped; rows without a text are left out.
-
-    >>> print(Answer({}, [rows([("step", "10"), ("loss scale", "")])]).as_text(None))
-      step  10
-    """
+    """Returns lines of labels and a text, indented by two and wrapped; rows without a text are left out."""
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for row in cells:
         if row[-1]:
@@ -106,39 +101,21 @@ def progress_of(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def size_text(nbytes: float) -> str:
-    """Writes bytes with their unit.
-
-    >>> size_text(720), size_text(34_610), size_text(3 << 40)
-    ('720 B', '33.8 KiB', '3.0 TiB')
-    """
+    """Writes bytes with their unit, such as "33.8 KiB"."""
     unit, suffix = filesize.pick_unit_and_suffix(int(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
     return f"{nbytes / unit:.{int(unit > 1)}f} {suffix}"
 
 
 def options_text(options: Mapping[str, object]) -> str:
-    """Writes names and values.
-
-    >>> options_text({"lr": 0.001, "amsgrad": False})
-    'lr 0.001, amsgrad False'
-    """
     return ", ".join(f"{key} {value}" for key, value in options.items())
 
 
 def plural(count: int, noun: str) -> str:
-    """Writes a number with its noun.
-
-    >>> plural(1, "file"), plural(1200, "file")
-    ('1 file', '1,200 files')
-    """
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Writes the first few names, and how many more there are.
-
-    >>> listed(["a", "b", "c"], most=2)
-    'a, b and 1 more'
-    """
+    """Writes the first few names, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -149,11 +126,7 @@ def more(count: int, most: int) -> list[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Writes numbers as ranges.
-
-    >>> ranges([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
-    """
+    """Writes numbers as ranges, such as "0-2,5,7-8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:

@@ -73,11 +73,7 @@ class _NonFiniteValues:
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Checks a whole checkpoint.
-
-    Raises:
-        CheckpointError: the path holds none.
-    """
+    """Checks a whole checkpoint."""
     place = find(parsed.checkpoint)
     checked, problems = _verify_own(place.path) if place.is_ours else _verify_other(open_any(place.path))
     document = {
@@ -293,11 +289,7 @@ def _check_groups(params: set[str], groups: Sequence[GroupRecord]) -> Iterator[P
 
 
 def non_finite(tensor: Tensor) -> Tensor:
-    """Returns the indices of the elements that are inf or nan, int64 [count, dimensions].
-
-    >>> non_finite(torch.tensor([[1.0, math.inf]])).tolist()
-    [[0, 1]]
-    """
+    """Returns the indices of the elements that are inf or nan, int64 [count, dimensions]."""
     none = torch.empty(0, tensor.dim(), dtype=torch.int64)
     if not tensor.is_floating_point():
         return none

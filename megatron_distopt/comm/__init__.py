@@ -17,13 +17,7 @@ from megatron_distopt.comm.collectives import (
     try_collectives,
 )
 from megatron_distopt.comm.communicator import Communicator
-from megatron_distopt.comm.groups import (
-    Group,
-    available_backends,
-    carrier_of,
-    default_backend,
-    is_initialized,
-)
+from megatron_distopt.comm.groups import Group, available_backends, carrier_of, default_backend, is_initialized
 from megatron_distopt.comm.pending import NO_TIME, CommLog, CommTime, Marker, mark_with, profiled
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 

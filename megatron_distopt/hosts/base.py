@@ -35,11 +35,7 @@ SWITCHED_OFF = "MEGATRON_DISTOPT=0"
 
 
 def is_wanted(has_flag: bool) -> bool:
-    """Whether this package's optimizer is to be built: the host has its flag, and MEGATRON_DISTOPT allows it.
-
-    Raises:
-        ConfigError: it is not, and MEGATRON_DISTOPT=require.
-    """
+    """Whether this package's optimizer is to be built; refuses where it is not and MEGATRON_DISTOPT=require."""
     switch = switch_from(os.environ)
     if switch is Switch.REQUIRE and not has_flag:
         remedy = "Add --use-distributed-optimizer, or unset the variable"
@@ -48,13 +44,9 @@ def is_wanted(has_flag: bool) -> bool:
 
 
 def is_used(has_flag: bool, hint: str = "") -> bool:
-    """Collective: whether the host's factory builds ours on all ranks.
+    """Collective: whether the host's factory builds ours on all ranks, which must agree.
 
     Where it does not, rank 0 says so in one line and adds `hint`: the package is loaded, and its user may expect it.
-
-    Raises:
-        ConfigError: it is not, and MEGATRON_DISTOPT=require.
-        RanksDisagreeError: it is on some ranks only.
     """
     is_off = switch_from(os.environ) is Switch.OFF
     why_not = SWITCHED_OFF if is_off else "" if has_flag else "use_distributed_optimizer is not set"
@@ -212,13 +204,7 @@ def compare_ranks(
 ) -> None:
     """Collective: compares all that ranks must have alike; a difference in one data-parallel group stops all ranks.
 
-    Args:
-        named: the params that are updated.
-        plan: of the step; its statistics are of all ranks of the model.
-        buffers: layout and dtype of grads.
-        data: ranks that hold the same params.
-        host_options: other options of the host that decide what is sent when.
-        may_be_empty: whether a param group may have no trained param on any rank.
+    `host_options` are others that decide what is sent when; `may_be_empty` allows groups without trained params.
     """
     everyone = plan.stats_group()
     counts = [] if may_be_empty else exchange([len(group.names) for group in plan.groups], everyone)

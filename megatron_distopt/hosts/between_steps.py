@@ -33,11 +33,7 @@ _torch_data: Any = torch._C.TensorBase.data
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
-    """Refuses two Parameters in the same memory: torch would update it twice, and here each would get its own memory.
-
-    Raises:
-        LayoutError: two of them share memory.
-    """
+    """Refuses two Parameters in the same memory: torch updates it twice, and here each would get memory of its own."""
     if tied := _sharing_memory(named.items()):
         first, second = tied
         raise _tied(second, f"in the same memory as {first!r}")
@@ -60,12 +56,7 @@ def _sharing_memory(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | 
 
 
 class PlacedParam:
-    """A param and the memory that the optimizer writes its new values to.
-
-    Args:
-        name: of the param.
-        param: of the model; `param.data` is in that memory.
-    """
+    """A param and the memory that the optimizer writes its new values to, in which `param.data` is."""
 
     __slots__ = ("address", "name", "param", "view")
 
@@ -84,11 +75,7 @@ class PlacedParam:
 
 
 def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
-    """Finds the params to bring back, see [Note: params that have left].
-
-    Raises:
-        LayoutError: one cannot be brought back: its dtype, shape or device changed, or it shares another's memory.
-    """
+    """Finds the params to bring back, see [Note: params that have left]; refuses those that cannot be."""
     left = [placed for placed in params if placed.param.data_ptr() != placed.address]
     if left:
         check_that_left(params, left)
@@ -96,7 +83,7 @@ def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
 
 
 def check_that_left(params: Sequence[PlacedParam], left: Sequence[PlacedParam]) -> None:
-    """The checks of `params_that_left`, for code that has found those that left."""
+    """Refuses params whose dtype, shape or device changed, and those that share another's memory."""
     for moved in left:
         before, after = (
             f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (moved.view, moved.param)
@@ -125,11 +112,7 @@ class GroupMembers:
         self._members = _members_of(inner)
 
     def check(self) -> None:
-        """Checks that the groups have the same params as when this object was made.
-
-        Raises:
-            LayoutError: they have others.
-        """
+        """Refuses groups that have other params than when this object was made."""
         if _members_of(self._inner) != self._members:
             got, rule = "other params than the optimizer was built with", "keep their params"
             remedy = "Build the optimizer again with get_megatron_optimizer(...) after the model has changed"
@@ -141,12 +124,9 @@ def _members_of(inner: Optimizer) -> list[list[int]]:
 
 
 def notice_for(check: Callable[[], None], flag: Tensor, group: Group) -> Notice:
-    """Makes all ranks raise, in the step, what `check` raises on one of them.
+    """Makes all ranks of the model raise, in the step, what `check` raises on one of them.
 
-    Args:
-        check: called on all ranks if the flag of any rank is above 0.
-        flag: 1-D [1], of the dtype and device of statistics; above 0 if `check` will raise on this rank.
-        group: all ranks that hold a part of the model.
+    `flag` is 1-D [1], of the dtype and device of statistics, and above 0 if `check` will raise on this rank.
     """
 
     def act(sums: Sequence[float]) -> None:

@@ -103,11 +103,7 @@ GENERATIONS = (
 
 
 def recognise(has_module: Callable[[str], bool]) -> Generation:
-    """The generation of a fork, which `has_module` asks for a module of a dotted name.
-
-    >>> recognise({"megatron.optimizer.distrib_optimizer", "megatron.arguments"}.__contains__).name
-    'Megatron of 2023'
-    """
+    """The generation of a fork, which `has_module` asks for a module of a dotted name."""
     for generation in GENERATIONS:
         if all(map(has_module, generation.has)):
             return generation

@@ -50,7 +50,10 @@ class SourceTree:
         name = next((file.relative_to(root).as_posix() for root in roots), str(file))
         return name if line is None else f"{name}:{line}"
 
-    def parse(self, file: Path) -> ast.Module:
+    def parse(self, file: Path | None) -> ast.Module:
+        """Returns the syntax tree of a file; an empty one for None."""
+        if file is None:
+            return ast.Module(body=[], type_ignores=[])
         try:
             with warnings.catch_warnings():  # a fork's invalid escape sequences are not our subject
                 warnings.simplefilter("ignore")
@@ -113,11 +116,7 @@ def _bound_by(node: Binding) -> set[str]:
 
 
 def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
-    """Returns the names of all parameters, in the order of `inspect.signature`.
-
-    >>> parameters_of(ast.parse("def f(a, /, b, *rest, c, **others): ...").body[0])
-    ('a', 'b', 'rest', 'c', 'others')
-    """
+    """Returns the names of all parameters, in the order of `inspect.signature`."""
     given = function.args
     ordered = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
     return tuple(argument.arg for argument in ordered if argument is not None)
@@ -132,18 +131,6 @@ def required_of(function: ast.FunctionDef) -> tuple[str, ...]:
 
 def classes_of(module: ast.Module) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
-
-
-def resolved(node: ast.ImportFrom, package: str) -> str:
-    """The absolute name of the module from which a statement in a module of `package` imports.
-
-    >>> resolved(ast.parse("from ..core import mpu").body[0], "megatron.optimizer")
-    'megatron.core'
-    """
-    if not node.level:
-        return node.module or ""
-    parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-    return ".".join([*parents, *filter(None, [node.module])])
 
 
 @dataclass(frozen=True)
@@ -164,10 +151,9 @@ class ClassInSource:
     """The class that the factory builds, as the source has it."""
 
     name: str  # as the factory calls it
-    place: str = ""  # file and line; empty where the factory imports no such class
+    place: str = ""  # file and line; empty where it shows only when the fork runs
     refusal: str | None = None  # why the factory cannot build our class in its place
     files: str = ""  # "per-rank files" or "gathered file" in a Megatron of 2023
-    bound_in: str = ""  # file that binds the name to something else than a class, which shows only when it runs
 
 
 @dataclass(frozen=True)
@@ -208,7 +194,7 @@ def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInS
     if intact_block(content) is not None:
         lines = content.splitlines()
         ours = range(lines.index(BEGIN.encode()) + 1, lines.index(END.encode()) + 2)
-    module = tree.parse(file) if file is not None else ast.Module(body=[], type_ignores=[])
+    module = tree.parse(file)
     bindings = [node for node in bindings_of(module, patch_point.attribute) if node.lineno not in ours]
     if file is None or not bindings:
         return PatchPointInSource(patch_point, patch_point.missing)
@@ -229,18 +215,18 @@ def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInS
 
 
 def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | None:
-    """Finds the class that the factory's module imports or defines, and compares what its constructor takes."""
+    """Compares what the constructor of the class takes that the factory builds, in the module that all forks have."""
     if generation not in (MEGATRON_2023, MEGATRON_CORE):
         return None
     is_core = generation is MEGATRON_CORE
     facts = megatron_core if is_core else megatron_2023
-    file = _file_of_class(tree, generation.factory.module, facts.CLASS)
-    module = tree.parse(file) if file is not None else ast.Module(body=[], type_ignores=[])
-    definition = classes_of(module).get(facts.CLASS)
+    factory = generation.factory.module
+    if not bindings_of(tree.parse(tree.file_of(factory)), facts.CLASS):
+        return ClassInSource(facts.CLASS, refusal=f"The module of the factory has no {facts.CLASS}. {REMEDY}.")
+    file = tree.file_of(f"{factory}.distrib_optimizer")
+    definition = classes_of(tree.parse(file)).get(facts.CLASS)
     if file is None or definition is None:
-        bound_in = tree.shown(file) if file is not None and bindings_of(module, facts.CLASS) else ""
-        missing = f"The module of the factory has no {facts.CLASS}. {REMEDY}."
-        return ClassInSource(facts.CLASS, refusal=missing, bound_in=bound_in)
+        return ClassInSource(facts.CLASS)
     methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
     constructor = methods.get("__init__")
     found = parameters_of(constructor)[1:] if constructor else ()
@@ -257,19 +243,6 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | Non
         refusal = f"The constructor of {facts.CLASS} in {place} has ({', '.join(found)}); {rule}. {REMEDY}."
     files = "gathered file" if megatron_2023.GATHERS_STATE in methods else "per-rank files"
     return ClassInSource(facts.CLASS, place, refusal, "" if is_core else files)
-
-
-def _file_of_class(tree: SourceTree, factory: str, name: str) -> Path | None:
-    file = tree.file_of(factory)
-    if file is None:
-        return None
-    package = factory if file.name == "__init__.py" else factory.rpartition(".")[0]
-    for node in bindings_of(tree.parse(file), name):
-        if isinstance(node, ast.ImportFrom):
-            return tree.file_of(resolved(node, package))
-        if isinstance(node, ast.ClassDef):
-            return file
-    return None
 
 
 def _find_options(tree: SourceTree) -> Iterator[ParserOption]:

@@ -125,10 +125,7 @@ class MuonRequest:
 
 @dataclass(frozen=True)
 class FusedWeights:
-    """Which weights of a model are several matrices: the ends of their names, and rows of the parts.
-
-    Rows are those of one group of heads.
-    """
+    """Which weights of a model are several matrices: the ends of their names, and rows of one group of heads."""
 
     qkv: str
     qkv_rows: tuple[int, ...]
@@ -169,12 +166,7 @@ def matrices_of(
 
 
 def is_matrix_of_layer(name: str, param: Tensor) -> bool:
-    """Whether Muon updates a param of that name where nobody says otherwise.
-
-    >>> import torch
-    >>> is_matrix_of_layer("decoder.layers.0.mlp.linear_fc1.weight", torch.ones(2, 2))
-    True
-    """
+    """Whether Muon updates a param of that name where nobody says otherwise."""
     return _IN_LAYER.search(name) is not None and param.dim() == 2
 
 

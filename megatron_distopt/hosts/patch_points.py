@@ -39,12 +39,7 @@ class PatchPoint:
     parameters: tuple[str, ...]  # the names that its signature must start with
 
     def find(self) -> Callable[..., Any]:
-        """The host's own function, also where it is replaced already, after checking its signature.
-
-        Raises:
-            UnknownHostError: the module cannot be imported.
-            HostMismatchError: the attribute is missing, has another signature, or was replaced by other code.
-        """
+        """The host's own function, also where it is replaced already, after checking its signature."""
         try:
             module = import_module(self.module)
         except ImportError as error:

@@ -112,9 +112,4 @@ def _describe_buffer(buffer: ShardedBuffer) -> str:
 
 
 def _with_unit(nbytes: int) -> str:
-    """Writes bytes with a unit.
-
-    >>> _with_unit(3 << 20), _with_unit(5000)
-    ('3.0 MiB', '4.9 KiB')
-    """
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"

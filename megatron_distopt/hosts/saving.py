@@ -38,12 +38,7 @@ class Saver:
         self._background = BackgroundSaver(everyone, nbytes) if config.async_save else None
 
     def save(self, folder: Path, model: WholeModel) -> None:
-        """Collective: saves, or begins to.
-
-        Raises:
-            NonFiniteGradError: on all ranks, where the deferred check of the last step finds inf or nan and the policy
-                is "raise".
-        """
+        """Collective: saves, or begins to; the deferred check of the last step may raise."""
         finish_deferred_check([share.optimizer for share in model.shares], self._everyone)
         if self._background is not None:
             self._background.save(folder, model, lambda: self._drop_older(folder))

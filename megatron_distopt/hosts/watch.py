@@ -27,13 +27,9 @@ _hooks: MutableMapping[Parameter, RemovableHandle] = WeakIdKeyDictionary()
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """While entered, gives the name of each watched tensor to a function before an operator of torch writes to it.
+    """While entered, calls `written` with the name of each watched tensor before an operator of torch writes to it.
 
-    Kernels that other packages call without torch's dispatcher are not seen.
-
-    Args:
-        tensors: watched, by name; views of one another's memory only where they overlap.
-        written: called with a name, perhaps several times; what it raises ends the operation.
+    What that raises ends the operation. Kernels that other packages call without torch's dispatcher are not seen.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], written: Callable[[str], None]) -> None:
@@ -45,7 +41,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Looks at the tensors that an operator writes to, and runs it."""
         for tensor in _outputs_of(func, args, kwargs or {}):
             for name in self._names_in(tensor):
                 self._written(name)
@@ -82,11 +77,7 @@ def _flat(values: Any) -> Iterator[Tensor]:
 
 
 def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]) -> list[object]:
-    """Announces every gradient after the host has added it to its buffer, in a hook on the same node of autograd.
-
-    Returns:
-        The nodes: the hooks live as long as these.
-    """
+    """Announces every gradient after the host has added it to its buffer; hooks live as long as what is returned."""
     nodes: list[object] = []
     for name, param in named.items():
         with torch.enable_grad():

@@ -18,13 +18,7 @@ from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, usable_device
-from megatron_distopt.optimizer.adam import (
-    adam_on_host,
-    adam_options,
-    choose_adam,
-    low_precision_adam,
-    updated_by,
-)
+from megatron_distopt.optimizer.adam import adam_on_host, adam_options, choose_adam, low_precision_adam, updated_by
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision

@@ -19,12 +19,7 @@ from megatron_distopt.plugin.install import apply, fix_host, flags_of
 
 
 def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what the fork uses in place of `original`: its own factory, or what another package made of it.
-
-    Raises:
-        ConfigError: a bad MEGATRON_DISTOPT variable.
-        HostError: a fork that looks different from what is supported, or another package that came first.
-    """
+    """Returns what the fork uses in place of `original`: its own factory, or what another package made of it."""
     config_from_environment(os.environ)  # refuses a bad variable now; it is read after the fork's flags
     if isinstance(original, Replacement):
         return original

@@ -117,14 +117,10 @@ def flags_of(host: Generation) -> list[Patch]:
 
 
 def apply(patches: Sequence[Patch]) -> Undo:
-    """Checks every patch point, makes every replacement, and only then puts them in.
+    """Checks every patch point, makes every replacement, and only then puts them in; returns the undo.
 
-    Returns:
-        A function that puts the originals back, also into modules that imported a replacement by value since. It
-        refuses, and changes nothing, where other code has replaced the replacement.
-
-    Raises:
-        HostError: a module cannot be imported; an attribute is missing, different, or was replaced by other code.
+    That puts the originals back, also into modules that imported a replacement by value since. It refuses, and changes
+    nothing, where other code has replaced the replacement.
     """
     originals = [point.find() for point, _ in patches]
     before = [point.current for point, _ in patches]  # may be an earlier replacement

@@ -39,8 +39,7 @@ class TrainingScript:
 def main(argv: Sequence[str] | None = None) -> None:
     """Installs the package and runs the target; `argv` is without the program's name, and `sys.argv[1:]` where None.
 
-    Raises:
-        SystemExit: the target's own; 2 for a bad command line, 1 where the package cannot be installed.
+    The status is the target's own, 2 for a bad command line, or 1 where the package cannot be installed.
     """
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"]):
@@ -74,11 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_target(words: Sequence[str]) -> TrainingScript:
-    """Splits the command line into the script and its arguments; refuses a script that does not exist.
-
-    >>> parse_target(["--local_rank=1", "-m", "package.pretrain", "--lr", "1"])
-    TrainingScript(name='package.pretrain', is_module=True, arguments=('--local_rank=1', '--lr', '1'))
-    """
+    """Splits the command line into the script and its arguments; refuses a script that does not exist."""
     launcher = [word for word in words[:1] if word.startswith(("--local_rank", "--local-rank"))]
     rest = list(words[len(launcher) :])
     is_module = rest[:1] == ["-m"]

@@ -142,6 +142,13 @@ def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> No
     assert_mentions(found.refusal, "DistributedOptimizer", "docs/hosts.md")
 
 
+def test_survey_when_the_class_statement_is_elsewhere_then_it_is_left_to_the_run(tmp_path: Path) -> None:
+    (file,) = per_rank_2023(tmp_path).rglob("distrib_optimizer.py")
+    file.write_text("from elsewhere import DistributedOptimizer\n")
+    found = read(tmp_path).optimizer_class
+    assert found is not None and (found.place, found.refusal) == ("", None)
+
+
 @pytest.mark.parametrize(
     ("make", "change", "is_refused"),
     [

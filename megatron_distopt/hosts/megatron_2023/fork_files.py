@@ -24,12 +24,7 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_2023.file_state import described, identity
-from megatron_distopt.formats.megatron_2023.gathered import (
-    GatheredFile,
-    gathered_state,
-    moments_in_file,
-    open_gathered,
-)
+from megatron_distopt.formats.megatron_2023.gathered import GatheredFile, gathered_state, moments_in_file, open_gathered
 from megatron_distopt.formats.megatron_2023.per_rank import (
     SavedShard,
     in_file_order,

@@ -123,10 +123,7 @@ class CheckpointCalls(StepCalls):
                 load_any(path, whole_model_of(self.ours()), everyone, resume_step=resume_step)
 
     def load_sharded(self, state: Mapping[str, Any]) -> None:
-        """Collective: takes `sharded_state_dict` back from `dist_checkpointing.load`, and gathers the params.
-
-        Raises: as `load`.
-        """
+        """Collective: takes `sharded_state_dict` back from `dist_checkpointing.load`, and gathers the params."""
         self.check_is_there("load")
         model = whole_model_of(self.ours())
         with self._new_params():

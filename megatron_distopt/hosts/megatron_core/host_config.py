@@ -16,12 +16,7 @@ from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.inner_optimizers import MUON, MuonRequest, config_for_adam
 from megatron_distopt.hosts.megatron_core.buffers import layout_of
-from megatron_distopt.hosts.megatron_core.core_muon import (
-    check_layer_wise,
-    check_matrices,
-    is_hosts_muon,
-    request_from,
-)
+from megatron_distopt.hosts.megatron_core.core_muon import check_layer_wise, check_matrices, is_hosts_muon, request_from
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, is_judged
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
@@ -43,8 +38,6 @@ _STATE_DTYPES = {
 
 @dataclass(frozen=True)
 class Merged:
-    """What a run says, by the host's config and by options of this package."""
-
     options: DistOptConfig  # of this package, with what the host's config says
     muon: MuonRequest | None = None  # None where Muon does not update anything
 

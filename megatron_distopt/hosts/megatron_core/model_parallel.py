@@ -120,7 +120,6 @@ def tensor_group_of(name: str, param: Parameter, chunks: Sequence[Any]) -> Any:
 
 
 def ranks_of(chunks: Sequence[Any]) -> ModelRanks:
-    """Where this rank is in the groups over which the model is cut."""
     tensor = parallel_state.get_tensor_model_parallel_group()
     expert_tensor, expert = expert_tensor_group() or tensor, parallel_state.get_expert_model_parallel_group()
     return ModelRanks(

@@ -49,12 +49,7 @@ from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState, main_params_of
-from megatron_distopt.hosts.megatron_core.step import (
-    grads_of_group,
-    groups_on_all_ranks,
-    norm_group_of,
-    prepared_of,
-)
+from megatron_distopt.hosts.megatron_core.step import grads_of_group, groups_on_all_ranks, norm_group_of, prepared_of
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
@@ -304,10 +299,7 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
             optimizer.restore_from_cpu()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each.
-
-        Raises: as the optimizer's.
-        """
+        """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each."""
         if isinstance(state_dict, Mapping) and HEAD in state_dict:
             self.load_sharded(state_dict)
         else:

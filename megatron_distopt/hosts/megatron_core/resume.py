@@ -20,14 +20,7 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces, shards_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.common import (
-    check_step,
-    count_unlike,
-    inner_name,
-    loss_scale_of,
-    the_step,
-    with_step,
-)
+from megatron_distopt.formats.common import check_step, count_unlike, inner_name, loss_scale_of, the_step, with_step
 from megatron_distopt.formats.megatron_core.nameless import (
     REMEDY,
     NamelessBuffer,

@@ -60,11 +60,7 @@ class StateCalls(Optimizer):
         return TorchParams(model.share(), names, self.param_groups, model.data, model.everyone)
 
     def _check_torchs_format(self, call: str) -> None:
-        """Checks that the state has torch's format, which is cut by element.
-
-        Raises:
-            ConfigError: whole params are updated, whose state each owner has.
-        """
+        """Refuses torch's format, which is cut by element, where whole params are updated, whose state owners have."""
         choice = self._model.sharded.plan.choice
         if choice.updates_whole_params:
             features = {Feature.WHOLE_PARAMS: choice.name, Feature.TORCH_FORMAT: f"optimizer.{call}"}

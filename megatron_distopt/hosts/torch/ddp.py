@@ -47,7 +47,6 @@ class _AllDDP:
         register_module_module_registration_hook(self._add)
 
     def _add(self, module: Module, name: str, child: Module | None = None) -> None:
-        """Called with each module that is made part of another one."""
         if name == "module" and isinstance(module, DistributedDataParallel):
             self.models.add(module)
             self.count += 1
@@ -64,14 +63,10 @@ _all_ddp = _AllDDP()
 
 
 class DDPWatch:
-    """Which params of an optimizer DDP has, and whether it averaged their gradients.
-
-    Args:
-        overlaps: whether the optimizer itself reduces gradients while backward computes others.
-        must_repeat: whether the order in which gradients are summed must be that of another run.
-    """
+    """Which params of an optimizer DDP has, and whether it averaged their gradients."""
 
     def __init__(self, *, overlaps: bool, must_repeat: bool) -> None:
+        #: Whether the optimizer itself reduces gradients in backward; whether another run must sum in the same order.
         self._overlaps, self._must_repeat = overlaps, must_repeat
         #: By the id of a param, all instances that have it: one that was dropped may exist until Python collects it.
         self._models_of: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}

@@ -163,11 +163,7 @@ def distribute(
 def _checked(
     model: Any, optimizer: Any, config: Any, param_groups: Any, options: Mapping[str, Any]
 ) -> tuple[list[Module], tuple[Optimizer, ...], DistOptConfig]:
-    """The modules, optimizers and config that were given to `distribute`.
-
-    Raises:
-        ConfigError: something of another kind was given, with the call that was meant.
-    """
+    """The modules, optimizers and config that were given; refuses what is of another kind, with the call to write."""
     chunks = [model] if isinstance(model, Module) else list(model)
     wrong = [each for each in chunks if not isinstance(each, Module)]
     if wrong or not chunks:
@@ -282,10 +278,7 @@ def _check_whole(place: Placement, optimizer: str) -> None:
 
 
 def _compare(plan: ModelPlan, everyone: Group) -> None:
-    """Collective: a difference between ranks stops all of them.
-
-    Compared are also frozen params and module buffers, which all ranks begin with alike.
-    """
+    """Collective: compares ranks, also in frozen params and module buffers, which all begin with alike."""
 
     def described(name: str, tensor: Tensor) -> str:
         return f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"

@@ -64,7 +64,6 @@ class _PendingMixin:
 
 
 def _gather_of(param: Any) -> ParamGather | None:
-    """What a param waits for."""
     gather = _pending.get(id(param))
     return None if gather is None else gather()
 
@@ -169,11 +168,7 @@ class ParamGather:
             _pending.pop(id(param), None)
 
     def finish(self) -> CommTime:
-        """Waits until all params are there.
-
-        Returns:
-            The time of the last gather.
-        """
+        """Waits until all params are there; returns the time of the last gather."""
         time = self._communicator.finish_params()
         for number in list(self._usual):
             self._restore(number)

@@ -103,11 +103,7 @@ class Grads:
         self._handles.clear()
 
     def zeroing(self, name: str) -> None:
-        """Called before a gradient is zeroed in place, as `model.zero_grad(set_to_none=False)` does.
-
-        Raises:
-            LayoutError: its bucket is under way.
-        """
+        """Called before a gradient is zeroed in place, as `model.zero_grad(set_to_none=False)` does."""
         self._communicator.check_open(name)
         if self.phase is not Phase.LOCAL:
             self._zeroed.add(name)
@@ -127,7 +123,6 @@ class Grads:
         return loss
 
     def _before(self, slot: GradSlot, _: Tensor) -> None:
-        """Called before autograd adds to `param.grad`."""
         if self._needs_scaling and not self._is_scaled:
             raise ConfigError(
                 f"The gradient of {slot.name!r} comes from a loss that is not scaled. Write "
@@ -141,7 +136,6 @@ class Grads:
             self._drop_round()  # it was cleared without `clear`: by model.zero_grad() or param.grad = None
 
     def _after(self, slot: GradSlot, _: Tensor) -> None:
-        """Called after autograd has added to `param.grad`."""
         if self._ddp.has(slot.param):  # see [Note: gradients under DDP]
             slot.give_back()
             self._ddp.arrived(slot.param)
@@ -157,11 +151,7 @@ class Grads:
 
     @torch.no_grad()
     def _reopen(self) -> None:
-        """Makes sums local contributions again, see [Note: phases of a gradient].
-
-        Raises:
-            ConfigError: the gradients are from before a step, and the loss scale may have changed in it.
-        """
+        """Makes sums local contributions again, see [Note: phases of a gradient]."""
         kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
         self._kept = kept.keys() - self._zeroed
         if (
@@ -291,7 +281,6 @@ class Grads:
             self._clip *= divisor
 
     def raise_complaint(self) -> None:
-        """Raises the first error of this rank that all ranks are to raise."""
         complaints, self.complaints = self.complaints, []
         if complaints:
             raise complaints[0]

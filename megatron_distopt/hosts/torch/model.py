@@ -107,17 +107,14 @@ def plan_sets(named: Mapping[str, Parameter], config: DistOptConfig, num_shards:
 
 
 class ShardedModel:
-    """The params, grads and optimizer state of a model on this rank; all ranks agree on its plan.
+    """The params, grads and optimizer state of a model on this rank; all ranks agree on its plan."""
 
-    Attributes:
-        data, everyone: ranks that hold the same params, and all that hold a part of the model.
-        waiting: params of the groups that have no state: frozen, empty or new ones, by name, on all ranks alike.
-    """
+    waiting: dict[str, Parameter]  # those of the groups that have no state: frozen, empty or new; the same on all ranks
 
     def __init__(self, plan: ModelPlan) -> None:
         config, chunks, data = plan.step.config, plan.chunks, plan.data
         self.config, self.device, self.chunks, self._plan = config, plan.device, chunks, plan
-        self.data, self.everyone = data, plan.step.stats_group()
+        self.data, self.everyone = data, plan.step.stats_group()  # of the same params; of any part of the model
         self.placements: dict[str, Placement] = {}
         self.communicator = Communicator(
             data,
@@ -172,7 +169,6 @@ class ShardedModel:
         self.find_waiting()
 
     def find_waiting(self) -> None:
-        """Finds the params of the groups that have no state."""
         members = {param for group in self._plan.torch_groups for param in group["params"]}
         waiting = members - {slot.param for slot in self.grads.slots}
         self.waiting = {name: param for name, param in named_params(self.chunks).items() if param in waiting}
@@ -195,11 +191,7 @@ class ShardedModel:
         self.grow([name for name, p in self.waiting.items() if without_wrappers(name) in names and p.numel()])
 
     def grow(self, names: Iterable[str]) -> None:
-        """Collective: trains further params from now on, wherever one rank has named them.
-
-        Raises:
-            ConfigError, LayoutError, RanksDisagreeError: on all ranks; nothing is changed then.
-        """
+        """Collective: trains further params from now on, wherever one rank has named them; refuses before a change."""
         wanted = {name for named in exchange(list(names), self.data) for name in named}
         added = {name: param for name, param in reversed(self.waiting.items()) if name in wanted}
         raise_together(lambda: check_trained(added, self.config) if added else None, self.everyone)
@@ -212,13 +204,11 @@ class ShardedModel:
         self._take_over(sets, buffers, slots)
 
     def whole(self) -> WholeModel:
-        """The model as all ranks together have it."""
         frozen = frozenset(named_params(self.chunks)) - self.placements.keys()
         sizes = {"ranks": self.everyone.size, "data_parallel": self.data.size}
         return WholeModel([self.share()], frozen=frozen, about={"host": "any torch module", **sizes})
 
     def share(self) -> Share:
-        """What this rank holds, for checkpoints."""
         names = [group_names(group, self.waiting).names for group in self._plan.torch_groups]
         resting = {number: of_group for number, of_group in enumerate(names) if of_group}
         excluded = self._plan.step.excluded_from_norm
@@ -253,11 +243,7 @@ class ModuleBuffers:
         ]
 
     def learn(self, begun: Sequence[str]) -> None:
-        """Collective: from now on these modules' buffers are broadcast, whichever rank has named them.
-
-        Raises:
-            RanksDisagreeError: on all ranks, where they have other shapes or dtypes.
-        """
+        """Collective: from now on these modules' buffers are broadcast, whichever rank has named them."""
         named = {name for names in exchange(list(begun), self._data) for name in names}
         self._changing |= {name: _described(self._modules[name]) for name in sorted(named)}
         looks = tuple(f"{name}: {look}" for name in sorted(self._changing) for look in self._changing[name])

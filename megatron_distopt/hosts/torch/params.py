@@ -89,7 +89,6 @@ class Params:
             data_watch.add(self, short)
 
     def release(self) -> None:
-        """Stops watching."""
         data_watch.remove(self, self._short)
         for trained in self._params:
             _watched_by.pop(trained.param, None)
@@ -106,13 +105,8 @@ class Params:
     def follow(self, *, is_read: bool = True, before_step: bool = False) -> None:
         """Takes over what the user did to params and options since the last step, so that the state belongs to them.
 
-        Args:
-            is_read: whether main params are used as they are, so that changes which they cannot follow are refused. A
-                load makes such changes known, unless it fails.
-            before_step: whether params that were doubted are compared as well.
-
-        Raises:
-            LayoutError: what was done to a param or to the members of a group cannot be followed.
+        `is_read`: main params are used as they are, so that changes which they cannot follow are refused. A load makes
+        such changes known, unless it fails. `before_step`: params that were doubted are compared as well.
         """
         changed = self._collect()
         lost = self._lost() if changed and is_read else ()
@@ -146,9 +140,8 @@ class Params:
     def _collect(self) -> frozenset[str]:
         """Brings params back into the buffers that have left them.
 
-        Returns:
-            Names of the 16-bit params whose values may have changed since the last `forget`: a call that was refused
-            in between has not made them known.
+        Returns names of the 16-bit params whose values may have changed since the last `forget`: a call that was
+        refused in between has not made them known.
         """
         left, is_replaced, changed = [], False, self._changed
         for trained in self._params:

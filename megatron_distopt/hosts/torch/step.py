@@ -40,11 +40,7 @@ _COMMON_NUMEL, HEAD_NUMEL = 5, 7
 
 @torch.no_grad()
 def step_model(model: ShardedModel) -> StepDecision:
-    """Collective: one step of the model.
-
-    Raises:
-        DistOptError: on all ranks, and the params are as before.
-    """
+    """Collective: one step of the model; what it raises is raised on all ranks, and the params are as before."""
     gathered = settle(model)
     reduced = model.grads.reduce()
     if model.comm_log is not None:
@@ -78,8 +74,7 @@ def step_model(model: ShardedModel) -> StepDecision:
 def settle(model: ShardedModel) -> CommTime:
     """Takes over what the user did to params and param groups since the last step; what is wrong is raised in the step.
 
-    Returns:
-        The time of the last gather, which has ended.
+    Returns the time of the last gather, which has ended.
     """
     gathered = model.gather.finish()
     if model.sharded.deferred_check is not None:
@@ -161,9 +156,6 @@ def announce_drop(model: ShardedModel) -> None:
     """Collective: announces that the round ends without a step.
 
     It is the collective of a step, so that a rank which makes a step meanwhile meets the others here.
-
-    Raises:
-        RanksDisagreeError: on all ranks.
     """
     census = census_of(model, is_dropped=True)
     sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
