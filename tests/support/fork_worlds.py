@@ -16,17 +16,17 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.comm import pairwise
+from tests.support.fork_files import same
 from tests.support.mini_fork import InstalledFork, Iteration, TrainingRun
 
 
@@ -112,6 +112,18 @@ class Continued:
 
 
 @contextlib.contextmanager
+def adam_of_the_fork(kind: type) -> Iterator[None]:
+    """The fork's `Adam` in all modules that have it by value, as MINI_FORK_ADAM chooses at import."""
+    import megatron.optimizer as package
+    from megatron.optimizer import distrib_optimizer, fused_adam
+
+    with contextlib.ExitStack() as stack:
+        for module in (package, distrib_optimizer, fused_adam):
+            stack.enter_context(mock.patch.object(module, "Adam", kind))
+        yield
+
+
+@contextlib.contextmanager
 def slow_gathers(seconds: float = 0.005) -> Iterator[None]:
     """In it, gathers in the background take their time: whoever does not wait for one has old values."""
     gather = pairwise.all_gather
@@ -151,17 +163,6 @@ def held(run: TrainingRun) -> dict[str, Any]:
             "loss scale": None if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
         }
     )
-
-
-def same(left: Any, right: Any) -> bool:
-    """Bit for bit, through dicts and lists."""
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,14 +101,12 @@ class MiniFork:
         script = import_module("pretrain")
         return cls(import_module("megatron.training"), script, goes_back)
 
-    def train(
-        self, *words: str, ours: bool = True, options: megatron_distopt.DistOptConfig | None = None
-    ) -> TrainingRun:
+    def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective: the fork's own `pretrain` with these flags, with the package installed meanwhile or not."""
         self._forget((dist.group.WORLD, *_layout_in(words)))
         curves = Path(tempfile.mkdtemp(prefix="mini_fork_")) / "curves.json"
         sys.argv = [str(SCRIPT), *words, "--curves", str(curves)]
-        installation = megatron_distopt.install(options) if ours else None
+        installation = megatron_distopt.install() if ours else None
         kept: dict[str, Any] = {}
         setup = self.training.setup_model_and_optimizer
 
@@ -173,16 +171,14 @@ class InstalledFork(MiniFork):
 
     kept: list[megatron_distopt.Installation] = field(default_factory=list)  # the installation, while there is one
 
-    def train(
-        self, *words: str, ours: bool = True, options: megatron_distopt.DistOptConfig | None = None
-    ) -> TrainingRun:
-        """Collective: as `MiniFork.train`. With `options`, the package is installed for this training alone."""
-        if ours and options is None:
+    def train(self, *words: str, ours: bool = True) -> TrainingRun:
+        """Collective: as `MiniFork.train`."""
+        if ours:
             if not self.kept:
                 self.kept.append(megatron_distopt.install())
             return super().train(*words, ours=False)
         self.uninstall()
-        return super().train(*words, ours=ours, options=options)
+        return super().train(*words, ours=False)
 
     def uninstall(self) -> None:
         while self.kept:

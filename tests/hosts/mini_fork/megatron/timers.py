@@ -14,44 +14,23 @@ class DummyTimer:
     def stop(self, barrier=False):
         pass
 
-    def reset(self):
-        pass
-
-    def elapsed(self, reset=True, barrier=False):
-        raise RuntimeError("a dummy timer has no elapsed time")
-
 
 class Timer:
     def __init__(self, name):
-        self.name = name
-        self.reset()
+        self.name, self.elapsed, self._start_time = name, 0.0, None
 
     def start(self, barrier=False):
-        assert not self._started, f"{self.name} runs already"
+        assert self._start_time is None, f"{self.name} runs already"
         if barrier:
             torch.distributed.barrier()
-        self._started, self._start_time = True, time.time()
+        self._start_time = time.time()
 
     def stop(self, barrier=False):
-        assert self._started, f"{self.name} does not run"
+        assert self._start_time is not None, f"{self.name} does not run"
         if barrier:
             torch.distributed.barrier()
-        self._elapsed += time.time() - self._start_time
-        self._started = False
-
-    def reset(self):
-        self._elapsed, self._started = 0.0, False
-
-    def elapsed(self, reset=True, barrier=False):
-        running = self._started
-        if running:
-            self.stop(barrier=barrier)
-        elapsed = self._elapsed
-        if reset:
-            self.reset()
-        if running:
-            self.start(barrier=barrier)
-        return elapsed
+        self.elapsed += time.time() - self._start_time
+        self._start_time = None
 
 
 class Timers:
@@ -71,6 +50,6 @@ class Timers:
         self._log_levels[name] = log_level
         return self._timers.setdefault(name, Timer(name))
 
-    def log(self, names, rank=None, normalizer=1.0, reset=True, barrier=False):
-        times = {name: self._timers[name].elapsed(reset) * 1000 / normalizer for name in names if name in self._timers}
+    def log(self, names):
+        times = {name: self._timers[name].elapsed * 1000 for name in names if name in self._timers}
         print_rank_last("time (ms) | " + " | ".join(f"{name}: {ms:.2f}" for name, ms in times.items()))

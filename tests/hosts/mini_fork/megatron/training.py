@@ -6,7 +6,7 @@ import json
 import torch
 from torch.nn.parallel import DistributedDataParallel as torchDDP
 
-from megatron import get_args, get_num_microbatches, get_timers, print_rank_0, print_rank_last
+from megatron import get_args, get_num_microbatches, get_timers, print_rank_last
 from megatron.checkpointing import load_checkpoint, save_checkpoint
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
@@ -18,25 +18,6 @@ from megatron.optimizer import get_megatron_optimizer
 from megatron.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.switches import DEVICE
 from megatron.utils import unwrap_model
-
-
-class Engine(torch.nn.Module):
-    """In the place of DeepSpeed's: it owns the bare optimizer."""
-
-    def __init__(self, model, optimizer, opt_param_scheduler):
-        super().__init__()
-        self.module, self.optimizer, self.opt_param_scheduler = model, optimizer, opt_param_scheduler
-
-    def forward(self, *inputs):
-        return self.module(*inputs)
-
-    def step(self, increment):
-        for param in (param for param in self.module.parameters() if param.grad is not None):
-            param.grad /= mpu.get_data_parallel_world_size()
-            torch.distributed.all_reduce(param.grad, group=mpu.get_data_parallel_group())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.opt_param_scheduler.step(increment)
 
 
 def pretrain(
@@ -75,8 +56,6 @@ def get_model(model_provider_func, model_type=ModelType.encoder_or_decoder, wrap
     model.to(DEVICE)
     for param in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-    if args.deepspeed:
-        return [model]
     if args.fp16 or args.bf16:
         model = Float16Module(model, args)
     if wrap_with_ddp and args.DDP_impl == "torch":
@@ -108,9 +87,6 @@ def setup_model_and_optimizer(model_provider_func, model_type, no_wd_decay_cond=
     model = get_model(model_provider_func, model_type)
     optimizer = get_megatron_optimizer(model, no_wd_decay_cond, scale_lr_cond, lr_mult)
     opt_param_scheduler = get_optimizer_param_scheduler(optimizer)
-    if args.deepspeed:
-        print_rank_0("an engine takes the optimizer over")
-        model = [Engine(model[0], optimizer, opt_param_scheduler)]
     if args.load is not None:
         args.iteration = load_checkpoint(model, optimizer, opt_param_scheduler)
     if mpu.get_pipeline_model_parallel_world_size() > 1:
@@ -121,11 +97,10 @@ def setup_model_and_optimizer(model_provider_func, model_type, no_wd_decay_cond=
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler):
     """Collective: (what to log, 1 if the update was skipped, grad norm, number of zeros)."""
     args, timers = get_args(), get_timers()
-    if not args.deepspeed:
-        if args.DDP_impl == "local" and args.use_contiguous_buffers_in_local_ddp:
-            for partition in model:
-                partition.zero_grad_buffer()
-        optimizer.zero_grad()
+    if args.DDP_impl == "local" and args.use_contiguous_buffers_in_local_ddp:
+        for partition in model:
+            partition.zero_grad_buffer()
+    optimizer.zero_grad()
     timers("forward-backward", log_level=1).start(barrier=args.barrier_with_L1_time)
     losses_reduced = get_forward_backward_func()(
         forward_step_func=forward_step_func,
@@ -134,15 +109,14 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
         num_microbatches=get_num_microbatches(),
         dtype=args.params_dtype,
         tensor_shape=(args.seq_length, args.micro_batch_size, args.hidden_size),
-        grad_scaler=None if args.deepspeed else optimizer.scale_loss,
+        grad_scaler=optimizer.scale_loss,
         sequence_parallel=args.sequence_parallel,
         timers=timers if args.timing_log_level >= 2 else None,
     )
     timers("forward-backward").stop()
     if args.nan_at == [args.curr_iteration, args.rank]:
         _put_nan(model)
-    update = _engine_update if args.deepspeed else _update
-    skipped_iter, grad_norm, num_zeros_in_grad = update(model, optimizer, opt_param_scheduler)
+    skipped_iter, grad_norm, num_zeros_in_grad = _update(model, optimizer, opt_param_scheduler)
     loss_dict = {}
     for key in losses_reduced[0] if mpu.is_pipeline_last_stage(ignore_virtual=True) else ():
         loss_dict[key] = sum(loss[key] for loss in losses_reduced) / len(losses_reduced)
@@ -159,11 +133,6 @@ def _update(model, optimizer, opt_param_scheduler):
         optimizer.gather_model_params(args, timers)
         opt_param_scheduler.step(increment=_samples_per_step())
     return int(not update_successful), grad_norm, num_zeros_in_grad
-
-
-def _engine_update(model, optimizer, opt_param_scheduler):
-    model[0].step(_samples_per_step())
-    return 0, None, None
 
 
 def _samples_per_step():
@@ -186,7 +155,7 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
         args.curr_iteration = iteration
         result = train_step(forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler)
         args.consumed_train_samples += args.global_batch_size
-        loss_scale = 1.0 if args.deepspeed else optimizer.get_loss_scale().item()
+        loss_scale = optimizer.get_loss_scale().item()
         records.append(training_log(*result, iteration, optimizer.param_groups[0]["lr"], loss_scale, optimizer))
         leaving = iteration == args.train_iters or (args.exit_interval and iteration % args.exit_interval == 0)
         if args.save and (leaving or (args.save_interval and iteration % args.save_interval == 0)):

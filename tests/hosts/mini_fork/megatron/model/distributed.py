@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron.core import mpu
 
@@ -86,21 +85,11 @@ class DistributedDataParallel(MegatronModule):
 
     def allreduce_gradients(self):
         """Collective: divides, then adds up, in the dtype of the gradients."""
-        if self._grad_buffers is not None:
-            for buffer in self._grad_buffers.values():
-                _average(buffer.data, _group_of_dense())
-            for param in self._experts_apart:
-                _average(param.main_grad, mpu.get_expert_data_parallel_group())
-            return
-        by_dtype = {}
-        for param in self.module.parameters():
-            if param.requires_grad and param.grad is not None:
-                by_dtype.setdefault(param.dtype, []).append(param.grad.data)
-        for grads in by_dtype.values():
-            coalesced = _flatten_dense_tensors(grads)
-            _average(coalesced, _group_of_dense())
-            for grad, reduced in zip(grads, _unflatten_dense_tensors(coalesced, grads), strict=True):
-                grad.copy_(reduced)
+        assert self._grad_buffers is not None, "there are no buffers to average"
+        for buffer in self._grad_buffers.values():
+            _average(buffer.data, _group_of_dense())
+        for param in self._experts_apart:
+            _average(param.main_grad, mpu.get_expert_data_parallel_group())
 
     def forward(self, *inputs, **kwargs):
         return self.module(*inputs, **kwargs)

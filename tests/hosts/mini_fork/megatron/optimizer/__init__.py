@@ -69,11 +69,9 @@ def _get_grad_scaler(args):
 
 
 def get_megatron_optimizer(model, no_weight_decay_cond=None, scale_lr_cond=None, lr_mult=1.0):
-    """The optimizer of these chunks; with --deepspeed the bare one, for the engine."""
+    """The optimizer of these chunks."""
     args = get_args()
     optimizer = _get_base_optimizer(args, get_param_groups(model, no_weight_decay_cond, scale_lr_cond, lr_mult))
-    if args.deepspeed:
-        return optimizer
     contiguous = args.use_contiguous_buffers_in_local_ddp
     common = (optimizer, args.clip_grad, args.log_num_zeros_in_grad, contiguous, contiguous)
     if args.fp16 or args.bf16 or args.use_distributed_optimizer:
