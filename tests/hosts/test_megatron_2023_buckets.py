@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.formats import convert
-from megatron_distopt.optimizer.inner import count_updates
 from tests.support.fork_worlds import Refused, raised, refusal, slow_gathers
 from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun
 from tests.support.spawn import run_ranks
@@ -34,8 +32,6 @@ AFTER = "--distopt-overlap-grad-reduce no"
 BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather"
 
 PP2 = "--pipeline-model-parallel-size 2"
-FP16 = "--fp16 --initial-loss-scale 4096"
-EXPERTS = "--experts --expert-model-parallel-size 2"
 
 #: No clipping: the norm is added up bucket by bucket, so other buckets round it elsewhere.
 ONE = f"{DISTRIBUTED} --distopt-adam torch_foreach --lr 0.01 --clip-grad 1e9 {AFTER}"
@@ -89,7 +85,7 @@ def test_checkpoint_when_buckets_change_then_training_goes_on_bit_for_bit(
     assert [each[name] for each in files] == [dict.fromkeys(CROSSED, True)] * 2
 
 
-# Per-rank files. All but one case are long: scripts/test.sh -m long.
+# Per-rank files. Those of three ranks are long: scripts/test.sh -m long.
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,6 @@ class Own:
     words: str
     bucket: int = 700  # elements, where there are many
     trained: tuple[str, ...] = ()  # parts of the names of the params that are; all where there are none
-    fork_reads: bool = True  # the fork's own optimizer has the same split; it knows no experts
 
     @property
     def of_fork(self) -> str:
@@ -111,20 +106,13 @@ class Own:
         return {"one": f"{ours} {AFTER}", "many": f"{ours} --distopt-bucket-size {self.bucket} {BOTH}"}
 
 
-ODD = "--hidden-size 5 --num-attention-heads 1 --vocab-size 63 --seq-length 10 --micro-batch-size 1"
 MIXED = "bf16 with fp32 norms"
-OWN_OF_TWO = {
-    "fp16": Own(FP16),
-    MIXED: Own("--bf16 --fp32-norms"),
-    "experts": Own(f"--bf16 {EXPERTS}", fork_reads=False),
-    "one bucket of ours": Own("--bf16", bucket=100_000),
-}
+OWN_OF_TWO = {MIXED: Own("--bf16 --fp32-norms")}
 OF_THREE = "--global-batch-size 12"
 GROUP_MISSING, NOTHING = "a group in some files alone", "ranks without anything"
 TINY = "--hidden-size 2 --num-attention-heads 1 --num-layers 1 --micro-batch-size 1"
 BIASES = ("layers.0.input_layernorm.bias", "layers.0.post_attention_layernorm.bias")
 OWN_OF_THREE = {
-    "odd": Own(f"--bf16 --fp32-norms {ODD} {OF_THREE}", bucket=200),
     # Word embeddings fill the last file, which has nothing of the group without decay.
     GROUP_MISSING: Own(f"--bf16 --vocab-size 2048 --num-layers 1 {OF_THREE}"),
     # Two params of two elements: the files are of ranks 0 and 1, and the only bucket, of 66, is of ranks 0 and 2.
@@ -141,54 +129,6 @@ class OwnFiles:
     groups: int = 0  # how many this rank's file has
     owned: int = 0  # params of which this rank updates something, where there are many buckets
     refused: dict[str, Refused] = field(default_factory=dict)  # on two ranks: states that are wrong on rank 1 alone
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-
-
-def _same_bits(left: Any, right: Any) -> bool:
-    """Through dicts, whose order counts, and lists; nan and the sign of zero count, too."""
-    if isinstance(left, Tensor):
-        alike = isinstance(right, Tensor) and (left.dtype, left.shape) == (right.dtype, right.shape)
-        return alike and torch.equal(_bits(left), _bits(right))
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(_same_bits(value, right[key]) for key, value in left.items())
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_same_bits, left, right))
-    return type(left) is type(right) and bool(left == right)
-
-
-def _any_bits(run: TrainingRun, name: str, what: str, dtype: torch.dtype) -> Tensor:
-    """Of a whole param, flat; by its name, so the same however it is split."""
-    nbytes = run.optimizer.start.named[name].numel() * dtype.itemsize
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {what}".encode()))
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype)
-
-
-def _tensors_of(run: TrainingRun) -> Iterator[tuple[str, str, Tensor, slice]]:
-    """(param, key, what this rank keeps of it, where that is in the param)."""
-    sharded = run.optimizer.sharded
-    for flat, shard in [(each, shard) for each in sharded.flat_params for shard in each.plan.shards]:
-        state = {"main": flat.main} if flat.owns_memory else {}
-        state |= {key: each for key, each in sharded.inner.state[flat.main].items() if torch.is_tensor(each)}
-        for key, tensor in state.items():
-            if tensor.shape == flat.main.shape:
-                yield shard.name, key, flat.cut(tensor, shard), shard.in_param.as_slice()
-
-
-@torch.no_grad()
-def _fill(run: TrainingRun, seed: str) -> None:
-    """Any bits into all that this rank keeps."""
-    for name, key, tensor, in_param in _tensors_of(run):
-        tensor.copy_(_any_bits(run, name, f"{key} {seed}", tensor.dtype)[in_param])
-
-
-def _is_filled(run: TrainingRun, seed: str) -> bool:
-    return all(
-        _same_bits(tensor.clone(), _any_bits(run, name, f"{key} {seed}", tensor.dtype)[in_param].clone())
-        for name, key, tensor, in_param in _tensors_of(run)
-    )
 
 
 def _training_only(fork: MiniFork, parts: tuple[str, ...]) -> contextlib.AbstractContextManager[object]:
@@ -213,16 +153,12 @@ def _own_files(fork: MiniFork, own: Own, rank: int, size: int, folder: Path) -> 
         found.buckets[kind] = len(runs[kind].optimizer.grad_buffers[0].plan.layout.buckets)
     if size == 2:  # sums over three ranks begin with another one where the owner is another
         found.facts["training"] = _same_params(runs["one"], runs["many"])
-        if own.fork_reads and own.bucket < 100_000:
-            _converted(fork, own, rank, folder, found)
+        _converted(fork, own, rank, folder, found)
     found.groups = len(_own_file(folder / "one", rank)["optimizer"]["param_groups"])
     found.owned = sum(len(each.plan.shards) for each in runs["many"].optimizer.sharded.flat_params)
     _resumed(fork, own, size, folder, runs, found)
-    _with_any_bits(runs, found)
     _undistributed(fork, own, runs, found)
-    if size == 3:
-        _without_count(fork, own, runs, found)
-    if size == 2 and own.bucket < 100_000:
+    if size == 2:
         found.refused = _refused(runs["many"], rank)
     return found
 
@@ -266,45 +202,8 @@ def _same_values(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_same_values, left, right))
     if isinstance(left, Tensor) and left.dim() == 1:
-        return _same_bits(left, right)
+        return torch.equal(left, right)
     return bool(left == right)
-
-
-def _with_any_bits(runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
-    one, many = runs.values()
-    for run in runs.values():
-        _fill(run, "")
-    states = {kind: copy.deepcopy(run.optimizer.state_dict()) for kind, run in runs.items()}
-    for run, other in ((one, "many"), (many, "one")):
-        inner, state = run.optimizer.sharded.inner, copy.deepcopy(states[other])
-        for group in state["optimizer"]["param_groups"]:
-            group["lr"] = 0.125
-        step = count_updates(inner)
-        _fill(run, "others")
-        _forget_updates(inner)
-        run.optimizer.load_state_dict(state)
-        found.facts[f"load_state_dict of any bits of {other}"] = _is_filled(run, "")
-        found.facts[f"load_state_dict of the update count of {other}"] = count_updates(inner) == step
-    found.facts["load_state_dict of all groups"] = all(group["lr"] == 0.125 for group in many.optimizer.param_groups)
-
-
-def _forget_updates(inner: torch.optim.Optimizer) -> None:
-    for holder in (*inner.param_groups, *inner.state.values()):
-        if "step" in holder:
-            holder["step"] = 0 * holder["step"]
-
-
-def _without_count(fork: MiniFork, own: Own, runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
-    """As a fork's torch Adam leaves it, which keeps the update count where per-rank files does not save it."""
-    for kind, words in own.kinds().items():
-        state = copy.deepcopy(runs[kind].optimizer.state_dict())["optimizer"]
-        for holder in (*state["param_groups"], *state.get("state", {}).values()):
-            holder.pop("step", None)
-        run = fork.train(*f"{words} --train-iters 2 --distopt-resume-step 7".split())
-        run.optimizer.load_state_dict({**runs[kind].optimizer.state_dict(), "optimizer": state})
-        inner = run.optimizer.sharded.inner
-        has_count = any("step" in holder for holder in (*inner.param_groups, *inner.state.values()))
-        found.facts[f"{kind} goes on from the flag's update count"] = not has_count or count_updates(inner) == 7
 
 
 def _undistributed(fork: MiniFork, own: Own, runs: Mapping[str, TrainingRun], found: OwnFiles) -> None:
@@ -347,61 +246,33 @@ def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder:
 
 @pytest.fixture(scope="module")
 def own_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("own")
-    return run_ranks(_collect_own, 2, "torch", OWN_OF_TWO, folder, seconds=600.0)
+    return run_ranks(_collect_own, 2, "torch", OWN_OF_TWO, tmp_path_factory.mktemp("own"), seconds=600.0)
 
 
-@pytest.fixture(scope="module")
-def own_of_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_collect_own, 3, "fused", OWN_OF_THREE, tmp_path_factory.mktemp("own"), seconds=600.0)
-
-
-@pytest.fixture(scope="module")
-def own_of_one_case(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    case = {MIXED: OWN_OF_TWO[MIXED]}
-    return run_ranks(_collect_own, 2, "torch", case, tmp_path_factory.mktemp("own"), seconds=600.0)
-
-
-def test_own_files_of_a_mixed_model_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
-    own_of_one_case: list[dict[str, Any]],
+def test_own_files_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
+    own_of_two: list[dict[str, Any]],
 ) -> None:
-    for each in own_of_one_case:
+    for each in own_of_two:
         assert [fact for fact, is_true in each[MIXED].facts.items() if not is_true] == []
         assert each[MIXED].buckets["one"] == 1 < each[MIXED].buckets["many"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "name"),
-    [(ranks, name) for ranks, cases in {"two": OWN_OF_TWO, "three": OWN_OF_THREE}.items() for name in cases],
-)
-def test_own_files_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
-    ranks: str, name: str, request: pytest.FixtureRequest
-) -> None:
-    for each in request.getfixturevalue(f"own_of_{ranks}"):
-        assert [fact for fact, is_true in each[name].facts.items() if not is_true] == []
-        assert each[name].buckets["one"] == 1
-
-
-@pytest.mark.long
-def test_own_files_when_one_has_less_than_another_then_these_cases_have_been_met(
-    own_of_two: list[dict[str, Any]], own_of_three: list[dict[str, Any]]
-) -> None:
-    assert [each[MIXED].buckets["many"] for each in own_of_two] == [7, 7]
-    assert [each[GROUP_MISSING].groups for each in own_of_three] == [2, 1, 1]
-    assert [each[NOTHING].groups for each in own_of_three] == [1, 1, 0]
-    assert [each[NOTHING].owned for each in own_of_three] == [1, 0, 1]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("name", [name for name, own in OWN_OF_TWO.items() if own.bucket < 100_000])
 def test_own_files_when_the_state_of_one_rank_is_wrong_then_nothing_changes_on_any(
-    name: str, wrong: str, own_of_two: list[dict[str, Any]]
+    wrong: str, own_of_two: list[dict[str, Any]]
 ) -> None:
-    refused = [each[name].refused[wrong] for each in own_of_two]
+    refused = [each[MIXED].refused[wrong] for each in own_of_two]
     assert [(each.kind, each.unchanged) for each in refused] == [
         ("RanksDisagreeError", True),
         ("CheckpointError", True),
     ]
     assert refused[1].text.startswith(WRONG[wrong])
+
+
+@pytest.mark.long
+def test_own_files_when_one_has_less_than_another_then_ours_are_read(tmp_path: Path) -> None:
+    found = run_ranks(_collect_own, 3, "fused", OWN_OF_THREE, tmp_path, seconds=600.0)
+    assert [fact for each in found for own in each.values() for fact, is_true in own.facts.items() if not is_true] == []
+    assert [each[GROUP_MISSING].groups for each in found] == [2, 1, 1]
+    assert [each[NOTHING].groups for each in found] == [1, 1, 0]
+    assert [each[NOTHING].owned for each in found] == [1, 0, 1]
