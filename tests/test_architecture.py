@@ -213,21 +213,12 @@ def test_package_when_a_layer_with_torch_is_imported_then_the_probe_sees_it() ->
     assert "torch" in heavy_after(f"import {NAME}.buffers")
 
 
-def test_package_when_a_name_is_unknown_then_the_usual_error() -> None:
-    with pytest.raises(AttributeError) as error:
-        megatron_distopt.__getattr__("distributed")
-    assert str(error.value) == "module 'megatron_distopt' has no attribute 'distributed'"
-
-
 BAD: list[tuple[Rule, str, str, str]] = [
     (follows_the_arrow, "layout/a.py", f"from {NAME}.buffers import grads", f"imports {NAME}.buffers.grads"),
-    (follows_the_arrow, "buffers/a.py", f"from {NAME} import comm", f"imports {NAME}.comm"),
     (follows_the_arrow, "comm/a.py", f"import {NAME}.optimizer.step", f"imports {NAME}.optimizer.step"),
     (follows_the_arrow, "hosts/new/a.py", f"def f():\n    import {NAME}.plugin", f"imports {NAME}.plugin"),
-    (follows_the_arrow, "hosts/a.py", f"from {NAME} import install", f"imports {NAME}.install"),
     (follows_the_arrow, "hosts/a.py", f"import {NAME}", f"imports {NAME}"),
     (follows_the_arrow, "hosts/a.py", "from ..plugin import install", "relative import ..plugin.install"),
-    (follows_the_arrow, "errors.py", f"from {NAME}.config import Switch", f"imports {NAME}.config.Switch"),
     (follows_the_arrow, "config.py", f"from {NAME}.layout import Span", f"imports {NAME}.layout.Span"),
     (follows_the_arrow, "comm/a.py", f"import_module('{NAME}.hosts.torch')", f"imports {NAME}.hosts.torch"),
     (
@@ -237,10 +228,8 @@ BAD: list[tuple[Rule, str, str, str]] = [
         f"imports {NAME}.hosts.base",
     ),
     (keeps_layout_pure, "layout/a.py", "import torch", "imports torch"),
-    (keeps_layout_pure, "layout/a.py", "from numpy import prod", "imports numpy.prod"),
     (keeps_layout_pure, "layout/a.py", f"from {NAME}.config import Switch", f"imports {NAME}.config.Switch"),
     (keeps_collectives_in_comm, "optimizer/a.py", "import torch.distributed as dist", "uses torch.distributed"),
-    (keeps_collectives_in_comm, "hosts/a.py", "from torch import distributed", "uses torch.distributed"),
     (keeps_collectives_in_comm, "plugin/a.py", "import torch\nx = torch.distributed", "uses torch.distributed"),
     (
         keeps_megatron_in_hosts,
@@ -255,8 +244,6 @@ BAD: list[tuple[Rule, str, str, str]] = [
         "imports megatron",
     ),
     (keeps_device_names_in_accelerator, "comm/a.py", "torch.cuda.synchronize()", "line 1: torch.cuda"),
-    (keeps_device_names_in_accelerator, "hosts/a.py", "x.cuda()", "line 1: x.cuda"),
-    (keeps_device_names_in_accelerator, "optimizer/step.py", "DEVICE = 'cuda'", "line 1: 'cuda'"),
     (keeps_device_names_in_accelerator, "optimizer/step.py", "x.to(f'cuda:{rank}')", "line 1: 'cuda:'"),
     (prints_only_in_cli, "plugin/install.py", "def f():\n    print('done')", "line 2: print"),
     (asserts_with_a_message, "comm/a.py", "assert size > 1", "line 1: assert"),

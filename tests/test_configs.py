@@ -1,5 +1,5 @@
 """Every launch file under configs/ trains, or is dry-run where it needs a fork or GPUs: a stub stands in the launcher's
-place, and the real parsers of launcher, runner and fork read what it was given."""
+place, and the real parsers of launcher and runner read what it was given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +172,6 @@ def _flags(arguments: tuple[str, ...] | list[str]) -> dict[str, str]:
     return flags
 
 
-def _training_flags(launch: Launch, variables: dict[str, str]) -> dict[str, str]:
-    arguments = _target(_parse(_dry_run(launch.name, variables)), launch).arguments
-    return _flags(arguments[launch.by_deepspeed :])
-
-
 def test_launch_files_when_listed_then_all_are_tested_and_in_the_readme() -> None:
     names = {path.stem for path in FOLDER.glob("*.sh")}
     assert names == {*CORE, *(launch.name for launch in FORK)}
@@ -255,13 +249,6 @@ def test_launch_when_there_are_two_nodes_then_they_meet_where_it_is_said_and_bot
     assert sorted(lines[1:-1]) == ["MEGATRON_DISTOPT=require", "MEGATRON_DISTOPT_ADAM=apex"]
 
 
-@pytest.mark.parametrize("size", ["gpt_tiny_fork_cpu", "gpt_125m", "gpt_7b"])
-def test_launch_when_the_launcher_differs_then_the_training_does_not(size: str, variables: dict[str, str]) -> None:
-    first, second = (launch for launch in FORK if launch.name.startswith(size))
-    given = {**variables, "DATA_CACHE": "cache"}
-    assert _training_flags(first, given) == _training_flags(second, given)
-
-
 @pytest.mark.parametrize("name", [*CORE, *(launch.name for launch in FORK)])
 def test_launch_when_the_user_adds_arguments_or_a_script_to_run_before_then_they_are_passed_on(
     name: str, variables: dict[str, str]
@@ -296,65 +283,3 @@ def test_launch_when_variables_are_missing_then_it_starts_or_says_which_and_what
             assert done.returncode != 0
             assert re.search(rf": {missing}: must .+\. Type: export {missing}=\S+$", done.stderr.strip()), done.stderr
     assert not Path(variables["STARTED"]).exists()
-
-
-# ------------------------------------------------------------------------------------------- the parser of a real fork
-
-_READ_BY_FORK = """
-import json, sys
-from megatron.arguments import parse_args, validate_args
-args = parse_args()
-validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
-names = ("use_distributed_optimizer", "bf16", "data_parallel_size", "num_layers", "hidden_size", "lr", "log_interval")
-json.dump({"deepspeed": getattr(args, "deepspeed", False), **{name: getattr(args, name) for name in names}}, sys.stderr)
-"""
-
-
-@cache
-def _fork() -> str:
-    """The checkout, or a skip with its reason; the parser's own module is imported, and nothing is stubbed."""
-    fork = os.environ.get("MEGATRON_FORK")
-    if not fork:
-        pytest.skip("MEGATRON_FORK names no checkout of a fork of 2023")
-    done = _python(fork, {}, "-c", "import megatron.arguments")
-    if done.returncode:
-        pytest.skip(f"the parser of MEGATRON_FORK cannot be imported: {done.stderr.strip().splitlines()[-1]}")
-    return fork
-
-
-def _python(fork: str, more: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": fork,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "DS_ACCELERATOR": "cpu",
-        "RANK": "0",
-        **more,
-    }
-    command = [sys.executable, *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-
-
-@each_fork_launch
-def test_launch_when_a_fork_parses_its_arguments_then_accepts_all(launch: Launch, variables: dict[str, str]) -> None:
-    fork = _fork()
-    started = _dry_run(launch.name, variables, *EXTRA, "--min-lr", "0")
-    more = {"WORLD_SIZE": str(launch.world_size)}
-    if "CUDA_DEVICE_MAX_CONNECTIONS" in started.environment:
-        more["CUDA_DEVICE_MAX_CONNECTIONS"] = started.environment["CUDA_DEVICE_MAX_CONNECTIONS"]
-    arguments = _target(_parse(started), launch).arguments
-    done = _python(fork, more, "-c", _READ_BY_FORK, *arguments)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    read = json.loads(done.stderr.strip().splitlines()[-1])
-    flags = _training_flags(launch, variables)
-    tensor = int(flags.get("--tensor-model-parallel-size", "1"))
-    assert read == {
-        "deepspeed": False,
-        "use_distributed_optimizer": True,
-        "bf16": "--bf16" in flags,
-        "data_parallel_size": launch.world_size // tensor,
-        "num_layers": int(flags["--num-layers"]),
-        "hidden_size": int(flags["--hidden-size"]),
-        "lr": 7e-5,  # the user's, not the file's
-        "log_interval": 3,
-    }

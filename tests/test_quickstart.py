@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from byte_gpt import choose as choosing
 from byte_gpt.choose import Choice, Insisted, Probe, Trial, choose, choose_precision
-from byte_gpt.records import Iteration, Memory, StepTime, median_step
-from byte_gpt.settings import Precision, Settings, Source
+from byte_gpt.settings import Precision, Settings
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,21 +91,6 @@ def test_length_when_more_than_the_fewest_are_chosen_then_three_minutes_are_kept
     training = choice.iterations * (choice.micro_batch_size * window_seconds + other_seconds)
     if choice.iterations > choosing.LEAST_ITERATIONS:
         assert before + training + forwards * window_seconds / 3 <= 180
-
-
-def test_reason_when_the_length_is_chosen_or_given_then_it_says_so_with_the_figures() -> None:
-    assert "takes 900 s instead of 0 s" in chosen(Probe(2, 10.0, 1.0, 30.0)).reason
-    choice = chosen(None, Insisted(iterations=7))
-    assert (choice.iterations, choice.micro_batch_size) == (7, Settings.micro_batch_size)
-    assert "7 iterations, as --iterations says" in choice.reason
-    reason = chosen(Probe(2, 0.2, 0.05, 20.0)).reason
-    assert "300 ms in bf16 and 100 ms in fp32" in reason
-    assert "242 iterations of 4 windows" in reason
-
-
-def test_settings_when_it_is_short_then_the_learning_rate_still_rises_and_falls() -> None:
-    for iterations in (1, 9, 150, 480):
-        assert Settings(iterations=iterations).warmup_iterations <= iterations / 10
 
 
 # On two ranks: a model of two layers, of which a training takes a moment.
@@ -223,64 +204,3 @@ def test_summary_when_a_run_ends_then_memory_is_that_of_the_model(
     assert rank["param_nbytes"] == pytest.approx(param * NUMEL, rel=0.05)
     assert rank["grad_nbytes"] == pytest.approx(4 * NUMEL, rel=0.05)
     assert rank["state_nbytes"] == pytest.approx(state * NUMEL / 2, rel=0.05)
-
-
-def a_run(source: Source, communication: float, state_nbytes: int) -> Any:
-    step = StepTime(0.8, communication, 0.004)
-    history = [Iteration(each, 4.0 / each, 1e-3, 2.0 / each, False, 5e3, each * 0.85, step) for each in range(1, 20)]
-    memory, undistributed = Memory(12_900_000, 12_900_000, state_nbytes), Memory(12_900_000, 12_900_000, 25_800_000)
-    return SimpleNamespace(
-        source=source, history=history, validation_bits_per_byte=2.5, memory=memory, undistributed_memory=undistributed
-    )
-
-
-ONE, TWO = [a_run(Source.OURS, 0.05, 12_900_000)], [a_run(Source.OURS, 0.05, 9), a_run(Source.HOST, 0.9, 12_900_000)]
-
-
-@pytest.mark.parametrize("runs", [ONE, TWO], ids=["one run", "two runs"])
-def test_curves_when_they_are_drawn_then_step_and_memory_have_units_and_no_labels_overlap(
-    runs: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    from byte_gpt import plot
-    from matplotlib.figure import Figure
-
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **more: (figures.append(self), save(self, *args, **more))
-    )
-    plot.plot(tmp_path / "x.png", runs, order0_bits_per_byte=4.69, title="a run", ranks=2)
-    figures[0].draw_without_rendering()  # at its own resolution again, so that all extents are in the same pixels
-    for panel in figures[0].axes[-2:]:
-        assert panel.get_xlabel().startswith(("ms", "MB"))
-        labels = [text for text in panel.texts if text.get_text()] + panel.get_yticklabels() + [panel.title]
-        boxes = [text.get_window_extent() for text in [*labels, *filter(None, [panel.get_legend()])]]
-        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-        assert all(panel.get_window_extent().x1 >= text.get_window_extent().x1 for text in panel.texts)
-    texts = {text.get_text() for panel in figures[0].axes for text in panel.texts}
-    assert {"50 ms (5.9%)", "51.6 MB"} <= texts
-    assert median_step(runs[0].history).seconds == pytest.approx(0.854)
-
-
-def shortest(rank: int, size: int) -> tuple[float, float]:
-    """The least that any machine trains: validation loss and order-0 entropy in bits a byte."""
-    import megatron_on_cpu
-    from byte_gpt.data import load
-    from byte_gpt.train import train, validation_bits_per_byte
-    from byte_gpt.trainer import training
-
-    megatron_on_cpu.install()
-    settings = Settings(iterations=choosing.LEAST_ITERATIONS, precision=FP32, micro_batch_size=1, validation_windows=64)
-    text = load(None, seq_length=settings.seq_length)
-    with training(settings, Source.OURS, text, torch.device("cpu")) as trainer:
-        train(trainer, lambda iteration: None)
-        return validation_bits_per_byte(trainer, text), text.order0_bits_per_byte()
-
-
-@pytest.mark.long
-def test_shortest_when_a_machine_is_hopeless_then_the_model_still_learns() -> None:
-    pytest.importorskip("megatron.core")
-    (validation, order0), *_ = run_ranks(shortest, 2, seconds=900)
-    # A model that has learnt only how often each byte occurs is at the entropy.
-    assert math.isfinite(validation) and validation < order0 - 0.5

@@ -17,12 +17,11 @@ from torch.nn import Parameter
 from megatron_distopt.buffers import CompactBuffer, ShardedBuffer, move_into_buffer, pack_params
 from megatron_distopt.comm import Group, gather_params
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import InvariantError, LayoutError
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import (
     BufferLayout,
     FlatParamPlan,
     ParamSpec,
-    Span,
     lay_out,
     owned_shards,
     plan_flat_params,
@@ -138,14 +137,6 @@ def test_publish_when_every_rank_changed_its_own_part_then_all_params_have_all_c
         assert all(torch.equal(buffer.params[name], params[name] * 2) for name in params)
 
 
-def test_param_of_when_a_param_of_the_majority_is_inside_then_refused() -> None:
-    layout = _layout({"a": (3,), "b": (3,), "c": (3,)}, 1, alignment_numel=1)
-    params = {name: Parameter(torch.ones(3)) for name in ("a", "c")}
-    buffer = pack_params(params, layout, 0, torch.zeros(layout.numel))
-    with pytest.raises(InvariantError, match=r"6 elements.*9"):
-        buffer.param_of(Span(0, 9))
-
-
 def test_collect_when_somebody_changed_the_params_then_this_ranks_part_follows_and_no_other() -> None:
     layout = _layout({"wide": (7,), "norm": (5,), "bias": (4,)}, 2, alignment_numel=1)
     params = {name: Parameter(torch.ones(numel)) for name, numel in (("norm", 5), ("bias", 4))}
@@ -175,17 +166,6 @@ def test_pack_when_a_param_is_not_contiguous_then_it_becomes_so_with_its_values(
     assert param.flatten().tolist() == [*range(2, 7), *range(16 + 7, 16 + 14)]
 
 
-def test_pack_when_a_rank_owns_nothing_of_the_minority_then_its_part_is_as_long_as_the_others() -> None:
-    layout = _layout({"norm": (3,), "wide": (9,)}, 4, alignment_numel=1)
-    params = {"norm": Parameter(torch.tensor([1.0, 2.0, 3.0]))}
-    buffers = _packed(params, layout)
-    parts = [part.tolist() for buffer in buffers for _, part in buffer.gathers]
-    assert parts == [[1.0, 2.0, 3.0, *[0.0] * 5], *[[0.0] * 8] * 3]
-    _all_gathered(buffers)
-    buffers[3].publish()
-    assert buffers[3].params["norm"].tolist() == [1.0, 2.0, 3.0]
-
-
 def test_buffer_when_a_tensor_has_another_length_then_refused() -> None:
     layout = _layout({"norm": (3,), "wide": (9,)}, 4, alignment_numel=1)
     params = {"norm": Parameter(torch.ones(3))}
@@ -193,17 +173,6 @@ def test_buffer_when_a_tensor_has_another_length_then_refused() -> None:
         grad, param = (torch.zeros(size) for size in sizes)
         with pytest.raises(LayoutError, match=rf"{kind} buffer: shape \(11,\).*12 elements"):
             CompactBuffer(layout, 0, grad, param, frozenset(params), params, 3)
-
-
-def test_holds_when_names_are_given_then_those_and_else_all() -> None:
-    layout = _layout({"norm": (3,), "wide": (9,)}, 2, alignment_numel=1)
-    grad, param = torch.zeros(12), torch.zeros(12)
-    some = ShardedBuffer(layout, 0, grad, param, frozenset(["wide"]))
-    assert [some.holds(name) for name in ("wide", "norm")] == [True, False]
-    assert ShardedBuffer(layout, 0, grad, param).holds("norm")
-    packed = pack_params({"norm": Parameter(torch.ones(3))}, layout, 0, grad)
-    assert packed.names == {"norm"}
-    assert [packed.holds(name) for name in ("wide", "norm")] == [False, True]
 
 
 def test_pack_when_there_are_4096_shards_then_it_costs_what_the_pieces_cost() -> None:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from megatron_distopt.checkpoint import read_manifest
 from megatron_distopt.checkpoint.source import open_checkpoint, write_checkpoint
-from megatron_distopt.cli import convert_command, show
+from megatron_distopt.cli import convert_command
 from megatron_distopt.cli import main as cli
-from megatron_distopt.cli.main import FORMATS
-from megatron_distopt.cli.show import progress_of
-from megatron_distopt.formats import TARGETS
 from tests.support.checkpoint_commands import (
     ITERATION,
     Output,
     cells,
     changed,
-    document,
     rewritten,
     run,
 )
@@ -76,21 +69,6 @@ def test_convert_when_to_torch_then_any_command_takes_it_and_nothing_differs(
     assert [row[1] for row in cells(lines) if row[0] == "ok"] == ["tensors", "values", "groups"]
 
 
-def test_convert_when_json_then_what_was_done(whole: Path, tmp_path: Path, capsys: Output) -> None:
-    assert document(capsys, "convert", whole, tmp_path / "new", "--to", "distopt", "--resume-step", "10") == (
-        0,
-        {
-            "source": str(whole),
-            "chosen": "",
-            "found": "distopt",
-            "target": str(tmp_path / "new"),
-            "written": "distopt",
-            "is_iteration": False,
-        },
-    )
-    assert run(capsys, "diff", whole, tmp_path / "new")[0] == 0
-
-
 def test_convert_when_it_needs_model_files_then_refused_and_nothing_written(
     whole: Path, tmp_path: Path, capsys: Output
 ) -> None:
@@ -106,28 +84,6 @@ def test_convert_when_an_option_is_bad_then_it_is_named_with_the_value(words: li
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert f"argument {words[-2]}: " in error and repr(words[-1]) in error
-
-
-def test_convert_when_its_formats_are_listed_then_they_are_those_that_can_be_written() -> None:
-    assert FORMATS == TARGETS
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_when_on_a_terminal_then_a_bar_that_disappears_and_else_nothing(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.StringIO()
-    made = partial(Console, file=stream, force_terminal=is_terminal, width=80, color_system=None)
-    monkeypatch.setattr(show, "Console", lambda stderr: made())
-    with progress_of("verifying", 8 << 30) as progress:
-        for _ in range(8):
-            progress(1 << 30)
-    drawn = stream.getvalue()
-    if is_terminal:
-        assert "verifying" in drawn and "8.0/8.0 GiB" in drawn
-        assert drawn.endswith("\x1b[2K")  # the line is erased
-    else:
-        assert drawn == ""
 
 
 def test_commands_when_interrupted_then_a_line_and_the_status_of_a_shell(

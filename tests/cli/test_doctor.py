@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -12,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.cli import doctor, doctor_machine
-from megatron_distopt.cli.doctor import check_launch_flags, read_flags
+from megatron_distopt.cli.doctor import check_launch_flags
 from megatron_distopt.cli.patch import plan_apply, write
-from megatron_distopt.cli.show import Finding, Status, noted, ok, problem
+from megatron_distopt.cli.show import Finding, Status, noted, ok
 from megatron_distopt.config import DistOptConfig, Switch
 from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fork_source import GROUP, Survey, fork_at, survey
@@ -139,14 +138,6 @@ def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_
     assert says(text, "distopt", "not registered", "pip install megatron-distopt")
 
 
-def test_doctor_when_others_are_registered_then_it_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries(monkeypatch, OURS, EntryPoint("other", "package:factory", GROUP))
-    findings = diagnose(per_rank_2023(tmp_path / "fork"))
-    texts = [finding.text for finding in findings if finding.section == "environment"]
-    assert "also other = package:factory; they are used in order of names" in texts
-    assert not problems(findings)
-
-
 @pytest.mark.parametrize(
     ("variables", "status", "text"),
     [
@@ -181,11 +172,6 @@ def test_machine_when_adam_is_asked_for_by_name_and_cannot_be_had_then_a_problem
     assert found.status is Status.PROBLEM and says(found.text, "transformer_engine", CPU)
 
 
-def test_machine_when_a_better_adam_is_not_there_then_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator("npu", "torch"))
-    assert "no fused AdamW for npu" in of(machine(), "inner optimizer").text
-
-
 def test_machine_when_deepspeed_fails_then_a_problem_and_the_rest_is_still_described(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,66 +201,8 @@ def test_machine_when_the_backend_of_the_device_is_missing_then_a_problem(monkey
     assert found.status is Status.PROBLEM and says(found.text, "gloo", "nccl", CUDA)
 
 
-def test_machine_when_launchers_are_missing_or_anothers_then_notes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torchrun").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    findings = machine()
-    assert says(of(findings, "torchrun").text, str(tmp_path / "torchrun"), sys.executable)
-    assert of(findings, "deepspeed") == noted("machine", "deepspeed", "not on PATH")
-
-
-def test_doctor_when_a_flag_names_an_adam_then_that_is_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGATRON_DISTOPT_ADAM", "torch_foreach")
-    found = of(diagnose(per_rank_2023(tmp_path), FLAG, "--distopt-adam", "apex"), "inner optimizer")
-    assert found.status is Status.PROBLEM  # the flag wins
-    assert of(diagnose(tmp_path, FLAG), "inner optimizer").text == "torch_foreach (asked for by name)"
-
-
-def report(findings: list[Finding], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(doctor, "diagnose", lambda fork, launch, has_trial: findings)
-    answer = doctor.answer(Namespace(fork=None, launch=[], has_trial=True))
-    assert max(map(len, answer.as_text(60).splitlines())) <= 60
-    return answer.as_text(None).splitlines()
-
-
-def test_report_when_shown_then_a_line_a_finding_and_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = [ok("fork", "source", "/fork"), noted("machine", "torchrun", "absent"), problem("machine", "a", "Bad.")]
-    lines = [line.split() for line in report(findings, monkeypatch)]
-    for row in (["fork"], ["ok", "source", "/fork"], ["machine"], ["note", "torchrun", "absent"]):
-        assert row in lines
-    assert ["problem", "a", "Bad."] in lines
-    assert lines[-1][:2] == ["1", "problem:"]
-    # The verdict promises no import where there was no trial.
-    assert report([ok("trial", "import", "text")], monkeypatch)[-1].endswith("can be imported")
-    assert report([noted("trial", "import", "text")], monkeypatch)[-1].endswith("was not tried")
-
-
-def test_doctor_when_a_real_fork_is_given_then_reading_it_finds_no_problem() -> None:
-    if "MEGATRON_FORK" not in os.environ:
-        pytest.skip("MEGATRON_FORK names no checkout of a fork")
-    assert not problems(diagnose(Path(os.environ["MEGATRON_FORK"]), FLAG, "--bf16"))
-
-
 def launch(words: str, found: Survey | None, switch: Switch = Switch.ON) -> list[Finding]:
     return list(check_launch_flags(words.split(), found, switch))
-
-
-def test_flags_when_read_then_as_the_forks_parser_would(tmp_path: Path) -> None:
-    options = read(per_rank_2023(tmp_path)).options
-    words = [FLAG, "--no-contiguous-buffers-in-local-ddp", "--DDP-impl=torch", "--deepspeed", "--lr", "-1", "a", "--x"]
-    assert vars(read_flags(words, options)) == {
-        "use_distributed_optimizer": True,
-        "use_contiguous_buffers_in_local_ddp": False,
-        "DDP_impl": "torch",
-        "deepspeed": True,
-        "lr": "-1",
-        "x": True,
-    }
-    assert vars(read_flags([], options)) == {}
 
 
 @pytest.mark.parametrize(
@@ -309,15 +237,6 @@ def test_flags_when_they_conflict_then_a_problem_only_with_ours(
 def test_flags_when_one_is_wrong_then_a_problem_that_names_the_nearest(word: str, nearest: str, tmp_path: Path) -> None:
     (text,) = problems(launch(word, read(per_rank_2023(tmp_path))))
     assert says(text, word.split("=")[0].split()[-1], nearest)
-
-
-def test_flags_when_the_parser_has_underscores_then_hyphens_are_a_problem(tmp_path: Path) -> None:
-    file = per_rank_2023(tmp_path) / "megatron" / "arguments.py"
-    file.write_text(file.read_text().replace(FLAG, "--use_distributed_optimizer"))
-    found = read(tmp_path)
-    assert launch("--use_distributed_optimizer", found)[0].status is Status.OK
-    (text,) = problems(launch(FLAG, found))
-    assert says(text, FLAG, "--use_distributed_optimizer")
 
 
 def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_required(tmp_path: Path) -> None:

@@ -85,14 +85,6 @@ def test_trial_when_the_import_hangs_then_given_up_and_what_it_started_is_ended(
         time.sleep(0.05)
 
 
-def test_doctor_when_reading_finds_a_problem_that_stops_the_import_then_it_is_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGATRON_DISTOPT", "2")
-    findings = doctor.diagnose(gathered_2023(tmp_path), [])
-    assert findings[-1].status is Status.NOTE and "not tried" in findings[-1].text
-
-
 @pytest.mark.parametrize(("variable", "value"), [("MEGATRON_DISTOPT_FIXES", "no"), ("MEGATRON_DISTOPT", "0")])
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_doctor_when_fixes_are_needed_and_switched_off_then_a_problem_for_each(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_distopt.checkpoint import MANIFEST, read_manifest
-from megatron_distopt.cli.inspect import Param, param_rows
 from megatron_distopt.version import VERSION
 from tests.support.checkpoint_commands import (
     EMBEDDING,
@@ -19,11 +16,9 @@ from tests.support.checkpoint_commands import (
     Output,
     cells,
     document,
-    rewritten,
     run,
 )
 from tests.support.refusals import assert_mentions
-from tests.support.simulated import World, small_model
 
 WANTED = "a folder with manifest.json, an iteration, or the --save folder of a run"
 
@@ -89,51 +84,6 @@ def test_inspect_when_files_are_not_whole_then_it_says_so_without_reading_them(c
     assert cells(lines)[-1] == ["not whole", fault]
 
 
-def test_inspect_when_there_are_many_files_and_dtypes_then_files_are_summed_up(tmp_path: Path, capsys: Output) -> None:
-    World.of(small_model(layers=2), dp=17).save(tmp_path)
-    manifest = read_manifest(tmp_path)
-    bf16 = {"exp_avg/scale": replace(manifest.tensors["exp_avg/scale"], dtype="bfloat16")}
-    about = {"host": "megatron-core", "ranks": 17, "data_parallel": 17}
-    groups = (replace(manifest.groups[0], step=None), manifest.groups[1])
-    rewritten(tmp_path, tensors={**manifest.tensors, **bf16}, about=about, num_skipped=3, loss_scale={}, groups=groups)
-    (tmp_path / manifest.files[4].name).unlink()
-    lines = run(capsys, "inspect", tmp_path)[1]
-    shown = cells(lines)
-    for row in (
-        ["written by", "host megatron-core"],
-        ["layout", "ranks 17, data_parallel 17"],
-        ["steps", "not counted, 10; 3 more were skipped"],
-        ["loss scale", "none, or one that never changes"],
-        ["size", "15 params, 1,337 elements, 15.7 KiB of state"],
-        ["not whole", f"{manifest.files[4].name} is missing"],
-    ):
-        assert row in shown
-    assert "of each" not in [row[0] for row in shown]
-    (scale,) = [line for line in lines if " scale " in line and "[1]" in line]
-    assert scale.endswith("main, exp_avg_sq in float32; exp_avg in bfloat16")
-
-
-def test_inspect_when_there_are_no_groups_then_it_says_so(copied: Path, capsys: Output) -> None:
-    rewritten(copied, groups=())
-    status, lines, _ = run(capsys, "inspect", copied)
-    assert (status, cells(lines)[cells(lines).index(["param groups"]) + 1][0]) == (0, "none")
-
-
-def param(name: str, *shape: int, group: int = 0) -> Param:
-    return Param(name, shape, 4 * math.prod(shape), "main in float32", group)
-
-
-def test_params_when_layers_differ_then_only_those_that_are_alike_are_one_line() -> None:
-    experts = [param(f"layers.{layer}.experts.{number}.w", 2) for layer in (1, 2, 10, 11) for number in (0, 1)]
-    found = [param("a", 1, group=1), param("bias.0", 1), param("bias.1", 1), *experts, param("layers.9.w", 3)]
-    assert [*param_rows(found)] == [
-        ("a", "[1]", "1 element", "4 B", "group 1"),
-        ("bias.0-1", "2 x [1]", "1 element", "8 B", "group 0"),
-        ("layers.1-2,10-11.experts.0-1.w", "8 x [2]", "2 elements", "64 B", "group 0"),
-        ("layers.9.w", "[3]", "3 elements", "12 B", "group 0"),
-    ]
-
-
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_commands_when_the_path_is_wrong_then_one_line_that_helps(
     command: str, saved: Path, whole: Path, tmp_path: Path, capsys: Output
@@ -148,14 +98,6 @@ def test_commands_when_the_path_is_wrong_then_one_line_that_helps(
         status, lines, err = run(capsys, command, path)
         assert (status, lines, err.count("\n")) == (1, [], 1)
         assert_mentions(err, "megatron-distopt: ", str(path), remedy)
-
-
-def test_inspect_when_there_is_nothing_of_a_checkpoint_then_refused(tmp_path: Path, capsys: Output) -> None:
-    (tmp_path / "notes.txt").write_text("none", encoding="utf-8")
-    for path in (tmp_path, tmp_path / "notes.txt"):
-        status, lines, err = run(capsys, "inspect", path)
-        assert (status, lines) == (1, [])
-        assert err.startswith("megatron-distopt: ") and str(path) in err
 
 
 @pytest.mark.parametrize("text", ["300", "../x"])

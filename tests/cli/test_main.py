@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -130,11 +129,3 @@ def test_installation_when_asked_then_command_and_entry_point_are_registered() -
         "megatron-distopt": "megatron_distopt.cli.main:main",
         "distopt": "megatron_distopt.plugin.entry_point:distopt",
     }, "the installed metadata is older than setup.py: run pip install -e . again, and remove a stale *.egg-info"
-
-
-def test_patch_when_the_fork_is_a_real_one_then_it_can_be_applied(capsys: Output) -> None:
-    if "MEGATRON_FORK" not in os.environ:
-        pytest.skip("MEGATRON_FORK names no checkout of a fork")
-    status, out, _ = run(capsys, "patch", "--check", os.environ["MEGATRON_FORK"])
-    assert status == 0
-    assert out.startswith(("can be applied: ", "is applied: "))

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_distopt.cli import patch
 from megatron_distopt.cli.patch import Edit, as_diff, find_block, plan_apply, plan_undo, write
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.hosts.fork_source import BEGIN, BLOCK, END, GROUP, as_bytes, fork_at, has_marker, intact_block
+from megatron_distopt.hosts.fork_source import BEGIN, BLOCK, END, GROUP, fork_at, has_marker, intact_block
 from tests.support.fork_trees import (
     FACTORY_OF_2023,
     core,
@@ -181,18 +179,6 @@ def test_patch_when_the_fork_drifted_then_applied_and_undone_to_the_byte_by_the_
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("coding", ["latin-1", "utf-8-sig"])
-def test_patch_when_the_file_has_an_encoding_then_it_is_kept(coding: str, tmp_path: Path) -> None:
-    cookie = "" if coding == "utf-8-sig" else f"# -*- coding: {coding} -*-\n"
-    file = per_rank_2023(tmp_path) / FACTORY
-    file.write_bytes((cookie + "# \u00e9\n" + FACTORY_OF_2023).encode(coding))
-    before = file.read_bytes()
-    applied(tmp_path)
-    assert file.read_bytes() == before + as_bytes(b"\n")
-    undone(tmp_path)
-    assert file.read_bytes() == before
-
-
 def test_patch_when_written_then_mode_and_links_stay_and_nothing_is_left_beside(tmp_path: Path) -> None:
     file = per_rank_2023(tmp_path) / FACTORY
     real = file.with_name("real.txt")
@@ -295,46 +281,3 @@ def test_shipped_patch_when_the_fork_is_a_real_one_then_it_is_the_commands_own_a
     block = intact_block(original.after)
     assert block is not None
     assert original.after[: block.start] + original.after[block.stop :] == original.before
-
-
-STATEMENTS = st.sampled_from(
-    [
-        "x = 1",
-        "# a comment",
-        "",
-        "'''text\nat the margin'''",
-        "if x:\n\ty = 2",
-        "def other():\n    return 1",
-        "\x0cz = 3",
-    ]
-)
-BODIES = st.sampled_from(["    return model", "    pass  # done", "\treturn (\nmodel\n\t)", "    return '''a\nb'''"])
-
-
-@settings(deadline=None, max_examples=40)  # files are written
-@given(
-    before=st.lists(STATEMENTS, max_size=4),
-    body=BODIES,
-    after=st.lists(STATEMENTS, max_size=4),
-    newline=st.sampled_from(["\n", "\r\n", "\r"]),
-    has_final_newline=st.booleans(),
-)
-def test_patch_when_applied_and_undone_then_it_is_the_identity(
-    tmp_path_factory: pytest.TempPathFactory,
-    before: list[str],
-    body: str,
-    after: list[str],
-    newline: str,
-    has_final_newline: bool,
-) -> None:
-    function = FACTORY_OF_2023.splitlines()[3] + "\n" + body
-    text = "\n".join(["x = 0", *before, function, *after]) + "\n" * has_final_newline
-    fork = per_rank_2023(tmp_path_factory.mktemp("fork"))
-    file = write_tree(fork, {FACTORY: text.replace("\n", newline)}) / FACTORY
-    original = file.read_bytes()
-    applied(fork)
-    assert original != file.read_bytes()
-    assert find_block(fork_at(fork)) is not None
-    compile(file.read_bytes(), str(file), "exec")
-    undone(fork)
-    assert file.read_bytes() == original

@@ -37,17 +37,6 @@ def test_boxes_when_put_one_after_the_other_then_they_are_the_stretch_and_at_mos
     assert len(boxes(shape, span)) <= max(2 * len(shape) - 1, 1)
 
 
-def test_boxes_when_the_stretch_begins_and_ends_inside_of_rows_then_there_are_as_many_as_there_can_be() -> None:
-    found = boxes((3, 3, 3), Span(1, 26))
-    assert [(box.offsets, box.sizes) for box in found] == [
-        ((0, 0, 1), (1, 1, 2)),
-        ((0, 1, 0), (1, 2, 3)),
-        ((1, 0, 0), (1, 3, 3)),
-        ((2, 0, 0), (1, 2, 3)),
-        ((2, 2, 0), (1, 1, 2)),
-    ]
-
-
 def test_boxes_when_the_stretch_leaves_the_tensor_or_a_box_is_none_then_refused() -> None:
     with pytest.raises(LayoutError, match=re.escape("Span(start=0, stop=7) is not inside the 6 elements")):
         boxes((2, 3), Span(0, 7))
@@ -110,12 +99,6 @@ def test_pieces_when_a_param_is_cut_with_a_stride_then_each_lies_where_megatron_
                 assert torch.equal(mine, whole[piece.in_global.as_slices()])
                 seen[piece.in_global.as_slices()] += 1
     assert bool((seen == 1).all())
-
-
-def test_pieces_when_every_rank_holds_the_whole_param_then_they_are_boxes_of_it() -> None:
-    placement = Placement("w", (3, 4))
-    assert placement.global_shape == (3, 4)
-    assert [piece.in_global for piece in placement.pieces(Span(2, 11))] == list(boxes((3, 4), Span(2, 11)))
 
 
 @pytest.mark.parametrize(

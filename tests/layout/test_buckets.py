@@ -76,16 +76,6 @@ def test_lay_out_when_given_an_example_then_slots_and_buckets_are_these(
     assert layout.shard_numel * options["num_shards"] == layout.numel
 
 
-def test_lay_out_when_no_alignment_is_named_then_params_start_at_multiples_of_64() -> None:
-    layout = lay_out(params_of([3, 65, 1]), num_shards=2)
-    assert [slot.in_buffer.start for slot in layout.slots] == [0, 64, 192]
-
-
-def test_shard_when_a_rank_is_given_then_its_part_of_the_bucket_in_the_buffer() -> None:
-    bucket = Bucket(1, Span(10, 16), 5)
-    assert [bucket.shard(rank, 3) for rank in range(3)] == [Span(10, 12), Span(12, 14), Span(14, 16)]
-
-
 @settings(deadline=None)
 @given(
     params=PARAMS,
@@ -167,16 +157,6 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
 def test_layout_when_it_would_be_wrong_then_refused_with_what_and_why(make: Callable[[], object], text: str) -> None:
     with pytest.raises(LayoutError, match=re.escape(text)):
         make()
-
-
-def test_layout_when_by_hand_and_right_then_accepted() -> None:
-    """The refusals above are not refusals of everything."""
-    layout = a_layout(("v", 0, 0, 3), ("w", 1, 4, 8))
-    assert (layout.numel, layout.shard_numel) == (8, 4)
-    padded = a_layout(("v", 0, 0, 3), ("w", 1, 4, 7), buckets=(Bucket(0, Span(0, 4), 3), Bucket(1, Span(4, 8), 3)))
-    assert (padded.numel, padded.shard_numel) == (8, 4)
-    assert lay_out(params_of([3]), num_shards=1, bucket_size=1, alignment_numel=1).numel == 3
-    assert ParamSpec("w", 8, (2, 4)).shape == (2, 4)
 
 
 def test_adopt_when_two_params_overlap_then_refused_whatever_the_order() -> None:

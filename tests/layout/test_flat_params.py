@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import (
     BufferLayout,
     FlatParamPlan,
@@ -61,31 +60,6 @@ def test_flat_params_when_given_an_example_then_these(
     flats = planned(layout, 0, keys)
     found = [(flat.key, flat.in_buffer, [shard.name for shard in flat.shards]) for flat in flats]
     assert found == [(key, Span(start, stop), names) for key, start, stop, names in expected]
-
-
-def test_flat_param_when_params_are_aligned_then_the_gap_between_them_is_padding_and_the_end_is_not() -> None:
-    params = [ParamSpec("p0", 3), ParamSpec("p1", 3), ParamSpec("p2", 2)]
-    layout = lay_out(params, num_shards=4, alignment_numel=4)
-    assert layout.numel == 12  # 3, a gap of 1, 3, a gap of 1, 2, and 2 at the end of the bucket
-    (flat,) = planned(lay_out(params, num_shards=1, alignment_numel=4), 0, [0, 0, 0])
-    assert (flat.in_buffer, flat.padding_numel) == (Span(0, 10), 2)
-    assert [flat.in_flat_param(shard) for shard in flat.shards] == [Span(0, 3), Span(4, 7), Span(8, 10)]
-    (last,) = planned(layout, 3, [0, 0, 0])  # the rank owns 9 to 12
-    assert (last.in_buffer, last.padding_numel) == (Span(9, 10), 0)
-
-
-def test_flat_param_when_it_starts_inside_a_param_then_places_count_from_there() -> None:
-    layout = lay_out([ParamSpec("p0", 5), ParamSpec("p1", 5)], num_shards=2, bucket_size=5, alignment_numel=1)
-    first, second = planned(layout, 1, [0, 0])
-    assert (first.bucket, first.in_buffer, first.in_flat_param(first.shards[0])) == (0, Span(3, 5), Span(0, 2))
-    assert (second.bucket, second.in_buffer, second.in_flat_param(second.shards[0])) == (1, Span(9, 11), Span(0, 2))
-    with pytest.raises(LayoutError):
-        second.in_flat_param(first.shards[0])  # lies before it
-
-
-def test_flat_params_when_a_rank_owns_nothing_then_none() -> None:
-    layout = lay_out([ParamSpec("p0", 1)], num_shards=3)
-    assert [len(planned(layout, rank, [0])) for rank in range(3)] == [1, 0, 0]
 
 
 @settings(deadline=None)

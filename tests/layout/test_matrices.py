@@ -50,16 +50,6 @@ def test_blocks_when_taken_together_then_they_tile_the_param_and_hold_each_matri
         assert block.in_param.numel == sum(map(math.prod, block.shapes))
 
 
-@given(spec=specs())
-def test_blocks_when_a_block_has_one_matrix_then_its_elements_are_that_matrix(spec: MatrixSpec) -> None:
-    numbers = list(range(spec.numel))
-    for index, block in enumerate(spec.blocks if len(spec.blocks) > 1 else ()):
-        rows, cols = block.shapes[0]
-        first_row = sum(rows for rows, _ in spec.shapes[:index])
-        expected = [numbers[row * cols : (row + 1) * cols] for row in range(first_row, first_row + rows)]
-        assert numbers[block.in_param.as_slice()] == [number for row in expected for number in row]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

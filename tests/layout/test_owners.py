@@ -17,7 +17,6 @@ from megatron_distopt.layout import (
     MatrixSpec,
     OwnerPlan,
     ParamSpec,
-    Span,
     default_bucket_size,
     lay_out,
     owned_shards,
@@ -130,14 +129,6 @@ def test_costs_when_planned_then_no_rank_is_above_what_list_scheduling_guarantee
     assert plan.imbalance == pytest.approx(max(costs) / average if matrices else 1.0)
 
 
-def test_owner_when_a_matrix_is_whole_then_it_stays_where_it_is() -> None:
-    params = [ParamSpec("a", 4, (2, 2)), ParamSpec("b", 4, (2, 2))]
-    layout = lay_out(params, num_shards=2, alignment_numel=1)
-    plan = plan_owners(layout, {"a": MatrixSpec(2, 2), "b": MatrixSpec(2, 2)})
-    assert [(each.rank, each.round) for each in plan.owners] == [(0, None), (1, None)]
-    assert (plan.num_rounds, plan.arriving(0), plan.leaving(0)) == (0, (), ())
-
-
 def test_owner_when_one_rank_would_wait_for_another_then_a_whole_matrix_travels() -> None:
     """Four matrices lie in the first shard, and the second has nothing but an element-wise param."""
     params = [*(ParamSpec(f"m{number}", 4, (2, 2)) for number in range(4)), ParamSpec("embedding", 16)]
@@ -151,22 +142,6 @@ def test_owner_when_a_matrix_is_cut_then_the_rank_with_most_of_it() -> None:
     layout = lay_out([ParamSpec("bias", 1), ParamSpec("m", 9, (3, 3))], num_shards=2, alignment_numel=1)
     [owner] = plan_owners(layout, {"m": MatrixSpec(3, 3)}).owners
     assert (owner.rank, owner.round) == (1, 0)
-
-
-def test_owner_when_a_param_has_several_matrices_one_after_the_other_then_each_has_its_own() -> None:
-    layout = lay_out([ParamSpec("gate_up", 8, (4, 2))], num_shards=2, alignment_numel=1)
-    plan = plan_owners(layout, {"gate_up": MatrixSpec(4, 2, sizes=(2, 2))})
-    assert [(each.rank, each.round, each.in_buffer) for each in plan.owners] == [
-        (0, None, Span(0, 4)),
-        (1, None, Span(4, 8)),
-    ]
-
-
-def test_owner_when_the_elements_of_its_matrices_alternate_then_one_for_all_of_them() -> None:
-    layout = lay_out([ParamSpec("qkv", 24, (12, 2))], num_shards=2, alignment_numel=1)
-    [owner] = plan_owners(layout, {"qkv": MatrixSpec(12, 2, sizes=(4, 1, 1), repeats=2)}).owners
-    assert owner.block.shapes == ((8, 2), (2, 2), (2, 2))
-    assert owner.cost == sum(rows * 2 * 2 for rows in (8, 2, 2))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +168,7 @@ def _with_default_buckets(model: LargeModel, num_shards: int) -> OwnerPlan:
     return _planned(model, num_shards, default_bucket_size(numel, num_shards))
 
 
-@pytest.mark.parametrize("num_shards", [8, 64, 4096])
+@pytest.mark.parametrize("num_shards", [64, 4096])
 @pytest.mark.parametrize("model", LARGE_MODELS.values(), ids=LARGE_MODELS)
 def test_plan_when_the_model_is_large_then_even_and_cheap_at_any_number_of_ranks(
     model: LargeModel, num_shards: int
@@ -214,7 +189,3 @@ def test_plan_when_a_buffer_is_one_bucket_then_hardly_anything_travels(model: La
     assert sum(len(ranks) > 1 for ranks in holders) <= 7
     sent = sum(travel.in_buffer.numel for rank in range(8) for travel in plan.leaving(rank))
     assert 4 * sent / 8 < 0.005 * 6 * plan.layout.numel * 7 / 8  # bytes there and back, and those of the bucket
-
-
-def test_imbalance_when_nothing_is_a_matrix_then_even() -> None:
-    assert plan_owners(lay_out([ParamSpec("a", 4)], num_shards=1), {}).imbalance == 1.0

@@ -44,14 +44,6 @@ def test_owned_shards_when_given_an_example_then_each_rank_owns_these(
         assert found == expected
 
 
-def test_owned_shards_when_buckets_are_several_then_a_shard_is_known_in_every_index_space() -> None:
-    layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=2, bucket_size=5, alignment_numel=1)
-    assert [bucket.in_buffer for bucket in layout.buckets] == [Span(0, 6), Span(6, 12)]
-    in_a, in_b = owned_shards(layout, 1)
-    assert in_a == ParamShard("a", 1, 0, Span(3, 5), Span(3, 5), Span(3, 5), Span(0, 2))
-    assert in_b == ParamShard("b", 1, 1, Span(3, 6), Span(9, 12), Span(3, 6), Span(0, 3))
-
-
 def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused() -> None:
     layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2)
     for rank in (-1, 2):
@@ -125,14 +117,6 @@ def test_owned_shards_when_the_model_is_large_then_a_rank_looks_only_at_what_it_
         # One pass for the starts; then in each bucket what is owned, and one slot too many on either side.
         assert slots.passes == 1
         assert slots.lookups <= len(shards) + 2 * len(layout.buckets)
-
-
-def test_owned_shards_when_ranks_are_4096_then_the_shards_of_all_are_params_plus_borders() -> None:
-    num_params = 500
-    for num_shards in (2, 4096):
-        layout = large_layout(num_shards, num_params=num_params)
-        num_owned = sum(len(owned_shards(layout, rank)) for rank in range(num_shards))
-        assert num_params <= num_owned <= num_params + num_shards - 1
 
 
 def test_lay_out_when_ranks_are_4096_then_it_costs_what_two_cost(monkeypatch: pytest.MonkeyPatch) -> None:

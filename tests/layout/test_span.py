@@ -18,15 +18,6 @@ def elements(span: Span) -> set[int]:
     return set(range(span.start, span.stop))
 
 
-def test_span_when_moved_then_the_elements_are_counted_from_another_origin() -> None:
-    span = Span(8, 10)
-    assert span.numel == 2
-    assert span.relative_to(8) == Span(0, 2)
-    assert span.relative_to(5) == Span(3, 5)
-    assert span.moved_by(4) == Span(12, 14)
-    assert span.as_slice() == slice(8, 10)
-
-
 def test_span_when_ends_are_impossible_then_refused() -> None:
     for start, stop in ((-1, 2), (3, 2)):
         with pytest.raises(LayoutError, match=re.escape(f"[{start}, {stop})")):

@@ -16,8 +16,6 @@ from megatron_distopt.optimizer.accelerator import (
     Accelerator,
     check_devices,
     find_accelerator,
-    has_torch_fused,
-    stats_dtype,
 )
 
 FAKE_DEEPSPEED = """
@@ -71,11 +69,6 @@ def test_find_accelerator_when_deepspeed_is_installed_then_it_names_the_device(
     assert find_accelerator(choice) == Accelerator("xpu", "deepspeed")
 
 
-def test_find_accelerator_when_the_real_deepspeed_is_installed_then_it_is_asked() -> None:
-    abstraction = pytest.importorskip("deepspeed.accelerator")
-    assert find_accelerator() == Accelerator(abstraction.get_accelerator().device_name(), "deepspeed")
-
-
 def test_find_accelerator_when_torch_is_chosen_then_deepspeed_is_not_even_imported(
     fake_deepspeed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,11 +112,6 @@ def test_find_accelerator_when_deepspeed_is_asked_for_and_absent_then_refused(wi
         find_accelerator("deepspeed")
 
 
-def test_check_devices_when_it_is_the_accelerator_or_the_cpu_then_accepted() -> None:
-    for device in (torch.device("cpu"), torch.device("cuda:1")):
-        assert check_devices({device}, Accelerator("cuda", "deepspeed")) == device
-
-
 @pytest.mark.parametrize(
     ("devices", "text"),
     [
@@ -137,20 +125,6 @@ def test_check_devices_when_it_is_the_accelerator_or_the_cpu_then_accepted() -> 
 def test_check_devices_when_mixed_or_foreign_then_refused(devices: list[str], text: str) -> None:
     with pytest.raises(LayoutError, match=rf"{text}.*Move the model"):
         check_devices({torch.device(name) for name in devices}, Accelerator("cuda", "deepspeed"))
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype"),
-    [("cpu", torch.float64), ("cuda", torch.float64), ("mps", torch.float32), ("hpu", torch.float32)],
-)
-def test_stats_dtype_when_the_device_has_no_float64_then_float32(device: str, dtype: torch.dtype) -> None:
-    assert stats_dtype(torch.device(device)) is dtype
-
-
-def test_has_torch_fused_when_the_device_has_kernels_then_true() -> None:
-    assert has_torch_fused("cpu")
-    assert has_torch_fused("cuda")
-    assert not has_torch_fused("meta")
 
 
 class Queue:

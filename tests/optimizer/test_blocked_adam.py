@@ -82,24 +82,6 @@ def test_step_when_a_group_is_unusual_then_torch_updates_and_it_is_rounded_all_t
     assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_step_when_blocks_are_small_then_the_kernel_is_called_for_each_and_small_params_share_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[list[int]] = []
-
-    def kernel(mains: list[Tensor], *others: Any, **options: Any) -> None:
-        calls.append([main.numel() for main in mains])
-
-    monkeypatch.setattr(blocked_adam.AdamW, "_kernel", staticmethod(kernel))
-    _train(blocked_adam.AdamW, divisor=1.0)
-    block = BLOCK * torch.get_num_threads()
-    one_step = calls[: len(calls) // (STEPS - 1)]  # the first step is torch's own
-    assert sum(map(sum, one_step)) == sum(NUMELS)
-    assert all(max(numels) <= block for numels in one_step)
-    assert any(len(numels) > 1 for numels in one_step)
-
-
 def test_choose_inner_when_fused_on_a_cpu_then_in_blocks_and_elsewhere_torchs_own() -> None:
     for decay, kind, own in (("decoupled", blocked_adam.AdamW, AdamW), ("l2", blocked_adam.Adam, Adam)):
         choice = choose_inner(DistOptConfig(adam="torch_fused", decay=decay), "cpu")

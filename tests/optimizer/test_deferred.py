@@ -255,10 +255,6 @@ def test_defers_check_when_something_decides_on_the_cpu_then_it_is_not(one_rank:
     assert optimizer.defers_check is False
 
 
-def test_defers_check_when_nobody_says_anything_then_a_cpu_decides_at_once(one_rank: None) -> None:
-    assert distribute(Params(), DistOptConfig(accelerator="torch")).sharded.defers_check is False
-
-
 def test_late_divisor_when_compared_with_python_then_the_same_bits() -> None:
     squares, clips = (0.0, 1e-30, 0.7, 9900.0, 3.3e18, math.inf, math.nan), (0.0, 0.25, 1.0, 3.0, 1e6)
     for square, clip_grad, divisor in product(squares, clips, (1.0, 3.0, 65536.0)):

@@ -14,11 +14,10 @@ from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, move_into_buffer
 from megatron_distopt.comm import Group, gather_params, pairwise
-from megatron_distopt.errors import InvariantError
-from megatron_distopt.layout import MatrixSpec, ParamSpec, Span, lay_out, plan_owners
+from megatron_distopt.layout import MatrixSpec, ParamSpec, lay_out, plan_owners
 from megatron_distopt.optimizer.main_params import FlatParamKey, build_flat_params, main_grads
 from megatron_distopt.optimizer.owners import exchange
-from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues
+from megatron_distopt.optimizer.owners.exchange import OwnedBuffer
 from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon, Matrices
 from tests.optimizer.test_muon import matrices_in, trained, values
 from tests.support.spawn import run_ranks
@@ -163,13 +162,3 @@ def test_flat_muon_when_matrices_are_cut_over_ranks_then_equal_to_torchs_and_sen
             assert sent == planned
             total += sent
         assert (total > 0) == (size > 1)
-
-
-def test_updates_when_a_piece_is_asked_for_that_is_not_updated_then_refused() -> None:
-    updates = ShardValues([(Span(8, 12), torch.arange(4)), (Span(0, 3), torch.arange(3))])
-    assert updates.of(Span(9, 11)).tolist() == [1, 2]
-    for missing in (Span(3, 5), Span(2, 4), Span(11, 13), Span(20, 21)):
-        with pytest.raises(InvariantError):
-            updates.of(missing)
-    with pytest.raises(InvariantError):
-        ShardValues([]).of(Span(0, 1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_distopt.optimizer.inner import count_updates, is_torchs, moments_of, restore, restore_group
+from megatron_distopt.optimizer.inner import count_updates, moments_of, restore, restore_group
 
 NUMELS = (7, 1, 12)
 Build = Callable[[list[dict[str, Any]]], Optimizer]
@@ -62,16 +62,6 @@ BUILDS: dict[str, Build] = {
     "sgd with momentum fused": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
     "apex": ApexLike,
     "deepspeed": DeepSpeedLike,
-}
-#: What is kept for every element.
-MOMENTS = {
-    **{name: {"exp_avg", "exp_avg_sq"} for name in BUILDS if name.startswith("adam")},
-    "amsgrad": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    "adagrad": {"sum"},
-    "sgd": set(),
-    "sgd with momentum fused": {"momentum_buffer"},
-    "apex": {"exp_avg"},
-    "deepspeed": {"exp_avg"},
 }
 
 
@@ -143,57 +133,6 @@ def test_restore_when_another_implementation_wrote_the_state_then_it_goes_on_as_
         for found, wanted in zip(_held(moved), _held(whole), strict=True):
             # The kernels round in another order: an ulp of 1 at each of three steps.
             assert torch.allclose(found, wanted, rtol=0, atol=4e-7)
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_moments_and_count_when_read_then_what_is_as_large_as_the_main_param_and_the_steps_that_were_made(
-    name: str,
-) -> None:
-    inner = _built(name, _mains())
-    assert all(moments_of(inner, main) == {} for main in _held(inner)) or name == "adagrad"  # it begins with a sum
-    assert count_updates(inner) == (0 if name == "adagrad" else None)
-    _train(inner, 0, 2)
-    for main in _held(inner):
-        moments = moments_of(inner, main)
-        assert moments.keys() == MOMENTS[name]
-        assert all(value is inner.state[main][key] for key, value in moments.items())
-    assert moments_of(inner, torch.zeros(3)) == {}
-    assert count_updates(inner) == (None if name.startswith("sgd") else 2)
-
-
-def test_count_when_a_group_has_no_param_on_this_rank_then_the_others_count() -> None:
-    inner = ApexLike([{"params": [torch.ones(3)]}, {"params": []}])
-    inner.param_groups[0]["step"] = 4
-    assert count_updates(inner) == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "in_group", "in_state"),
-    [("adamw fused", None, 3.0), ("sgd", None, 3.0), ("apex", 3, None), ("deepspeed", 3, 3)],
-)
-def test_restore_when_a_step_is_given_then_it_lies_where_the_class_looks_for_it(
-    name: str, in_group: int | None, in_state: float | None
-) -> None:
-    inner = _built(name, _mains())
-    group, main = inner.param_groups[0], _held(inner)[0]
-    restore_group(inner, group, 3)
-    restore(inner, group, main, {"exp_avg": torch.ones(7)}, 3)
-    assert group.get("step") == in_group
-    assert inner.state[main].get("step") == in_state
-    assert is_torchs(inner) is (in_group is None)
-
-
-def test_restore_when_the_class_is_torchs_then_every_param_counts_by_itself() -> None:
-    """A tensor that all share would be counted up once for each of them."""
-    inner = _built("adamw foreach", _mains())
-    for main in _held(inner):
-        restore(
-            inner, inner.param_groups[0], main, dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.zeros_like(main)), 10
-        )
-    first, second = (inner.state[main]["step"] for main in _held(inner)[:2])
-    assert first is not second
-    assert first.dtype is torch.float32
-    assert count_updates(_train(inner, 0, 1)) == 11
 
 
 def test_restore_when_there_is_neither_state_nor_step_then_the_main_param_has_none() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_distopt.config import LARGEST_SCALE, SMALLEST_SCALE, DistOptConfig
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
 
 CPU = torch.device("cpu")
@@ -100,34 +100,6 @@ def test_dynamic_scale_when_steps_are_good_or_not_then_it_follows_the_table(
     assert scales_by_the_rules(Rules(), steps(overflows)) == scales
 
 
-def test_bounds_when_read_then_the_last_powers_of_two_that_fp32_has_in_full() -> None:
-    assert (LARGEST_SCALE, SMALLEST_SCALE) == (2.0**127, 2.0**-126)
-    assert torch.tensor([2 * LARGEST_SCALE], dtype=torch.float32).isinf().all()
-    assert torch.finfo(torch.float32).smallest_normal == SMALLEST_SCALE
-    for bound in (LARGEST_SCALE, SMALLEST_SCALE):
-        assert make_loss_scale(DistOptConfig(loss_scale=bound), CPU).scale.item() == bound
-
-
-@pytest.mark.parametrize(
-    ("initial", "overflows", "exponents"),
-    [
-        pytest.param(2.0**126, "....", [127, 127, 127, 127], id="stays at the largest"),
-        pytest.param(2.0**127, "..x.", [127, 127, 126, 127], id="halves from there and comes back"),
-        pytest.param(1.5 * 2.0**126, "..", [127, 127], id="from what is no power of two"),
-    ],
-)
-def test_dynamic_scale_when_it_would_grow_beyond_fp32_then_it_stays_at_the_largest_power_of_two(
-    initial: float, overflows: str, exponents: list[int]
-) -> None:
-    rules = Rules(initial=initial, growth_interval=1, hysteresis=1)
-    assert run(rules.build(), steps(overflows)) == [2.0**exponent for exponent in exponents]
-
-
-def test_dynamic_scale_when_growth_is_cut_off_then_it_fills_the_hysteresis_all_the_same() -> None:
-    rules = Rules(initial=2.0**127, growth_interval=2, hysteresis=2)
-    assert run(rules.build(), steps("x..xx")) == [2.0**127, 2.0**127, 2.0**127, 2.0**127, 2.0**126]
-
-
 @settings(deadline=None)
 @given(rules=RULES, overflows=OVERFLOWS)
 def test_dynamic_scale_when_steps_are_random_then_it_follows_the_rules(rules: Rules, overflows: list[bool]) -> None:
@@ -167,10 +139,3 @@ def test_constant_scale_when_steps_overflow_then_it_stays_and_offers_no_cure() -
         assert run(loss_scale, steps("xxx...")) == [scale] * 6
         loss_scale.load_state_dict(loss_scale.state_dict())
         assert loss_scale.scale.item() == scale
-
-
-def test_make_loss_scale_when_dynamic_then_it_starts_with_the_config() -> None:
-    config = DistOptConfig(loss_scale="dynamic", initial_loss_scale=32.0, hysteresis=1, growth_interval=2)
-    loss_scale = make_loss_scale(config, CPU)
-    assert isinstance(loss_scale, DynamicLossScale)
-    assert run(loss_scale, steps("..x")) == [32.0, 64.0, 32.0]

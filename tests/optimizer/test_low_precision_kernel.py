@@ -28,7 +28,7 @@ from megatron_distopt.optimizer.low_precision import one_pass
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam, _gathered
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision, part_of, stored_of
-from megatron_distopt.optimizer.low_precision.one_pass import Combination, Table, grad_addresses
+from megatron_distopt.optimizer.low_precision.one_pass import Table
 from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, RemainderValues, phase_of
 
 HAS_GPU, HAS_TRITON = torch.cuda.is_available(), find_spec("triton") is not None
@@ -235,25 +235,6 @@ def test_choose_inner_when_state_is_in_low_precision_then_adam_says_what_updates
     main.grad = torch.ones(8)
     inner.step()
     assert launched == (["prepare", "update"] if by_kernel else [])
-
-
-def test_combination_when_of_any_forms_then_each_has_a_number_of_its_own() -> None:
-    model = torch.zeros(4, dtype=torch.bfloat16)
-    found = set()
-    for precision, _ in ALL:
-        main = model.float() if precision.main_params_dtype == "float32" else precision.main(model)
-        inner = LowPrecisionAdam([{"params": [main]}], precision=precision)
-        inner.round_into({main: model})
-        found.add(Combination.of(inner._prepared(0, 0, main, torch.zeros(4))))
-    assert len(found) == len(MAINS) * len(MOMENTS) ** 2
-
-
-def test_grad_addresses_when_in_many_allocations_then_the_last_ones_are_absolute() -> None:
-    buffers = [torch.zeros(16) for _ in range(6)]
-    starts, places = grad_addresses([buffer[4:] for buffer in buffers])
-    assert starts == [buffer.data_ptr() for buffer in buffers[:4]]
-    for buffer, (source, offset) in zip(buffers, places, strict=True):
-        assert offset + (starts[source] if source < 4 else 0) == buffer[4:].data_ptr()
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")

@@ -126,20 +126,6 @@ def test_remainder_when_others_write_to_it_then_the_param_stays_until_the_next_s
     assert sum(part.nbytes for part in memory_of(main)) == 2 * NUMEL
 
 
-def test_coded_when_its_memory_is_measured_then_it_is_that_of_codes_and_scales() -> None:
-    nbytes = {dtype: sum(part.nbytes for part in memory_of(_moment(dtype))) for dtype in MOMENTS}
-    blocks = -(-NUMEL // 128)
-    eight = NUMEL + blocks
-    assert nbytes == {
-        "float32": 4 * NUMEL,
-        "bfloat16": 2 * NUMEL,
-        "float16": 2 * NUMEL + blocks,
-        "float8_e5m2": eight,
-        "float8_e4m3fn": eight,
-        "int8": eight,
-    }
-
-
 @pytest.mark.parametrize("name", ["data_ptr", "untyped_storage", "numpy", "tolist", "unbind"])
 def test_coded_when_its_memory_or_many_views_are_asked_for_then_it_is_refused(name: str) -> None:
     with pytest.raises((LayoutError, RuntimeError)):  # torch itself refuses some
@@ -153,11 +139,3 @@ def test_coded_when_it_is_copied_then_the_copy_is_plain() -> None:
     assert moment.mul_(4) is moment and torch.equal(moment.clone(), values * 4)  # the root doubles
     torch._foreach_copy_([moment], [values])
     assert torch.equal(moment.clone(), values)
-
-
-def test_plain_when_signs_are_ties_then_values_are_their_sizes() -> None:
-    kept = PlainValues(torch.tensor([1.0, -2.0, -0.0]), has_ties=True)
-    assert torch.equal(kept.ties(0, 3), torch.tensor([False, True, True]))
-    assert torch.equal(kept.read(0, 3), torch.tensor([1.0, 2.0, 0.0]))
-    kept.write(0, 3, torch.tensor([3.0, 4.0, 5.0]))
-    assert torch.equal(kept.tensor, torch.tensor([3.0, -4.0, -5.0]))

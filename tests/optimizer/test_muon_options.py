@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.layout import MatrixSpec, Span
-from megatron_distopt.optimizer.owners.muon import apply_update, direction_of, orthogonalize, orthogonalize_block
+from megatron_distopt.optimizer.owners.muon import orthogonalize
 from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions
 
 MATRIX = ((1.0, 2.0, -3.0), (0.5, -1.0, 2.0))
@@ -35,12 +34,6 @@ def test_orthogonalize_when_coefficients_are_named_then_the_figures_of_the_packa
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-4, rtol=0)
 
 
-def test_orthogonalize_when_the_matrix_is_tall_then_it_is_the_transposed_one() -> None:
-    options = MegatronMuonOptions()
-    wide = orthogonalize(torch.tensor(MATRIX), options)
-    assert torch.equal(orthogonalize(torch.tensor(MATRIX).T.contiguous(), options), wide.T)
-
-
 def test_orthogonalize_when_products_are_fp32_then_the_users_precision_is_as_before() -> None:
     before = torch.get_float32_matmul_precision()
     orthogonalize(torch.tensor(MATRIX), MegatronMuonOptions(matmul_precision="high"))
@@ -50,15 +43,6 @@ def test_orthogonalize_when_products_are_fp32_then_the_users_precision_is_as_bef
 @pytest.mark.parametrize(("mode", "factor"), [("spectral", 3.0), ("shape_scaling", 1.0), ("unit_rms_norm", 2 / 3)])
 def test_factor_when_the_scale_mode_is_given_then_it_is_that_of_the_shape(mode: str, factor: float) -> None:
     assert MegatronMuonOptions(scale_mode=mode, extra_scale_factor=0.5).factor((4, 9)) == factor / 2
-
-
-def test_step_when_nothing_is_learnt_then_params_only_decay() -> None:
-    spec, options = MatrixSpec(2, 3), MegatronMuonOptions(lr=0.5, weight_decay=0.5)
-    main, momentum = torch.ones(6), torch.zeros(6)
-    update = direction_of(torch.zeros(6), momentum, options)
-    orthogonalize_block(update, spec, spec.blocks[0], lambda each: orthogonalize(each, options))
-    apply_update(main, update, spec, Span(0, 6), options)
-    assert torch.equal(main, torch.full((6,), 0.75))
 
 
 @pytest.mark.parametrize(

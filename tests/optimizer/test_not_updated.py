@@ -68,12 +68,3 @@ def test_step_when_the_gradient_of_a_param_in_no_group_is_nan_then_it_is_nobodys
     (result,) = make_step([optimizer], Group.of())
     assert result.updated
     assert buffer.param[buffer.layout.slot_of["b"].in_buffer.as_slice()].tolist() == [2.0] * NUMEL
-
-
-def test_step_when_no_param_is_in_any_group_then_nothing_happens() -> None:
-    optimizer = optimizer_of((), torch.float32)
-    before = optimizer.buffers[0].param.clone()
-    (result,) = make_step([optimizer], Group.of())
-    assert (result.updated, result.grad_norm) == (True, 0.0)
-    assert optimizer.flat_params == ()
-    assert torch.equal(optimizer.buffers[0].param, before)

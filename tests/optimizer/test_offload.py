@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_distopt.config import DistOptConfig, config_from_environment
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron_core.host_config import offload_of
 from megatron_distopt.layout import BufferLayout, ParamSpec, lay_out
@@ -40,21 +40,6 @@ def test_buckets_when_a_fraction_is_asked_for_then_it_is_reached_with_no_bucket_
 
 def test_buckets_when_the_params_are_on_the_cpu_then_none() -> None:
     assert buckets_on_host(_LAYOUTS, 1.0, _CPU) == [frozenset(), frozenset()]
-
-
-def test_fraction_when_a_variable_has_it_then_it_counts_or_is_refused_with_the_range() -> None:
-    for value in ("50.0", "-0.25", "nan", "half"):
-        with pytest.raises(ConfigError, match="from 0 to 1"):
-            config_from_environment({"MEGATRON_DISTOPT_OFFLOAD_FRACTION": value})
-    assert config_from_environment({"MEGATRON_DISTOPT_OFFLOAD_FRACTION": "0.25"}).offload_fraction == 0.25
-
-
-def test_bytes_when_all_is_on_the_host_then_state_and_pinned_memory_of_a_shard() -> None:
-    """torch pins memory in powers of two; tests/sim/test_plan_on_host.py reads what is in it off the tensors."""
-    numels = [bucket.in_buffer.numel // 2 for bucket in _LAYOUTS[0][0].buckets]
-    pinned = [min(1 << power for power in range(20) if 1 << power >= numel) * (4 + 2) for numel in numels]
-    assert host_nbytes(_LAYOUTS, 1.0, _CUDA) == 12 * sum(numels) + sum(pinned)
-    assert sum(pinned) > 6 * sum(numels)
 
 
 def test_offload_when_the_memory_of_the_machine_is_too_small_then_refused_with_both_numbers(

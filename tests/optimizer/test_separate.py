@@ -65,10 +65,3 @@ def test_separate_when_a_part_has_no_grad_then_its_count_and_value_stay() -> Non
     assert steps.pop("held.scale") == 1.0
     assert set(steps.values()) == {2.0}
     assert torch.equal(model.held["scale"], before)
-
-
-def test_separate_when_all_keys_are_alike_then_nothing_is_cut() -> None:
-    _, sharded = _built("torch_fused", torch.float32)
-    runs = sharded.flat_params
-    sharded.separate(lambda name: 0)
-    assert sharded.flat_params is runs

@@ -85,15 +85,3 @@ def test_find_waits_when_the_cpu_waits_then_lists_it() -> None:
         with find_waits() as found:
             wait(torch.arange(4.0))
         assert found[:1] == [name]
-
-
-def test_find_waits_when_the_cpu_waits_for_nothing_then_the_list_is_empty() -> None:
-    x = torch.arange(4.0)
-    with find_waits() as found:
-        x.add_(1).sum().sqrt()
-        torch.empty(4).copy_(x)
-        x.clone().to(torch.bfloat16)
-        x[torch.tensor([0, 2])]
-        x.clone().index_put_((x > 0,), torch.zeros(()))
-        x.repeat_interleave(x.long(), output_size=10)
-    assert found == []

@@ -25,12 +25,6 @@ def _parse(*words: str) -> argparse.Namespace:
     return _parser().parse_args(words)
 
 
-def test_flags_when_none_is_given_then_the_config_is_as_it_was() -> None:
-    config = DistOptConfig(nonfinite="log", lr=0.5)
-    assert config_from_arguments(_parse("--use-distributed-optimizer"), config) == config
-    assert config_from_arguments(argparse.Namespace()) == DistOptConfig()
-
-
 @pytest.mark.parametrize("separator", ["-", "_"])
 def test_flags_when_spelled_with_hyphens_or_underscores_then_the_same(separator: str) -> None:
     words = ["--distopt-decay", "l2", "--distopt-resume-step", "12", "--distopt-adam=torch_foreach"]
@@ -57,13 +51,6 @@ def test_flag_when_its_value_is_unknown_then_refused_with_the_flag_and_the_neare
     with pytest.raises(ConfigError) as refused:
         config_from_arguments(_parse("--distopt-nonfinite", "skipp"))
     assert all(word in str(refused.value) for word in ("--distopt-nonfinite", "'skipp'", "mean skip?"))
-
-
-def test_flags_when_added_twice_then_once_in_the_parser() -> None:
-    parser = add_arguments(argparse.ArgumentParser())
-    before = [action.option_strings for action in parser._actions]
-    assert add_arguments(parser) is parser
-    assert [action.option_strings for action in parser._actions] == before
 
 
 def test_help_when_printed_then_names_every_flag_its_values_and_its_default() -> None:
