@@ -104,28 +104,6 @@ class Program(_Short):
         return [*self.start, *self.ready, *(action for actions in inside for action in actions)]
 
     @property
-    def idioms(self) -> set[str]:
-        """What the program contains, in words, for the tally."""
-        words = {action.name for action in self.actions} | {name for name, value in self.options if value}
-        words |= {self.kind, self.dtype, self.optimizer, f"groups: {self.groups}"}
-        words |= {f"{max(phase.ranks for phase in self.phases)} ranks"}
-        words |= {f"step: {each.step}" for each in self.iterations} | {f"zero: {each.zero}" for each in self.iterations}
-        words |= {f"entry: {micro.entry}" for each in self.iterations for micro in each.microbatches}
-        conditions = {
-            "scheduler": self.scheduler is not None,
-            "scheduler on the given optimizer": self.scheduler_before,
-            "compiled": self.compiled is not None,
-            "activation checkpointing": self.recompute is not None,
-            "GradScaler": self.grad_scaler,
-            "ranks start from different weights": self.other_seeds,
-            "accumulation": any(len(each.microbatches) > 1 for each in self.iterations),
-            "a rank without data": any(m.idle is not None for each in self.iterations for m in each.microbatches),
-            "an infinite gradient": any(m.infinite is not None for each in self.iterations for m in each.microbatches),
-            "save and load": len(self.phases) > 1,
-        }
-        return words | {word for word, holds in conditions.items() if holds}
-
-    @property
     def may_refuse(self) -> bool:
         """Whether there is anything in it that an error of ours may answer."""
         micros = [micro for each in self.iterations for micro in each.microbatches]

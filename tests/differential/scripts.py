@@ -218,5 +218,5 @@ def _step(program: Program, iteration: Iteration) -> Iterator[str]:
 
 
 def written(program: Program, found: str) -> str:
-    """What a failure is reported as: the program as a value, which `survey --program` runs, what it does, and why."""
+    """What a failure is reported as: the program as a value, which rerun.py runs again, what it does, and why."""
     return f"{program!r}\n\n{program_text(program)}\n\n{found}\n"

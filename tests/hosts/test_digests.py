@@ -39,7 +39,6 @@ class Case:
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 100}
 CASES = {
     "bf16": Case({"clip_grad": 0.5, "deterministic": True}),
-    "fp32": Case(dtype=torch.float32),
     "overlapped": Case({"clip_grad": 0.5, **OVERLAPS}),
     "saved in the background": Case({"async_save": True, "reduce_dtype": "bfloat16", **OVERLAPS}),
     "fp16": Case({"loss_scale": "dynamic", "hysteresis": 1, "growth_interval": 2}, torch.float16, (2, 5)),
@@ -225,13 +224,10 @@ CUDA_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 JUDGED = {
     "a device": ("xpu", "gloo", {}, "xpu"),
     "a backend": ("cpu", "mpi", {}, "mpi"),
-    "workspace": ("cuda", "nccl", {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
     "no workspace": ("cuda", "nccl", {"CUBLAS_WORKSPACE_CONFIG": ""}, "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
     "no algorithm": ("cuda", "nccl", {"NCCL_ALGO": ""}, "NCCL_ALGO=Ring"),
     "in switches": ("cuda", "nccl", {"NCCL_ALGO": "Tree,NVLS"}, "NCCL_ALGO=Ring"),
-    "another one excluded": ("cuda", "nccl", {"NCCL_ALGO": "^Tree"}, "NCCL_ALGO=Ring"),
     "ring": ("cuda", "nccl", {}, ""),
-    "tree": ("cuda", "nccl", {"NCCL_ALGO": "Tree"}, ""),
     "not in switches": ("cuda", "nccl", {"NCCL_ALGO": "^NVLS"}, ""),
     "by collective": ("cuda", "nccl", {"NCCL_ALGO": "allreduce:tree;reducescatter:ring"}, ""),
     "cpu": ("cpu", "gloo", {"CUBLAS_WORKSPACE_CONFIG": "", "NCCL_ALGO": ""}, ""),

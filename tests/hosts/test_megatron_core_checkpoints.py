@@ -1,7 +1,7 @@
 """Training on megatron-core, saved at one layout and resumed at another, by our own calls and by the host's.
 
-One spawn of four ranks does all of it, see `_collect`; the last pair takes place in a world of the first three. What a
-load gives back is compared bit for bit with the tensors of the whole model that `save` wrote at the same moment.
+One spawn of four ranks does all of it, see `_collect`. What a load gives back is compared bit for bit with the
+tensors of the whole model that `save` wrote at the same moment.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from megatron_distopt.layout import Span
 from tests.support.cases import Case, Step
 from tests.support.core_version import core_mentions
 from tests.support.refusals import assert_mentions
-from tests.support.spawn import forget_groups, outcomes, run_ranks
+from tests.support.spawn import outcomes, run_ranks
 
 pytestmark = [
     pytest.mark.long,
@@ -57,9 +55,6 @@ class Run(Case):
     of_options: tuple[tuple[str, str], ...] = ()  # variables of ours without their prefix
     vocabulary: int = 128  # rows of the embedding
     begun: bool = True  # whether it makes steps before it is saved
-    #: Sizes of the expert-parallel group and of the tensor-parallel group of each expert, for four experts with biases;
-    #: they do not train on a CPU, where the host has no dispatcher for their tokens.
-    experts: tuple[int, int] | None = None
 
     @property
     def layers(self) -> int:
@@ -80,9 +75,6 @@ DEEP = BF16.of(depth=4)
 #: The loss scale doubles after the third step, which is the first one after the save.
 FP16 = Run("distopt", precision="fp16", loss_scale_window=3)
 SGD = FP32.of(optimizer_name="sgd", lr=0.1)
-#: A class that is named by the user: what it keeps for each element is found out.
-RMSPROP = FP32.of(of_options=(("OPTIMIZER", "torch.optim:RMSprop"),), lr=1e-3)
-EXPERTS = MIXED.of(begun=False)
 OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
 TWO_OPTIMIZERS = {**OVERLAPPED, "overlap_param_gather_with_step": True}
 FOR_EACH: dict[str, Any] = {"of_options": (("ADAM", "torch_foreach"),)}
@@ -97,10 +89,8 @@ SAVED: dict[str, Run] = {
     "deep two optimizers": DEEP.at(pp=2, vp=2, dp=2, tied=False, **TWO_OPTIMIZERS),
     "fp16 tp2 dp2": FP16.at(tp=2, dp=2),
     "sgd tp2 dp2": SGD.at(tp=2, dp=2),
-    "rmsprop dp4": RMSPROP.at(dp=4),
     "not begun": FP32.at(dp=4, begun=False),
     "dp4": FP32.at(dp=4, batch=12),
-    "experts ep2": EXPERTS.at(tp=2, dp=2, experts=(2, 1)),
 }
 
 
@@ -111,8 +101,7 @@ class Pair:
     saved: str  # name in `SAVED`
     run: Run  # resumes
     ways: tuple[str, ...]  # "own" for our `load`, "host" for the host's `dist_checkpointing`
-    #: Of the losses, absolute; 0.0 where all arithmetic is the same. None: it is another model, or cannot train on a
-    #: CPU, and makes no steps.
+    #: Of the losses, absolute; 0.0 where all arithmetic is the same. None: it is another model, and makes no steps.
     tolerance: float | None
 
 
@@ -138,22 +127,16 @@ PAIRS: dict[str, Pair] = {
     "gated tp to dp": Pair("mixed gated tp2 dp2", MIXED.at(dp=4, gated=True), ("host",), IN_16_BITS),
     "fp16 tp to dp": Pair("fp16 tp2 dp2", FP16.at(dp=4), ("own", "host"), IN_16_BITS),
     "sgd tp to dp": Pair("sgd tp2 dp2", SGD.at(dp=4), ("host",), IN_FP32),
-    "rmsprop dp to tp": Pair("rmsprop dp4", RMSPROP.at(tp=2, pp=2), ("host",), IN_FP32),
     "larger vocabulary": Pair("dp4", FP32.at(tp=2, dp=2, batch=12, vocabulary=136), ("own", "host"), None),
     "not begun": Pair("not begun", FP32.at(tp=2, dp=2), ("host",), IN_FP32),
-    "experts ep 2 to tp 2": Pair("experts ep2", EXPERTS.at(tp=2, dp=2, experts=(1, 2)), ("own", "host"), None),
-    "dp 4 to 3": Pair("dp4", FP32.at(dp=3, batch=12), ("own", "host"), IN_FP32),
 }
 WAYS = [(name, way) for name, pair in PAIRS.items() for way in pair.ways]
 #: Of the tensors that each rank holds after a load, where an inner optimizer keeps more or less.
 KINDS = {
     "same layout": {"main", "exp_avg", "exp_avg_sq"},
     "sgd tp to dp": {"main", "momentum_buffer"},
-    "rmsprop dp to tp": {"main", "momentum_buffer", "square_avg"},
     "not begun": {"main"},
 }
-#: Trainings that are loaded into the run that went on, as well.
-ROLLED_BACK = ("tp2 dp2", "deep two optimizers")
 
 
 # In the ranks.
@@ -194,8 +177,6 @@ class _Bench:
             for name, value in run.of_options:
                 patch.setenv(f"MEGATRON_DISTOPT_{name}", value)
             patch.setattr(self.gpt, "VOCABULARY", run.vocabulary)
-            if run.experts is not None:
-                _patch_experts(self.gpt, patch, *run.experts)
             with contextlib.closing(self.gpt.Training(run)) as training:
                 yield training
 
@@ -211,11 +192,8 @@ class _Bench:
             self.save_by_host(training, folder / "host")
             assert _differing(training, self.source(name)) == []
             head = _head(training)
-            steps = [training.step() for _ in range(MORE_STEPS if run.experts is None else 0)]
+            steps = [training.step() for _ in range(MORE_STEPS)]
             self.saved[name] = Saved(head, steps)
-            for way in ("own", "host") if name in ROLLED_BACK else ():
-                self.roll_back(training, folder / way)
-                assert [training.step() for _ in steps] == steps
 
     def source(self, name: str) -> Source:
         """What `save` wrote, read once."""
@@ -223,14 +201,6 @@ class _Bench:
             source = open_checkpoint(self.folder / name / "own")
             self.sources[name] = dataclasses.replace(source, read_box=cache(source.read_box))
         return self.sources[name]
-
-    def roll_back(self, training: Any, folder: Path) -> None:
-        """Collective: loads the state of the optimizer into the run that went on."""
-        if folder.name == "own":
-            training.optimizer.load(folder)
-        else:
-            training.optimizer.load_state_dict(self.read_by_host(training, folder)["optimizer"])
-        training.steps_taken = STEPS
 
     def resume(self, name: str, way: str) -> None:
         """Collective: loads in one of the ways and trains on."""
@@ -254,11 +224,9 @@ class _Bench:
                 self.begin_at(training, STEPS if SAVED[pair.saved].begun else 0)
                 _check_near([training.step() for _ in saved.steps], saved.steps, pair.tolerance)
 
-    def resumes(self, size: int) -> dict[str, Callable[[], None]]:
-        """Those of a world of this size."""
-        here = [(name, way) for name, way in WAYS if PAIRS[name].run.ranks == size]
-        here.sort(key=lambda pair: _layout(PAIRS[pair[0]].run))
-        return {f"{name}, {way}": partial(self.resume, name, way) for name, way in here}
+    def resumes(self) -> dict[str, Callable[[], None]]:
+        by_layout = sorted(WAYS, key=lambda pair: _layout(PAIRS[pair[0]].run))
+        return {f"{name}, {way}": partial(self.resume, name, way) for name, way in by_layout}
 
     def begin_at(self, training: Any, steps: int) -> None:
         """The hooks that gather in forward begin with the second iteration of a run."""
@@ -313,19 +281,6 @@ class _Bench:
         for key, chunk in self.chunks_by_key(training).items():
             chunk.load_state_dict(state[key])
 
-    def enters_world_of(self, size: int) -> bool:
-        """Collective: whether this rank is one of the first `size`, which are all that there are from here on."""
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        is_in = self.rank < size
-        members, rank = (size, self.rank) if is_in else (1, 0)  # a process group is taken down at the end, so have one
-        os.environ.update(WORLD_SIZE=str(members), LOCAL_WORLD_SIZE=str(members), RANK=str(rank), LOCAL_RANK=str(rank))
-        store = dist.FileStore(str(self.folder / (f"world of {size}" if is_in else f"rank {self.rank} alone")), members)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=members, timeout=timedelta(seconds=100))
-        return is_in
-
 
 def _let_the_host_write() -> None:
     """Its writer starts processes, which a daemon may not; one of them, for results, is not needed here."""
@@ -336,28 +291,6 @@ def _let_the_host_write() -> None:
 
     multiprocessing.current_process().daemon = False
     filesystem_async._results_queue = queue.Queue()
-
-
-def _patch_experts(gpt: Any, patch: pytest.MonkeyPatch, ep: int, etp: int) -> None:
-    from megatron.core import parallel_state
-
-    transformer_config, layer_spec = gpt.transformer_config, gpt.get_gpt_layer_local_spec
-
-    def config(case: Case) -> Any:
-        made = transformer_config(case)
-        made.num_moe_experts, made.moe_ffn_hidden_size = 4, made.ffn_hidden_size
-        made.expert_model_parallel_size, made.expert_tensor_parallel_size = ep, etp
-        return made
-
-    def enter_layout(case: Case) -> None:
-        parallel_state.destroy_model_parallel()
-        forget_groups()
-        sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-        parallel_state.initialize_model_parallel(case.tp, case.pp, **sizes)
-
-    patch.setattr(gpt, "transformer_config", config)
-    patch.setattr(gpt, "enter_layout", enter_layout)
-    patch.setattr(gpt, "get_gpt_layer_local_spec", lambda: layer_spec(num_experts=4))
 
 
 def _model_of(training: Any) -> WholeModel:
@@ -579,21 +512,18 @@ def _collect(rank: int, size: int, folder: str) -> dict[str, str]:
     bench = _Bench(rank, folder)
     by_layout = sorted(SAVED, key=lambda name: _layout(SAVED[name]))
     found = outcomes({f"save {name}": partial(bench.save, name) for name in by_layout})
-    parallel_state.destroy_model_parallel()  # the groups of experts
-    found |= outcomes(bench.resumes(size))
+    found |= outcomes(bench.resumes())
     parallel_state.destroy_model_parallel()
     found |= outcomes({name: partial(check, bench) for name, check in OTHERS.items()})
-    if bench.enters_world_of(3):
-        found |= outcomes(bench.resumes(3))
     return found
 
 
 OTHERS = {"views and one text": _views_and_one_text, "refusals": _refusals, "legacy": _legacy}
 
 
-def _layout(run: Run) -> tuple[bool, int, int, int]:
-    """Equal ones one after the other share their process groups, which are slow to make. Experts come last."""
-    return run.experts is not None, run.tp, run.pp, run.vp
+def _layout(run: Run) -> tuple[int, int, int]:
+    """Equal ones one after the other share their process groups, which are slow to make."""
+    return run.tp, run.pp, run.vp
 
 
 @pytest.fixture(scope="module")
@@ -608,5 +538,4 @@ NAMES = [*(f"save {name}" for name in SAVED), *(f"{name}, {way}" for name, way i
 def test_checkpoint_when_the_layout_is_another_then_state_params_and_curve_are_the_saved_ones(
     name: str, by_rank: list[dict[str, str]]
 ) -> None:
-    ranks = next((pair.run.ranks for each, pair in PAIRS.items() if name.startswith(f"{each}, ")), RANKS)
-    assert [found[name] for found in by_rank[:ranks]] == [""] * ranks
+    assert [found[name] for found in by_rank] == [""] * RANKS

@@ -196,16 +196,6 @@ def _method_of_other_code() -> None:
             pass
 
 
-def _undone() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-    before = DistributedOptimizer.__init__, ChainedOptimizer.__init__
-    with _installed():
-        assert not set(before) & {DistributedOptimizer.__init__, ChainedOptimizer.__init__}
-    assert before == (DistributedOptimizer.__init__, ChainedOptimizer.__init__)
-
-
 def _not_used() -> None:
     """A run whose flag the host has reset, as its arguments do for Muon: one line on rank 0 says so."""
     from megatron_distopt import DistOptConfig
@@ -242,15 +232,10 @@ def _same_as_own() -> None:
     assert ours["losses"] != pytest.approx(own["losses"], rel=1e-3)
 
 
-def _switched_off() -> None:
-    assert _with_factory(_copied, switch="0")["kinds"] == ["megatron"]
-
-
 #: Until 0.11 a factory without the flag constructs nothing of which a copy of it could be told.
 CHAINS_ALWAYS = core_mentions("optimizer/optimizer.py", "grads_states_parallel_group_is_shared")
 CHECKS: dict[str, Callable[[], None]] = {
     "copied and wrapped": _same_as_own,
-    "switched off": _switched_off,
     "subclass": _refused(_subclass, ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
     "chained with another": _refused(_mixed_chain, ConfigError, "FP32Optimizer", "adam or sgd"),
     "method of other code": _refused(
@@ -265,7 +250,6 @@ CHECKS: dict[str, Callable[[], None]] = {
         "_Stateless",
         "Drop --distopt-adam",
     ),
-    "undone": _undone,
     "not used": _not_used,
 }
 if CHAINS_ALWAYS:

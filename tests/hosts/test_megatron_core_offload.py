@@ -28,12 +28,10 @@ SIZE = 2
 CASES = {
     "bf16": Case("distopt", dp=SIZE, precision="bf16"),
     "fp32": Case("distopt", dp=SIZE, precision="fp32"),
-    "tensor parallel": Case("distopt", tp=SIZE, precision="bf16"),
 }
 #: State in other forms than fp32, by name: variables that ask for it.
 FORMS = {
     "remainder and int8": {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"},
-    "bf16 alone": dict.fromkeys(("MAIN_PARAMS_DTYPE", "EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE"), "bfloat16"),
     "float16 and fp8": {"MAIN_PARAMS_DTYPE": "float16", "EXP_AVG_SQ_DTYPE": "float8_e4m3fn"},
 }
 

@@ -1,8 +1,8 @@
 """State in low precision in both Megatrons: what users do with remainders, and checkpoints that cross precisions.
 
 A user's program with main params as remainders has the effect that it has with fp32 main params, or is refused. A
-training at tensor-parallel size 2 or 1 is saved in one precision, and resumed at the other size in another one; what
-each of two ranks owns after the load is compared with the saved tensors of the whole model.
+training of a fork of 2023 at tensor-parallel size 2 or 1 is saved in one precision, and resumed at the other size in
+another one; what each of two ranks owns after the load is compared with the saved tensors of the whole model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_distopt.checkpoint.source import Source, open_checkpoint
+from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.whole_model import WholeModel, owned_pieces
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from tests.checkpoint.test_precision_resume import ERRORS, PRECISIONS
@@ -39,11 +39,6 @@ def _write_data(user: Any) -> None:
         param.data.mul_(0.5)
 
 
-def _write_to_a_view(user: Any) -> None:
-    for param in user.params.values():
-        param.data.view(-1)[:1].zero_()
-
-
 def _read_and_keep_data(user: Any) -> None:
     """As a host that logs the norm of the params; more often than aliases are held."""
     user.noted["norm"] = sum(float(param.data.float().norm()) for param in user.params.values() for _ in range(20))
@@ -55,13 +50,11 @@ def _freeze_and_edit_the_groups(user: Any) -> None:
     promises.edit_the_groups(user)
 
 
-def _change_and_fail(change: Act, *, reloads: bool = False) -> Act:
+def _change_and_fail(change: Act) -> Act:
     def act(user: Any) -> None:
         change(user)
         nowhere = "/nowhere/mp_rank_00/distrib_optim.pt"
         user.noted["load"] = promises.raised(lambda: user.optimizer.load_parameter_state(nowhere))
-        if reloads:
-            user.optimizer.reload_model_params()
 
     return act
 
@@ -70,19 +63,14 @@ def _change_and_fail(change: Act, *, reloads: bool = False) -> Act:
 PROGRAMS: dict[str, Act] = {
     "changes weights": promises.halve,
     "changes them by .data": _write_data,
-    "changes a view of them by .data": _write_to_a_view,
     "changes them before a load that fails": _change_and_fail(promises.halve),
-    "changes them by .data before a load that fails": _change_and_fail(_write_data),
-    "changes them and reloads": promises.halve_and_reload,
-    "changes them before a load that fails and reloads": _change_and_fail(promises.halve, reloads=True),
     "a load fails": _change_and_fail(bool),
     "reads them by .data and keeps it": _read_and_keep_data,
     "freezes and edits options": _freeze_and_edit_the_groups,
 }
-REFUSED = tuple(name for name in PROGRAMS if name.startswith("changes") and not name.endswith("reloads"))
+REFUSED = tuple(name for name in PROGRAMS if name.startswith("changes"))
 #: By program, the one that comes to the same with fp32 main params, where that is another.
 ALIKE = dict.fromkeys(("a load fails", "reads them by .data and keeps it"), "nothing")
-ALIKE |= {"changes them before a load that fails and reloads": "changes them and reloads"}
 
 
 @dataclass(frozen=True)
@@ -203,33 +191,6 @@ def _compare(model: WholeModel, source: Source) -> Loaded:
     return Loaded(numels, errors, num_wrong, [])
 
 
-def resume_core(rank: int, size: int, folder: str) -> Found:
-    """Collective."""
-    from tests.hosts import test_megatron_core_checkpoints as checkpoints_core  # of another package named megatron
-
-    bench, saved, loaded = checkpoints_core._Bench(rank, folder), {}, {}
-    num_saved, num_more = checkpoints_core.STEPS, checkpoints_core.MORE_STEPS
-
-    def run(name: str, tp: int) -> Any:
-        options = tuple((option.upper(), value) for option, value in vars(PRECISIONS[name]).items())
-        return checkpoints_core.BF16.at(tp=tp, dp=2 // tp, of_options=options)
-
-    for name, tp in SAVED:
-        with bench.training(run(name, tp)) as training:
-            for _ in range(num_saved):
-                training.step()
-            training.optimizer.save(bench.folder / f"{name} {tp}")
-            saved[name, tp] = [training.step().loss for _ in range(num_more)]
-    for resume in RESUMES:
-        with bench.training(run(resume.loaded, resume.other_tp)) as training:
-            training.optimizer.load(bench.folder / resume.folder)
-            compared = _compare(checkpoints_core._model_of(training), open_checkpoint(bench.folder / resume.folder))
-            bench.begin_at(training, num_saved)
-            losses = [training.step().loss for _ in range(num_more)]
-            loaded[resume] = dataclasses.replace(compared, losses=losses)
-    return saved, loaded
-
-
 def resume_2023(rank: int, size: int, folder: str) -> Found:
     """Collective."""
     fork, saved, loaded = reshard_2023._Fork(rank, folder), {}, {}
@@ -259,17 +220,10 @@ def _resume_2023(fork: Any, resume: Resume, words: tuple[str, ...]) -> Loaded:
     return dataclasses.replace(compared[0], losses=run.losses)
 
 
-@pytest.fixture(scope="module", params=["megatron_2023", pytest.param("megatron_core", marks=pytest.mark.long)])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     core_folder()
-    if request.param == "megatron_core":
-        from tests.hosts.test_megatron_core_checkpoints import pytestmark
-
-        for mark in pytestmark:
-            if mark.name == "skipif" and mark.args[0]:
-                pytest.skip(mark.kwargs["reason"])
-    resume = resume_2023 if request.param == "megatron_2023" else resume_core
-    return run_ranks(resume, 2, str(tmp_path_factory.mktemp("crossed")), seconds=300)
+    return run_ranks(resume_2023, 2, str(tmp_path_factory.mktemp("crossed")), seconds=300)
 
 
 def _allowed(kind: str, saved: Precision, loaded: Precision) -> float:

@@ -169,23 +169,6 @@ def _two_optimizers(rank: int, *, apart: bool, overlap: bool = True) -> tuple[st
     return text, [param.detach().clone() for model in models for param in model.parameters()]
 
 
-def _unfrozen(rank: int, *, overlap: bool) -> list[Tensor]:
-    """A layer begins to train in a step in which buckets of the others are under way before the step."""
-    torch.manual_seed(0)
-    model = Net()
-    model.layers[1].requires_grad_(False)
-    config = dataclasses.replace(CONFIG, overlap_grad_reduce=overlap)
-    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01), config)
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            model.layers[1].requires_grad_(True)
-        optimizer.zero_grad()
-        model(torch.full((4, WIDTH), 1.0 + rank + step), _usual(0, 0), "").backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-    return [param.detach().clone() for param in model.parameters()]
-
-
 def _collect(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
@@ -193,7 +176,6 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
         same = all(torch.equal(*pair) for pair in zip(with_it.params, without.params, strict=True))
         found[name] = same, with_it.early
     found["dropped"] = _dropped(rank)
-    found["unfrozen"] = [_unfrozen(rank, overlap=overlap) for overlap in (True, False)]
     found["two in two groups"] = [_two_optimizers(rank, apart=True, overlap=overlap) for overlap in (True, False)]
     found["two in one group"], _ = _two_optimizers(0, apart=False)
     return found
@@ -218,13 +200,6 @@ def test_overlap_when_gradients_have_come_before_then_their_buckets_go_before_th
 
 def test_overlap_when_no_step_follows_then_the_gradients_are_gone(found: list[dict[str, Any]]) -> None:
     assert [each["dropped"] for each in found] == [True] * RANKS
-
-
-def test_overlap_when_a_layer_is_unfrozen_while_buckets_are_under_way_then_every_bit_is_the_same(
-    found: list[dict[str, Any]],
-) -> None:
-    for each in found:
-        assert all(torch.equal(*pair) for pair in zip(*each["unfrozen"], strict=True))
 
 
 def test_overlap_when_two_optimizers_have_groups_of_their_own_then_ranks_may_begin_with_either(

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import profile
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import CommLog, CommTime, Marker, mark_with
+from megatron_distopt.comm import Marker, mark_with
 from megatron_distopt.comm.pending import _markers
 from tests.support.spawn import run_ranks
 
@@ -93,15 +93,3 @@ def test_log_when_asked_for_then_the_first_rank_says_what_was_hidden(found: list
     assert len(lines) == 2
     assert all("reduce-scatter" in line and "all-gather" in line and "exposed" in line for line in lines)
     assert not [line for line in found[1]["lines"] if "communication" in line]
-
-
-def test_log_when_a_backend_does_not_say_its_time_then_what_was_waited_for_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO, logger="megatron_distopt"):
-        log = CommLog(1)
-        log.step(CommTime(None, 0.002), CommTime(0.25, 0.05) + CommTime(0.25, 0.0))
-    assert caplog.messages == [
-        "communication of step 1: reduce-scatter 2.0 ms exposed; "
-        "all-gather 500.0 ms, of which 50.0 exposed and 450.0 hidden"
-    ]

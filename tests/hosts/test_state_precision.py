@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
-from itertools import product
 
 import pytest
 import torch
@@ -22,10 +21,7 @@ from tests.support.mini_fork import MiniFork
 from tests.support.spawn import run_ranks
 
 HOSTS = ("torch", "megatron_2023", "megatron_core")
-FORMS = ("float32", "remainder", "bfloat16", "float16")
-MOMENTS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FULL = Precision()
-ALL = tuple(Precision(form, moment, moment) for form, moment in product(FORMS, MOMENTS))
 IN_A_MEGATRON = (
     FULL,
     Precision("remainder", "bfloat16", "int8"),
@@ -182,14 +178,3 @@ def test_training_when_state_is_kept_in_low_precision_then_it_follows_that_of_fp
     for precision in remainders:  # equal to the bit
         assert _are_equal(trained[precision], trained[replace(precision, main_params_dtype="float32")]), precision
     assert len({each.losses for each in trained.values()}) == len(trained) - len(remainders)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("host", HOSTS)
-def test_training_when_every_combination_of_precisions_is_tried_then_it_follows_that_of_fp32(host: str) -> None:
-    trained = run_ranks(train_all, 2, host, ALL, seconds=1200)[0]
-    for precision in ALL:
-        differences = zip(trained[precision].losses, trained[FULL].losses, strict=True)
-        assert max(abs(one - other) for one, other in differences) < TOLERANCE, precision
-        if precision.main_params_dtype == "remainder":
-            assert _are_equal(trained[precision], trained[replace(precision, main_params_dtype="float32")]), precision

@@ -176,41 +176,12 @@ def test_torchrun_when_there_are_two_nodes_then_a_fork_of_2023_trains_to_the_bit
     assert [row["loss"] for row in rows] == [row["loss"] for row in on_one[0]][3:]
 
 
-def test_checkpoint_when_two_nodes_saved_it_then_one_node_goes_on(nodes: Nodes, tmp_path: Path) -> None:
-    flags = "--global-batch-size 8 --micro-batch-size 1 --train-iters 6 --save-interval 3 --lr-decay-style constant"
-    common = (*_RUNNER, "pretrain.py", *_FORK, *flags.split())
-    saved = _on_both(nodes, [*common, "--save", str(tmp_path / "kept"), "--curves", str(tmp_path / "all.json")])
-    assert saved.status == (0, 0), saved.output
-    (tmp_path / "kept" / "latest_checkpointed_iteration.txt").write_text("3")
-    resumed = _on_one([*common, "--load", str(tmp_path / "kept"), "--curves", str(tmp_path / "rest.json")], ranks=2)
-    assert resumed.status == (0,), resumed.output
-    whole, rest = (json.loads((tmp_path / name).read_text())["iterations"] for name in ("all.json", "rest.json"))
-    # In bf16 a sum over two ranks and one over four round differently.
-    losses = [[row["loss"] for row in rows][-3:] for rows in (whole, rest)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
 def test_torchrun_when_there_are_two_nodes_then_megatron_core_trains_to_the_bit_as_on_one(nodes: Nodes) -> None:
     two, one = _on_both(nodes, [str(_CORE_SCRIPT), *_CORE]), _on_one([str(_CORE_SCRIPT), *_CORE])
     assert two.status == (0, 0), two.output
     lines = [re.findall(r"iteration +\d+ \| loss .*", each.output) for each in (two, one)]
     assert len(lines[0]) == 5
     assert lines[0] == lines[1]
-
-
-def test_torchrun_when_the_package_is_switched_off_on_one_node_then_the_other_names_its_ranks(nodes: Nodes) -> None:
-    words = [*_RUNNER, "pretrain.py", "--use-distributed-optimizer"]
-    ended = _on_both(nodes, words, of_node={1: {"MEGATRON_DISTOPT": "0", "MINI_FORK_NATIVE": "1"}})
-    assert "megatron_distopt is not used on rank 2 (MEGATRON_DISTOPT=0), rank 3 (MEGATRON_DISTOPT=0)" in ended.output
-    assert all(ended.status)
-
-
-def test_gradient_when_not_finite_on_a_rank_of_the_other_node_then_it_is_named_on_both(nodes: Nodes) -> None:
-    words = [*_RUNNER, "pretrain.py", *_FORK, "--nan-at", "2", "3"]
-    processes = _start_on_both(nodes, words, {})
-    outputs = [_ended([process]).output for process in processes]
-    assert all(process.returncode for process in processes)
-    assert all(re.search(r"rank 3\b", output) for output in outputs), "".join(outputs)
 
 
 def test_rank_when_killed_on_one_node_then_the_other_node_names_it(nodes: Nodes, tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from tests.support.cases import Case, Curve
 from tests.support.core_version import core_mentions
-from tests.support.spawn import run_ranks
 
 EXACT = Case("distopt", steps=3, clip_grad=1e9, lr=0.01)
 BF16 = EXACT.of(precision="bf16")
@@ -72,71 +70,3 @@ def exact_training(case: Case, **options: str) -> Iterator[Any]:
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The largest difference of any element."""
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
-
-
-Compared = tuple[float, list[float], list[float]]
-
-
-def compared(ours: Curve, whole: Curve) -> Compared:
-    """How far the params are apart, and both losses."""
-    return distance(ours.params, whole.params), ours.losses, whole.losses
-
-
-def assert_equal(found: Sequence[Compared], num_ranks: int) -> None:
-    """Asserts that all ranks found two curves equal to the bit, and that something was trained."""
-    assert len(found) == num_ranks
-    for apart, ours, whole in found:
-        assert apart == 0.0, f"{apart}, losses {ours}, and {whole}"
-        assert ours == whole
-        assert ours[-1] != ours[0]
-
-
-def crossed(case: Case, options: Mapping[str, str], folder: str, *, with_head: bool) -> list[tuple[bool, list[float]]]:
-    """Collective: from Adam to the optimizer of the options and back: whether params stay, and losses thereafter."""
-    found = []
-    for number, (saves, loads) in enumerate((({}, options), (options, {}))):
-        with exact_training(case, **saves) as training:
-            training.step()
-            training.optimizer.save(f"{folder}/crossed{number}")
-            params, head = training.params(), training.optimizer.state_dict()
-        with exact_training(case, **loads) as training:
-            if with_head:
-                training.optimizer.load_state_dict(head)
-            training.optimizer.load(f"{folder}/crossed{number}")
-            is_same = distance(training.params(), params) == 0.0
-            training.steps_taken = 1
-            found.append((is_same, [training.step().loss for _ in range(3)]))
-    return found
-
-
-def assert_learns(found: Sequence[Sequence[tuple[bool, list[float]]]]) -> None:
-    """Asserts, of all ranks, that params stayed in `crossed` and that the loss falls."""
-    for is_same, losses in (one for of_rank in found for one in of_rank):
-        assert is_same
-        assert losses[-1] < 4.9, losses
-
-
-def in_worlds_of_two_and_four(collect: Callable[..., Any], folder: Path) -> dict[Any, list[Any]]:
-    """What the ranks of both worlds have collected, by name."""
-    found: dict[Any, list[Any]] = {}
-    for size in (2, 4):  # with a time limit for a machine that does other things as well
-        for of_rank in run_ranks(collect, size, str(folder), seconds=300, core=True):
-            for name, value in of_rank.items():
-                found.setdefault(name, []).append(value)
-    return found
-
-
-def refusals(
-    trainings: Mapping[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]],
-) -> dict[str, str]:
-    """Collective: the message with which each begins, by name; what it should have in it is not looked at."""
-    from megatron_distopt.errors import DistOptError
-
-    found = {}
-    for name, (_, start) in trainings.items():
-        try:
-            with start():
-                found[name] = "accepted"
-        except DistOptError as error:
-            found[name] = str(error)
-    return found
