@@ -172,20 +172,6 @@ def test_save_when_one_is_under_way_then_it_waits_for_it(training: Training, gat
     assert training.read(tmp_path / "second") == 2
 
 
-def test_save_when_it_goes_to_the_same_folder_then_the_checkpoint_before_is_there_until_the_new_one_is(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training.save(1)
-    training.saver.finish()
-    gate = Gate(monkeypatch)
-    training.save(2)
-    assert gate.reached.wait(SECONDS)
-    assert training.read() == 1
-    gate.opened.set()
-    training.saver.finish()
-    assert training.read() == 2
-
-
 @pytest.mark.parametrize("call", ["write", "replace"])
 def test_save_when_the_disk_fails_then_the_next_call_raises_and_the_checkpoint_before_stays(
     call: str, training: Training, monkeypatch: pytest.MonkeyPatch
@@ -264,24 +250,6 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
     other.save(4)
     other.saver.finish()
     assert training.read() == 4
-
-
-def test_memory_for_the_copy_when_it_is_large_enough_then_used_again(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    make = Staging.__init__
-
-    def counted(staging: Staging, nbytes: int, device: torch.device) -> None:
-        made.append(nbytes)
-        make(staging, nbytes, device)
-
-    monkeypatch.setattr(Staging, "__init__", counted)
-    for number in (1, 2, 3):
-        training.save(number)
-    training.saver.finish()
-    assert len(made) == 1
-    assert training.read() == 3
 
 
 # The end of the process.

@@ -25,8 +25,6 @@ from tests.support.simulated import Param, World
 from tests.support.stored import TINY, Numbered, leftovers, number_in, savings
 
 CALLS = ("make_folder", "create", "write", "sync", "replace", "remove", "sync_folder")
-#: Of which every tensor-parallel rank writes a part.
-CUT = (Param("w", (6, 4), dim=0), Param("norm", (3,), decays=False))
 ONE_RANK = Group(None, 0, 1)
 #: Writes are many and alike: every so many of them is tried, and all other calls.
 EVERY_WRITE = 40
@@ -158,31 +156,6 @@ def test_first_save_when_killed_then_there_is_no_checkpoint_or_a_whole_one(
         assert leftovers(place) == set()
 
 
-def test_rank_when_killed_while_it_writes_then_the_old_checkpoint_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = 2
-    monkeypatch.setattr("megatron_distopt.checkpoint.save._SECONDS_TO_APPEAR", 0.0)
-    four = Numbered(World.of(CUT, dp=2, tp=2))
-    four.save(tmp_path, 1)
-    before = sorted(tmp_path.iterdir())
-    four.become(2)
-    by_rank = savings(four.world, tmp_path, new_save_id())
-    parts = []
-    for each in by_rank:
-        contribution = contribution_of(four.world.ranks[each.rank].model)
-        if each.rank == rank:
-            assert os.WIFSIGNALED(killed(lambda each=each, what=contribution: each.write(what), 30))
-        else:
-            parts.append(each.write(contribution))
-    with pytest.raises(CheckpointError, match=f"no file of rank {rank} to be seen. Must be on a disk that all 4 ranks"):
-        by_rank[0].commit(parts[0])
-    assert number_in(tmp_path, World.of(CUT)) == 1
-    by_rank[0].abandon()
-    assert sorted(tmp_path.iterdir()) == before
-    assert number_in(tmp_path, World.of(CUT)) == 1
-
-
 @dataclass
 class Durable:
     """What of a folder is on the disk: contents that were synced, and names as of the last sync of the folder.
@@ -272,14 +245,6 @@ def test_folder_when_made_for_a_save_then_its_name_is_on_the_disk(
     assert len(synced) == 2
 
 
-def test_file_when_writing_it_fails_then_it_is_gone(tmp_path: Path) -> None:
-    """At once: the first rank clears up what the others left only where it can."""
-    with pytest.raises(_Interrupt), disk.written(tmp_path / "file") as file:
-        disk.write(file, b"x")
-        raise _Interrupt
-    assert not (tmp_path / "file").exists() and file.closed
-
-
 class _Interrupt(KeyboardInterrupt):
     """Ours, so that a person's own is not mistaken for it."""
 
@@ -344,29 +309,6 @@ def test_save_when_a_rank_dies_just_after_the_commit_then_the_new_checkpoint_sta
     assert number_in(tmp_path, reader) == 2
 
 
-def test_save_when_its_id_was_there_before_then_the_old_checkpoint_stays(
-    tmp_path: Path, reader: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Numbered(World.of(TINY, dp=2)).save(tmp_path, 1)
-    before = sorted(tmp_path.iterdir())
-    save_id = read_manifest(tmp_path).save_id
-    four = Numbered(World.of(TINY, dp=4)).become(2)
-    by_rank = savings(four.world, tmp_path, save_id)
-    for rank in (3, 2):
-        by_rank[rank].write(contribution_of(four.world.ranks[rank].model))
-    with pytest.raises(CheckpointError) as caught:
-        by_rank[0].write(contribution_of(four.world.ranks[0].model))
-    file = tmp_path / f"{save_id}-00000.distcp"
-    assert_says(
-        str(caught.value),
-        f"Invalid file {file}: [Errno 17] File exists: '{file}'. Must be writable. "
-        "Free space there, or save elsewhere; the last checkpoint is untouched.",
-    )
-    by_rank[0].abandon()
-    assert sorted(tmp_path.iterdir()) == before
-    assert number_in(tmp_path, reader) == 1
-
-
 def test_save_when_fewer_ranks_save_then_no_file_of_the_others_is_left(tmp_path: Path, reader: World) -> None:
     Numbered(World.of(TINY, dp=4)).save(tmp_path, 1)
     Numbered(World.of(TINY, dp=1)).save(tmp_path, 2)
@@ -390,29 +332,6 @@ def test_withdraw_when_the_manifest_is_damaged_then_nothing_is_removed(tmp_path:
     before = sorted(tmp_path.iterdir())
     withdraw(tmp_path, save_id)
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_commit_when_the_folder_was_removed_and_taken_by_another_run_then_that_one_stays(
-    tmp_path: Path, reader: World
-) -> None:
-    place, one = tmp_path / "checkpoint", Numbered(World.of(TINY)).become(1)
-    disk.make_folder(place)
-    first = savings(one.world, place, new_save_id(), disk.lock(lock_file(place)))[0]
-    part = first.write(contribution_of(one.world.ranks[0].model))
-    for path in place.iterdir():
-        path.unlink()
-    place.rmdir()
-    Numbered(World.of(TINY)).save(place, 2)
-    with pytest.raises(CheckpointError) as caught:
-        folder.commit(place, [part])
-    assert_says(
-        str(caught.value),
-        f"Invalid file {place / part.files[0].name}: not there. "
-        f"Must have the {part.files[0].nbytes} bytes that its rank wrote. Let nothing else write or remove there.",
-    )
-    first.abandon()
-    first.release()
-    assert number_in(place, reader) == 2 and leftovers(place) == set()
 
 
 def test_commit_when_a_file_was_cut_off_meanwhile_then_it_is_named_and_the_old_checkpoint_stays(

@@ -10,9 +10,8 @@ import os
 import pickle
 import random
 import signal
-import subprocess
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +110,8 @@ def tensor_is(index: int, value: object) -> Break:
     return edited(lambda body: body["tensors"]["main/w"].__setitem__(index, value))
 
 
-def twice_and_missing(body: dict[str, Any]) -> None:
-    """As many elements are there twice as are missing: their sum does not say so."""
-    chunks = body["tensors"]["main/w"][2]
-    assert [chunk[:2] for chunk in chunks[-2:]] == [[[2, 2], [1, 1]], [[3, 0], [2, 3]]]
-    chunks[-2:] = [[[1, 0], [1, 1], *chunks[-2][2:]], chunks[-1]]
-
-
 def second_file_longer(nbytes: int) -> Break:
     return lambda folder: os.truncate(files_of(folder)[1], files_of(folder)[1].stat().st_size + nbytes)
-
-
-def second_file_is(content: Callable[[int], bytes]) -> Break:
-    """Bytes for the number of bytes that there are."""
-    return lambda folder: files_of(folder)[1].write_bytes(content(files_of(folder)[1].stat().st_size))
 
 
 def first_tensor_is(content: bytes) -> Break:
@@ -189,10 +176,6 @@ BROKEN: dict[str, tuple[Break, str]] = {
         second_file_longer(-1),
         f"Invalid file SECOND: {{-1}} bytes. Must have {{0}}. {DAMAGED}",
     ),
-    "a file is a pickle of its size": (
-        second_file_is(lambda nbytes: pickle.dumps(Evil()).ljust(nbytes, b".")),
-        "Invalid file SECOND: CRC-32",
-    ),
     "no manifest": (
         lambda folder: (folder / "manifest.json").unlink(),
         "Invalid checkpoint FOLDER: no finished checkpoint. Must hold manifest.json. "
@@ -213,8 +196,6 @@ BROKEN: dict[str, tuple[Break, str]] = {
         f"file name {name!r}": (file_renamed(name), in_manifest(NO_NAME.format(shown)))
         for name, shown in {
             "../elsewhere": "../elsewhere",
-            "a\\b": "a\\\\\\\\b",
-            "a\0b": "a\\\\x00b",
             ".metadata": ".metadata",
             "": "",
         }.items()
@@ -227,10 +208,6 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "a chunk outside of the shape": (chunk_is(0, [4, 0]), in_manifest(OUTSIDE)),
     "a chunk outside of the file": (chunk_is(4, 10**9), in_manifest("ValueError('main/w lies outside of NAME1')")),
     "a chunk in file -1": (chunk_is(2, -1), in_manifest("ValueError('main/w lies outside of NAME2')")),
-    "elements twice and others missing": (
-        edited(twice_and_missing),
-        in_manifest(OVERLAP.replace("sizes=(2, 1)", "sizes=(1, 1)")),
-    ),
     "a chunk is missing": (
         edited(lambda body: body["tensors"]["exp_avg/w"][2].pop(0)),
         "Invalid tensor 'exp_avg/w' in checkpoint FOLDER: 9 elements of Box(offsets=(0, 0), sizes=(5, 3)). "
@@ -251,10 +228,6 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "a tensor is a program": (program_of_torchscript, FIRST_TENSOR),
     "a tensor is a dict": (first_tensor_is(saved({"w": 1})), OTHER_TENSOR.format("dict")),
     "a tensor has another shape": (first_tensor_is(saved(torch.zeros(3))), OTHER_TENSOR.format("torch.float32 [3]")),
-    "a tensor has another dtype": (
-        first_tensor_is(saved(torch.zeros(2).half())),
-        OTHER_TENSOR.format("torch.float16 [2]"),
-    ),
 }
 
 
@@ -272,7 +245,7 @@ def test_load_when_one_thing_is_broken_then_it_is_named_and_nothing_is_executed(
         text = text.replace(name, str(value))
     for number, path in enumerate(files, start=1):
         text = text.replace(f"NAME{number}", path.name)
-    for change in (-1, 0, 1):
+    for change in (-1, 0):
         text = text.replace(f"{{{change}}}", str(nbytes + change))
     assert_says(refused(lambda: load(folder, running), running), text)
     assert not (tmp_path / "executed").exists(), "the load has executed what a file says"
@@ -283,17 +256,6 @@ def test_evil_when_unpickled_then_it_executes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     pickle.loads(pickle.dumps(Evil()))
     assert (tmp_path / "executed").exists()
-
-
-def test_load_when_only_the_writing_of_the_manifest_differs_then_the_state_is_the_saved_one(folder: Path) -> None:
-    """Also where more lies in the folder, which is not read."""
-    edited(lambda body: None)(folder)
-    for name in ("01234567-00000.distcp", "01234567-00000.part", "notes.txt", "01234567-manifest.json.new"):
-        (folder / name).write_bytes(b"\x80")
-    (folder / ".metadata").unlink()
-    world = World.of(TINY)
-    load(folder, world)
-    assert is_same(snapshot(world), snapshot(Numbered(World.of(TINY)).become(1).world))
 
 
 def test_load_and_save_when_metadata_is_a_malicious_pickle_then_it_is_not_read(
@@ -488,84 +450,6 @@ def test_save_when_the_folder_cannot_be_made_then_it_is_named(tmp_path: Path, ru
         f"Invalid checkpoint {place}: [Errno 20] Not a directory: '{place}'. Must be writable. "
         "Free space there, or save elsewhere.",
     )
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", place], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("needs the right to mount")
-    yield place
-    subprocess.run(["umount", place], check=True)
-
-
-def test_save_when_the_disk_is_full_then_the_file_is_named_and_the_old_checkpoint_stays(small_disk: Path) -> None:
-    params = (Param("w", (416, 416)), Param("norm", (3,), decays=False))  # 2 MB
-    world, place = World.of(params), small_disk / "checkpoint"
-    place.mkdir()
-    world.save(place)
-    saved = read_manifest(place)
-    # The second tensor does not fit; or the last bytes do not, which are in a buffer until the file is synced.
-    for missing_nbytes, rule in ((1_400_000, "take 'exp_avg/w'"), (32_000, "be writable")):
-        (small_disk / "other").write_bytes(b"")
-        free = os.statvfs(small_disk)
-        room = saved.files[0].nbytes - missing_nbytes
-        (small_disk / "other").write_bytes(bytes(free.f_bavail * free.f_bsize - room))
-        text = save_refused(place, world)
-        file = text.split()[2].removesuffix(":")
-        assert_says(
-            text,
-            f"Invalid file {file}: [Errno 28] No space left on device. Must {rule}. "
-            "Free space there, or save elsewhere; the last checkpoint is untouched.",
-        )
-        assert read_manifest(place) == saved and leftovers(place) == set() and not Path(file).exists()
-        world.load(place)
-    (small_disk / "other").unlink()
-    save_checkpoint(place, world.ranks[0].model, ONE_RANK)
-    assert read_manifest(place) != saved and leftovers(place) == set()
-
-
-def test_save_when_another_process_is_saving_there_then_it_is_refused_and_the_other_unharmed(
-    folder: Path, running: World
-) -> None:
-    """The other one is held between its last file and the commit."""
-    (in_commit, tell_parent), (may_go_on, let_go) = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            make_wait_in_commit(tell_parent, may_go_on)
-            Numbered(World.of(TINY, dp=2)).save(folder, 2)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.read(in_commit, 1)
-    assert_says(
-        save_refused(folder, running),
-        f"Invalid checkpoint {folder}: another run is saving there now. Must be written by one run at a time. "
-        "Give each run a folder of its own.",
-    )
-    assert number_in(folder, World.of(TINY)) == 1
-    os.write(let_go, b"x")
-    assert os.waitpid(child, 0)[1] == 0
-    assert number_in(folder, World.of(TINY)) == 2 and leftovers(folder) == set()
-    save_checkpoint(folder, running.ranks[0].model, ONE_RANK)
-
-
-def make_wait_in_commit(tell_parent: int, may_go_on: int) -> None:
-    replace = disk.replace
-
-    def waiting(source: Path, target: Path) -> None:
-        if target.name == "manifest.json":
-            os.write(tell_parent, b"x")
-            os.read(may_go_on, 1)
-        replace(source, target)
-
-    disk.replace = waiting
 
 
 def on_two_ranks(rank: int, size: int, folder: Path, results: Path) -> None:

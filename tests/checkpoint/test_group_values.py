@@ -160,14 +160,6 @@ def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(
     assert other.ranks[0].optimizer.inner.param_groups[0]["hook"] is repr
 
 
-def test_load_when_a_manifest_is_of_the_first_version_then_it_lacks_what_came_later(tmp_path: Path) -> None:
-    World.of(MODEL, dp=2).save(tmp_path)
-    edit_manifest(tmp_path, lambda body: [body.pop(key) for key in ("earlier", "metadata")])
-    world = World.of(MODEL, filled=False)
-    world.load(tmp_path)
-    assert {float(state["step"]) for state in world.ranks[0].optimizer.inner.state.values()} == {10.0}
-
-
 def _first_layer_frozen(lr: float) -> tuple[torch.nn.Sequential, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(True)
     model[0].requires_grad_(False)

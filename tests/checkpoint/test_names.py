@@ -81,9 +81,3 @@ def test_load_when_names_are_missing_or_foreign_then_a_plain_user_is_told_no_fla
     text = str(caught.value)
     assert ("layers.0.weight" in text) != ("head" in text)
     assert "--" not in text and "start from its weights with a new optimizer" in text
-
-
-def test_load_when_the_folder_is_empty_then_a_plain_user_is_told_no_flag(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no finished checkpoint") as caught:
-        _load(tmp_path, World.of(MODEL))
-    assert "--" not in str(caught.value)

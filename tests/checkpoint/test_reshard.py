@@ -107,15 +107,6 @@ def test_save_when_made_again_from_what_was_loaded_then_it_is_the_same_state(
     assert [group.meaning for group in meant[0].groups] == [group.meaning for group in meant[1].groups]
 
 
-def test_load_when_saved_before_the_first_step_then_there_are_no_moments_and_no_count(tmp_path: Path) -> None:
-    fresh = World.of(MODEL, dp=2, step=None)
-    fresh.save(tmp_path)
-    trained = World.of(MODEL, dp=3)
-    trained.load(tmp_path)
-    assert all(not rank.optimizer.inner.state for rank in trained.ranks)
-    assert torch.equal(trained.whole("main")["scale"], fresh.whole("main")["scale"])
-
-
 def test_load_when_the_vocabulary_has_more_padding_then_the_new_rows_keep_their_values(tmp_path: Path) -> None:
     """37 rows are 40 on one tensor-parallel rank and 48 on four."""
     World.of(MODEL, dp=2).save(tmp_path)

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.manifest import name_of
-from megatron_distopt.checkpoint.source import open_checkpoint, write_checkpoint
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
 from megatron_distopt.formats import open_any
 from tests.support.cases import Case
@@ -348,7 +346,9 @@ READABLE = [(case, BY_PARAM) for case, kinds in FORMATS.items() if BY_PARAM in k
 
 
 @pytest.mark.parametrize(("case", "kind"), READABLE)
-def test_open_when_megatron_core_saved_then_every_tensor_is_the_live_one(saved: Saved, case: str, kind: str) -> None:
+def test_open_when_megatron_core_saved_then_tensors_are_the_live_ones_and_groups_those_of_its_rule(
+    saved: Saved, case: str, kind: str
+) -> None:
     source = open_any(saved.folder / case / kind)
     live = saved.live[case]
     found = {with_names_of_the_model(key): source.read(key) for key in source.tensors}
@@ -356,13 +356,7 @@ def test_open_when_megatron_core_saved_then_every_tensor_is_the_live_one(saved: 
     assert found.keys() == live.keys() and len(found) == 3 * (20 if "gated" in case else 28)
     assert [key for key in live if not torch.equal(live[key], found[key])] == []
     assert all(source.tensors[key].shape == tuple(source.read(key).shape) for key in source.tensors)
-
-
-@pytest.mark.parametrize(("case", "kind"), READABLE)
-def test_open_when_megatron_core_saved_then_groups_and_steps_are_those_of_its_rule(
-    saved: Saved, case: str, kind: str
-) -> None:
-    head = open_any(saved.folder / case / kind).head
+    head = source.head
     decaying, other = sorted(head.groups, key=lambda group: -group.options["wd_mult"])
     assert (decaying.options["wd_mult"], other.options["wd_mult"]) == (1.0, 0.0)
     assert decaying.step == other.step == STEPS
@@ -409,27 +403,3 @@ def test_load_when_names_are_missing_and_buffers_or_weights_are_others_then_refu
 ) -> None:
     for found in saved.resumed:
         assert words in found[how] and "--dist-ckpt-optim-fully-reshardable" in found[how]
-
-
-def test_write_when_the_source_is_megatron_cores_then_our_format_holds_the_same(saved: Saved, tmp_path: Path) -> None:
-    source = open_any(saved.folder.joinpath(*READABLE[0]))
-    write_checkpoint(tmp_path, source)
-    again = open_checkpoint(tmp_path)
-    assert again.head.groups == source.head.groups
-    assert all(torch.equal(again.read(key), source.read(key)) for key in source.tensors)
-
-
-@pytest.mark.skipif(
-    not IS_NEW, reason="this megatron-core writes flattened params, which torch's tool leaves as they are"
-)
-def test_read_when_torchs_own_tool_reads_it_then_it_is_the_same(saved: Saved, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    folder = saved.folder / "tp2-gated" / BY_PARAM
-    dcp_to_torch_save(folder, tmp_path / "whole.pt")
-    whole = torch.load(tmp_path / "whole.pt", weights_only=False)  # written by this test, with megatron-core's objects
-    source = open_any(folder)
-    for key in source.tensors:
-        kind, name = key.split("/")[0].replace("main", "param"), name_of(key)
-        parts = [f"optimizer.state.{kind}.{name}{part}" for part in ("", "_w", "_v")]
-        assert torch.equal(source.read(key), torch.cat([whole[part] for part in parts if part in whole]))

@@ -315,18 +315,6 @@ def test_open_when_a_file_holds_something_else_then_it_is_refused(tmp_path: Path
             read_all(name, folder)
 
 
-def test_metadata_when_it_names_a_function_then_it_is_refused(tmp_path: Path) -> None:
-    folder = save_by_param(tmp_path / "checkpoint")
-    path = folder / ".metadata"
-    path.write_bytes(pickle.dumps(Trap("true", os.system)))
-    with pytest.raises(CheckpointError) as error:
-        open_dcp(folder)
-    assert_says(
-        str(error.value),
-        f"{path}: it names posix.system. Must be the metadata of a torch checkpoint.",
-    )
-
-
 def test_metadata_when_it_names_a_file_elsewhere_then_it_is_refused(tmp_path: Path) -> None:
     folder = save_by_param(tmp_path / "checkpoint")
     path = folder / ".metadata"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.source import Source
-from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, open_any
 
 GOLDEN = os.environ.get("MEGATRON_FORK_GOLDEN", "")
@@ -99,16 +98,6 @@ def test_open_any_when_a_real_fork_was_not_distributed_then_values_are_those_of_
             assert torch.equal(source.read(f"{kind}/{each}"), inner["state"][number][kind])
 
 
-@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
-def test_open_any_when_the_same_run_was_distributed_or_not_then_each_param_has_the_same_moments(kind: str) -> None:
-    """In fp32 the two runs differ in the order in which the norm is summed, by 1e-7 of a gradient at each of ten
-    iterations; another param's moments, or this one's elsewhere, differ by their own size."""
-    plain, distributed = (open_any(_iteration(name)) for name in ("mds_plain_fp32", "mds_distopt_fp32"))
-    for key in (key for key in plain.tensors if key.startswith(f"{kind}/")):
-        one, other = plain.read(key), distributed.read(key)
-        assert float((one - other).abs().max() / one.abs().max()) < 1e-5, key
-
-
 @pytest.mark.parametrize("via", ["distopt", "plain", "per-rank"])
 @pytest.mark.parametrize("name", GATHERED)
 def test_convert_when_a_real_forks_file_goes_there_and_back_then_it_is_the_same(
@@ -137,11 +126,3 @@ def test_convert_when_a_real_forks_file_goes_there_and_back_then_it_is_the_same(
         (one == other).all() for one, other in zip(rng["np_rng_state"][1:2], saved["np_rng_state"][1:2], strict=True)
     )
     assert torch.equal(rng["torch_rng_state"], saved["torch_rng_state"])
-
-
-def test_convert_when_a_real_fork_lost_torchs_count_then_it_asks_for_it(tmp_path: Path) -> None:
-    folder = _iteration("mds_distopt_fp32_torchadam")
-    assert {group.step for group in open_any(folder).head.groups} == {None}
-    with pytest.raises(CheckpointError, match="Convert it with --resume-step N, the number of updates so far"):
-        convert(folder, tmp_path / "new", "distopt")
-    assert {group.step for group in open_any(folder, resume_step=10).head.groups} == {10}

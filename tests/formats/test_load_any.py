@@ -93,9 +93,3 @@ def test_load_when_a_tensor_is_damaged_then_refused_and_nothing_is_changed(torch
         load_any(damaged, world.ranks[0].model, ALONE)
     after = {kind: world.whole(kind) for kind in KINDS}
     assert all(torch.equal(before[kind][name], after[kind][name]) for kind in KINDS for name in before[kind])
-
-
-def test_load_when_nothing_is_there_then_refused_with_the_path(tmp_path: Path) -> None:
-    world = World.of(MODEL)
-    with pytest.raises(CheckpointError, match="nowhere does not exist"):
-        load_any(tmp_path / "nowhere", world.ranks[0].model, ALONE)
