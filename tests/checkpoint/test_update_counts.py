@@ -91,7 +91,7 @@ def _check_same(world: World) -> None:
                 assert torch.equal(piece.view(tensor), wanted), f"{kind} of {param.name}"
 
 
-@pytest.mark.parametrize(("here", "there"), zip(LAYOUTS, [*LAYOUTS][2:] + [*LAYOUTS][:2], strict=True))
+@pytest.mark.parametrize(("here", "there"), [*zip(LAYOUTS, [*LAYOUTS][2:] + [*LAYOUTS][:2], strict=True)])
 def test_load_when_params_have_counts_of_their_own_then_each_gets_its_own(
     here: str, there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
