@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.mini_fork import free_port
 
 _ROOT = Path(__file__).parents[2]
 _STAND_INS = _ROOT / "tests" / "support" / "main_line"
@@ -47,26 +48,15 @@ _WORDS = """
 
 @dataclass(frozen=True)
 class Curves:
-    """What a run left.
+    """What a run left."""
 
-    Args:
-        losses: by iteration, every bit as hexadecimal digits.
-        params: checksum of the first rank's.
-    """
-
-    losses: Mapping[int, str]
-    params: str
+    losses: Mapping[int, str]  # by iteration, every bit as hexadecimal digits
+    params: str  # checksum of the first rank's
 
     @classmethod
     def read(cls, path: Path) -> Curves:
         record = json.loads(path.read_text())
-        return cls({row["iteration"]: row["losses"]["lm loss"] for row in record["iterations"]}, record["params"])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        return cls({int(at): loss for at, loss in record["losses"].items()}, record["params"])
 
 
 def _train(tree: Path, curves: Path, *words: str, ranks: int = 2, own: bool = False) -> Curves:
@@ -84,7 +74,7 @@ def _train(tree: Path, curves: Path, *words: str, ranks: int = 2, own: bool = Fa
     torchrun = [
         str(Path(sys.executable).parent / "torchrun"),
         f"--nproc-per-node={ranks}",
-        f"--master-port={_free_port()}",
+        f"--master-port={free_port()}",
     ]
     command = [*torchrun, "-m", "megatron_distopt", "pretrain_gpt.py", *_WORDS, f"--train-iters={_ITERATIONS}", *words]
     done = subprocess.run(

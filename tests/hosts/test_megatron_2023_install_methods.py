@@ -23,7 +23,6 @@ import pytest
 import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.cli.main import main
-from megatron_distopt.config import FREE_OPTIONS
 from megatron_distopt.version import VERSION
 from tests.support.fork_worlds import raised
 from tests.support.mini_fork import FOLDER, Launched, MiniFork, TrainingRun, core_folder, launch
@@ -36,31 +35,6 @@ _FLAG, _BF16 = "--use-distributed-optimizer", "--bf16"
 _OURS = "megatron_distopt.hosts.megatron_2023.optimizer"
 _THEIRS = "megatron.optimizer.distrib_optimizer"
 _ACTIVE = f"megatron_distopt {VERSION} is active in "
-
-#: A user's script that works with other processes, which import it under another name.
-_WITH_WORKERS = """
-import multiprocessing
-import sys
-
-import pretrain as script
-import torch
-from megatron.training import pretrain
-
-
-def double(number):
-    return 2 * number
-
-
-def data(iteration):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print("workers say", pool.map(double, [2, 3]), flush=True)
-    return script.train_data(iteration)
-
-
-if __name__ == "__main__":
-    pretrain(data, script.model_provider, None, script.forward_step)
-    torch.distributed.destroy_process_group()
-"""
 
 
 @dataclass(frozen=True)
@@ -94,13 +68,13 @@ class Done:
     curves: Curves
 
 
-#: By launcher: words and environment; deepspeed starts a fork whose flags have underscores, torchrun one with workers.
+#: By launcher: flags and environment; deepspeed starts a fork whose flags have underscores.
 LAUNCHED: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "deepspeed": (
-        ("pretrain.py", "--use_distributed_optimizer", "--distopt_nonfinite", "skip"),
+        ("--use_distributed_optimizer", "--distopt_nonfinite", "skip"),
         {"MINI_FORK_FILE_LAYOUT": "per_rank", "MINI_FORK_FLAGS": "underscore"},
     ),
-    "torchrun": (("with_workers.py", _FLAG, "--distopt-nonfinite=skip"), {}),
+    "torchrun": ((_FLAG, "--distopt-nonfinite=skip"), {}),
 }
 
 
@@ -108,12 +82,10 @@ LAUNCHED: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     """Both beside each other, because each costs seconds."""
     folder = tmp_path_factory.mktemp("curves")
-    (folder / "with_workers.py").write_text(_WITH_WORKERS)
 
     def run(launcher: str) -> Done:
-        file, ((script, *flags), environment) = folder / f"{launcher}.json", LAUNCHED[launcher]
-        script = str(folder / script) if launcher == "torchrun" else script
-        words = ["-m", "megatron_distopt", script, _BF16, *flags, "--curves", str(file)]
+        file, (flags, environment) = folder / f"{launcher}.json", LAUNCHED[launcher]
+        words = ["-m", "megatron_distopt", "pretrain.py", _BF16, *flags, "--curves", str(file)]
         environment = {"MEGATRON_DISTOPT": "require", "PYTHONPATH": f"{_ROOT}{os.pathsep}{FOLDER}", **environment}
         done = launch(launcher, SIZE, words, environment=environment, seconds=240.0)
         assert file.exists(), done.output
@@ -128,16 +100,8 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the fork that asks for entry points."""
     folder = tmp_path_factory.mktemp("fork") / "mini_fork"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__", "conftest.py"))
-    done = _patch("--apply", folder)
-    assert done.startswith("applied: megatron/optimizer/__init__.py, "), done
+    assert main(["patch", "--apply", str(folder)]) == 0
     return folder
-
-
-def _patch(action: str, folder: Path) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert main(["patch", action, str(folder)]) == 0
-    return printed.getvalue()
 
 
 def by_entry_point(rank: int, size: int, patched: Path, installs: bool) -> tuple[list[Curves], str]:
@@ -294,21 +258,6 @@ def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
     ]
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
-def test_runner_when_the_fork_prints_its_arguments_then_ours_are_among_them(
-    launched: dict[str, Done], name: str
-) -> None:
-    printed = dict(re.findall(r"^  (distopt_\w+) \.+ (.*)$", launched[name].launched.output, re.MULTILINE))
-    assert printed == {f"distopt_{each}": "skip" if each == "nonfinite" else "None" for each in FREE_OPTIONS}
-
-
-def test_runner_when_the_script_has_worker_processes_then_they_work_and_do_not_announce_it(
-    launched: dict[str, Done],
-) -> None:
-    assert launched["torchrun"].launched.output.count("workers say [4, 6]") == SIZE
-    assert launched["torchrun"].launched.output.count(_ACTIVE) == 1
-
-
 def test_entry_point_when_the_fork_finds_us_then_announced_once_and_switched_off_the_forks_own_trains(
     patched: Path, ours: Curves, theirs: Curves
 ) -> None:
@@ -327,15 +276,3 @@ def test_entry_point_when_the_script_installs_with_options_then_they_count(patch
     (((curves,), printed),) = run_ranks(by_entry_point, 1, patched, True)
     assert curves.optimizers == [_OURS]
     assert "  nonfinite  skip" in _block_in(printed)
-
-
-def test_entry_point_when_taken_out_then_the_fork_is_as_it_was_to_the_byte(patched: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "fork"
-    shutil.copytree(patched, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    assert _contents(folder / "megatron") != _contents(FOLDER / "megatron")
-    assert _patch("--undo", folder).startswith("undone: megatron/optimizer/__init__.py, ")
-    assert _contents(folder / "megatron") == _contents(FOLDER / "megatron")
-
-
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.py"))}

@@ -2,8 +2,7 @@
 
 With torch's Adam and no clipping, the fork's optimizer without sharding ("plain") and ours compute the same to the last
 bit: in one bucket, and in many with communication hidden behind computation. The fork's fused Adam and its clipping
-round elsewhere than ours: what that does to a curve is measured beside what divides the fork's own plain and
-distributed optimizers, and both are printed at the end of the run.
+round elsewhere than ours: what that does to a curve is measured and printed at the end of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ AS_TORCH = (DISTRIBUTED, "--distopt-decay", "l2", "--distopt-adam", "torch_forea
 #: The model has 7,744 elements.
 OVERLAPPED = ("--distopt-bucket-size", "700", "--distopt-overlap-grad-reduce", "yes")
 BOTH = (*OVERLAPPED, "--distopt-overlap-param-gather")
-Record = Callable[[str, object], None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,6 @@ class Case:
     thirds: bool = False  # grads are multiples of 3 * 2**-8, whose sum over three ranks is divided without rounding
     repaired: bool = False  # the plain reference averages experts and sequence-parallel ranks over the right groups
     exact: bool = True  # no clipping, and torch's Adam
-    has_host: bool = False  # the fork's own distributed optimizer runs too
     overlapped: bool = False  # ours runs again in many buckets, with grads and params overlapped
     change: str = ""  # what happens to the wrapped model before its optimizer is built, see `CHANGES`
 
@@ -69,16 +66,10 @@ class Comparison:
     """Of one case on one rank."""
 
     ours_plain: Distance
-    host_plain: Distance | None
     losses: list[float]  # ours; of the rank that logs
-    num_zeros: list[int | None]  # ours
-    padding: int  # elements of our first grad buffer that belong to no param
-    is_moved: bool  # the fork's DDP has another grad buffer than it made
-    shards: int  # ranks that our first buffer is sharded over
     overlapped: Mapping[str, Distance]  # from the plain one, by what was overlapped
     early: list[int]  # by step, buckets that were under way when backward had ended
     buckets: int  # of the first buffer then
-    late: list[str]  # params in buckets of their own at the end of it
 
 
 PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 4096"}
@@ -109,7 +100,6 @@ TWO = {
     "multi-query-sequence-parallel-bf16": Case(f"--bf16 {TP2} --multi-query --sequence-parallel"),
     "frozen-bf16": Case("--bf16 --frozen-param", overlapped=True),
     "fp32-grads-fp16": Case(f"{PRECISIONS['fp16']} --accumulate-allreduce-grads-in-fp32"),
-    "constant-loss-scale-bf16": Case("--bf16 --loss-scale 1024"),
     "ulysses-fp32": Case("--ds-sequence-parallel-size 2", repaired=True, overlapped=True),
 }
 #: On four.
@@ -132,11 +122,8 @@ THREE = {
 
 #: With fused Adam and clipping, on two ranks of an gathered file.
 CLIPPED = {
-    "fp32-first": Case("--train-iters 1", exact=False),
-    "bf16-first": Case("--bf16 --train-iters 1", exact=False),
-    "fp32": Case("--train-iters 12", exact=False, has_host=True),
-    "bf16": Case("--bf16 --train-iters 12", exact=False, has_host=True),
-    "learns": Case("--bf16 --train-iters 20 --micro-batch-size 8", exact=False),
+    "fp32": Case("--train-iters 12", exact=False),
+    "bf16": Case("--bf16 --train-iters 12", exact=False),
 }
 
 
@@ -164,48 +151,29 @@ def _compare_each(fork: MiniFork, cases: dict[str, Case]) -> dict[str, Compariso
 
     of_fork = {}
     for name, case in cases.items():
-        with _thirds(fork, case), _changed(fork, case):
-            with mock.patch.object(distributed, "REPAIRED", case.repaired or distributed.REPAIRED):
-                plain = fork.train(*case.flags, ours=False)
-            theirs = fork.train(*case.flags, DISTRIBUTED, ours=False) if case.has_host else None
-        of_fork[name] = (plain, theirs)
-    return {name: _compare(fork, case, *of_fork[name]) for name, case in cases.items()}
+        repaired = mock.patch.object(distributed, "REPAIRED", case.repaired or distributed.REPAIRED)
+        with _thirds(fork, case), _changed(fork, case), repaired:
+            of_fork[name] = fork.train(*case.flags, ours=False)
+    return {name: _compare(fork, case, of_fork[name]) for name, case in cases.items()}
 
 
-def _compare(fork: MiniFork, case: Case, plain: TrainingRun, theirs: TrainingRun | None) -> Comparison:
-    made = list[Tensor]()
-
-    def noting_grad_buffers(*args: Any, **kwargs: Any) -> Any:
-        model = get_model(*args, **kwargs)
-        made.extend(memory.data for memory in _grad_buffers(model))
-        return model
-
-    early, overlapped, flags = list[int](), dict[str, Distance](), (*case.flags, *AS_TORCH)
+def _compare(fork: MiniFork, case: Case, plain: TrainingRun) -> Comparison:
+    early, overlapped, flags, buckets = list[int](), dict[str, Distance](), (*case.flags, *AS_TORCH), 1
     with _thirds(fork, case), _changed(fork, case):
         if case.overlapped:
             with slow_gathers(), _noting_early(early):
                 both = fork.train(*flags, *BOTH)
             overlapped["both"] = _distance(both, plain)
-            layout = both.optimizer.grad_buffers[0].plan.layout
+            buckets = len(both.optimizer.grad_buffers[0].plan.layout.buckets)
             if case.words == "--bf16" and not case.change:
                 overlapped["grads"] = _distance(fork.train(*flags, *OVERLAPPED), plain)
-        get_model = fork.training.get_model
-        with mock.patch.object(fork.training, "get_model", noting_grad_buffers):
-            ours = fork.train(*(flags if case.exact else (*case.flags, DISTRIBUTED)))
-    buffer = ours.optimizer.grad_buffers[0]
-    layout = layout if case.overlapped else buffer.plan.layout
+        ours = fork.train(*(flags if case.exact else (*case.flags, DISTRIBUTED)))
     return Comparison(
         ours_plain=_distance(ours, plain),
-        host_plain=None if theirs is None else _distance(theirs, plain),
         losses=ours.losses,
-        num_zeros=[each.num_zeros for each in ours.iterations],
-        padding=buffer.plan.layout.numel - buffer.plan.layout.buckets[-1].numel_unpadded,
-        is_moved=any(memory.data is not own for memory, own in zip(_grad_buffers(ours.model), made, strict=True)),
-        shards=buffer.plan.group.size,
         overlapped=overlapped,
         early=early,
-        buckets=len(layout.buckets),
-        late=[slot.name for slot in layout.slots if slot.bucket == len(layout.buckets) - 1],
+        buckets=buckets,
     )
 
 
@@ -266,10 +234,6 @@ def _in_thirds(grad: Tensor) -> Tensor:
     return ((grad.float() * (2**8 / 3)).round().clamp(-85, 85) * 3 / 2**8).to(grad)
 
 
-def _grad_buffers(model: Any) -> list[Any]:
-    return list(model[0]._grad_buffers.values())
-
-
 def _distance(ours: TrainingRun, theirs: TrainingRun) -> Distance:
     pairs = [(param, theirs.params[name]) for name, param in ours.params.items()]
     rows = list(zip(ours.iterations, theirs.iterations, strict=True))
@@ -302,10 +266,7 @@ class Norms:
 #: Flags by name. Nothing but the data-parallel average may happen to a gradient after the backward pass, so embeddings
 #: are not tied over stages.
 NORMS = {
-    "fp32-norms": "--bf16 --fp32-norms",
     "fp16": PRECISIONS["fp16"],
-    "tp2": f"--bf16 {TP2}",
-    "pp2": PP2,
     "experts": f"--bf16 {EXPERTS}",
 }
 
@@ -400,83 +361,36 @@ def test_grads_when_overlapped_then_from_the_second_step_on_all_buckets_go_befor
         assert TWO[name].change or (len(comparison.early), comparison.early[0]) == (4, 0)
 
 
-@pytest.mark.parametrize("name", ["pp2-dp2-bf16", "tp2-dp2-bf16"])
-def test_grads_when_the_host_adds_to_some_after_backward_then_those_alone_wait_in_buckets_of_their_own(
-    name: str, four: Results
-) -> None:
-    for comparison in (found[name] for found in four):
-        assert all(0 < number < comparison.buckets for number in comparison.early[1:])
-    late = {param for found in four for param in found[name].late}
-    embeddings = {"language_model.embedding.word_embeddings.weight", "word_embeddings.weight"}
-    assert late == embeddings if name.startswith("pp2") else all("norm" in each or "bias" in each for each in late)
-
-
-@pytest.mark.parametrize("name", THREE)
-def test_buffer_when_the_ranks_do_not_divide_it_then_it_is_padded_and_moves_where_the_fork_pads_for_one_rank(
-    three: Results, name: str
-) -> None:
-    assert all(found[name].padding > 0 and found[name].shards == 3 for found in three)
-    assert all(found[name].is_moved is name.startswith("ulysses") for found in three)
-
-
-@pytest.mark.parametrize("name", ["dp2-fp32", "dp2-bf16", "sequence-parallel-fp32", "untied-pp2-fp32"])
-def test_zeros_when_counted_then_they_are_the_forks_and_there_are_some(two: Results, name: str) -> None:
-    logged = next(found[name].num_zeros for found in two if found[name].num_zeros)
-    assert all(zeros is not None and zeros > 100 for zeros in logged), logged
-    assert all(found[name].ours_plain.zeros for found in two)
-
-
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two curves of twelve iterations may be apart, and two params after the first."""
+    """How far two curves of twelve iterations may be apart."""
 
     loss: float  # absolute; the losses are about 4
     norm: float  # relative
-    first_param: float  # absolute, after one update
 
 
 TOLERANCES = {
     # Ours averages, unscales and clips in one division and fuses the terms of the update, the fork multiplies and adds
-    # one after the other: an ulp of fp32 (5e-7 at a loss of 4) each step. The first update moves a param near 1 by
-    # lr = 1e-2: an ulp of each.
-    "fp32": Tolerance(loss=6e-6, norm=1e-5, first_param=2e-7),
+    # one after the other: an ulp of fp32 (5e-7 at a loss of 4) each step.
+    "fp32": Tolerance(loss=6e-6, norm=1e-5),
     # Main params that agree to 1e-7 round to neighbours in bf16, 2**-8 apart below 1, where they straddle a boundary.
     # From then on the forward passes differ, and the gradients of the key biases, zero in mathematics and rounding
     # noise in practice, are scaled up to full steps by Adam.
-    "bf16": Tolerance(loss=4e-3, norm=1e-2, first_param=2.0**-8),
+    "bf16": Tolerance(loss=4e-3, norm=1e-2),
 }
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_curve_when_gradients_are_clipped_then_it_is_the_forks_but_for_rounding(
-    two: Results, record_property: Record, precision: str
+    two: Results, record_property: Callable[[str, object], None], precision: str
 ) -> None:
     tolerance = TOLERANCES[precision]
     for found in two:
-        first, long = found[f"clipped {precision}-first"], found[f"clipped {precision}"]
-        _record(record_property, precision, long)
-        assert first.ours_plain.param <= tolerance.first_param
-        assert first.ours_plain.loss == 0.0
+        long = found[f"clipped {precision}"]
+        numbers = {"loss": long.ours_plain.loss, "grad_norm": long.ours_plain.norm}
+        record_property("deviation", {"what": f"Megatron of 2023 {precision} distopt vs plain", **numbers})
         assert long.ours_plain.loss <= tolerance.loss
         assert long.ours_plain.norm <= tolerance.norm
-        # A tolerance for rounding: the fork's own two optimizers keep it too.
-        assert long.host_plain.loss <= tolerance.loss
-        assert long.host_plain.norm <= tolerance.norm
-
-
-def _record(record_property: Record, name: str, comparison: Comparison) -> None:
-    for what, distance in (("distopt", comparison.ours_plain), ("distributed", comparison.host_plain)):
-        assert distance is not None
-        numbers = {"loss": distance.loss, "grad_norm": distance.norm}
-        record_property("deviation", {"what": f"Megatron of 2023 {name} {what} vs plain", **numbers})
-
-
-def test_curve_when_trained_for_longer_then_it_falls_as_the_forks(two: Results) -> None:
-    found = next(each["clipped learns"] for each in two if each["clipped learns"].losses)
-    assert found.losses[0] > 4.1
-    assert sum(found.losses[-5:]) / 5 < 4.0, "without training it stays at log(64) = 4.16"
-    # As for bf16 above; differences grow with the iterations.
-    assert found.ours_plain.loss <= 2e-2
 
 
 @pytest.mark.parametrize("name", NORMS)

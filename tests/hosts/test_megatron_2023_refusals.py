@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for
+from tests.hosts.test_promise_2023 import AdamW
 from tests.support import fork_trees
 from tests.support.mini_fork import MiniFork
 from tests.support.refusals import assert_mentions
@@ -148,23 +148,6 @@ class Attempts:
         with mock.patch.dict(os.environ, {"MEGATRON_DISTOPT_DECAY": "l2"} if self.rank == 1 else {}):
             return self.train()
 
-    def installed(self) -> Refused:
-        """Leaves something behind, for the check that refusals do not."""
-        installations: list[megatron_distopt.Installation] = []
-
-        def install_and_fail() -> None:
-            installations.append(megatron_distopt.install())
-            raise RuntimeError("installed")
-
-        refused = self.attempt(install_and_fail)
-        installations[0].undo()
-        return refused
-
-    def built(self) -> Refused:
-        """As above."""
-        with mock.patch.object(self.fork.training, "train", side_effect=RuntimeError("built")):
-            return self.train()
-
 
 _FACTORY = """
 class DistributedOptimizer:
@@ -229,7 +212,6 @@ _USUAL = (
 )
 _GIVEN = "base, 1.0, False, True, True, False, False, get_args().params_dtype, None, model"
 _BUILD = f"DistributedOptimizer({_GIVEN})"
-_BY_NAME = ", ".join(f"{n}={v}" for n, v in zip(_USUAL.split(", "), _GIVEN.split(", "), strict=True))
 _WORD, _POSITION = (f"language_model.embedding.{kind}_embeddings.weight" for kind in ("word", "position"))
 _LISTED, _ADAM = "docs/hosts.md", "--distopt-adam"
 _CLASS = f"DistributedOptimizer | {_LISTED} | megatron_distopt.DistributedOptimizer"
@@ -271,29 +253,16 @@ CASES: dict[str, tuple[Any, str, str]] = {
         f"--use_distributed_optimizer | Did you mean {_FLAG}?",
     ),
     "hyphens": (Attempts.with_underscores, "ConfigError", f"{_FLAG} | Did you mean --use_distributed_optimizer?"),
-    "adma": ("--distopt-adma torch_fused", "ConfigError", f"--distopt-adma | Did you mean {_ADAM}?"),
     "adma, leniently": (
         lambda at: at.parse_leniently("--distopt-adma torch_fused"),
         "ConfigError",
         f"--distopt-adma | Did you mean {_ADAM}?",
-    ),
-    "bad value": ("--distopt-nonfinite ignore", "ConfigError", "--distopt-nonfinite | 'ignore' | raise, skip, log"),
-    "absent adam": (f"{_ADAM} apex", "ConfigError", "'apex' | cpu | adam='auto'"),
-    "bucket below one element a rank": (
-        "--distopt-bucket-size 1",
-        "ConfigError",
-        "bucket_size | 1 | 2 | --distopt-bucket-size 40000000",
     ),
     # What the fork is; see tests/plugin/test_patcher.py for what is missing or replaced in it.
     "factory with other parameters": (
         lambda at: at.install_with("def get_megatron_optimizer(chunks, **options): pass"),
         "HostMismatchError",
         f"{_FACTORY_NAME} | (chunks, options) | (model, no_weight_decay_cond, scale_lr_cond, lr_mult) | {_LISTED}",
-    ),
-    "class without a parameter": (
-        lambda at: at.built_by(_BUILD, _USUAL.replace("params_dtype", "dtype")),
-        "HostMismatchError",
-        f"({_USUAL.replace('params_dtype', 'dtype')}) | {_USUAL} | {_CLASS}",
     ),
     "class with one more": (
         lambda at: at.built_by(_BUILD, f"{_USUAL}, overlap"),
@@ -309,14 +278,6 @@ CASES: dict[str, tuple[Any, str, str]] = {
         lambda at: at.built_by(_BUILD[:-1] + ", overlap=True)", f"{_USUAL}, overlap=False"),
         "HostMismatchError",
         f"DistributedOptimizer | overlap=True | {_USUAL} | option behind it off",
-    ),
-    "class with a default that is left out": (
-        lambda at: at.built_by(
-            f"DistributedOptimizer({_BY_NAME.replace('grad_scaler=None, ', '')})",
-            _USUAL.replace("grad_scaler, models", "grad_scaler=None, models=None"),
-        ),
-        "nothing",
-        "it trained",
     ),
     "factory that builds something else": (
         lambda at: at.built_by(f"FP32Optimizer({_GIVEN[:36]})", _USUAL),
@@ -397,26 +358,20 @@ CASES: dict[str, tuple[Any, str, str]] = {
     # One rank alone.
     **_differing("--distopt-bucket-size", {"700": "700", "800": "800"}, "bucket_size"),
     **_differing(_OVERLAP, {"yes": "True", "no": "False"}, "overlap_grad_reduce"),
-    **_differing("--adam-eps", {"1e-6": "1e-06", "1e-7": "1e-07"}, "eps"),
     "other variable on one rank": (
         Attempts.with_other_variable,
         "RanksDisagreeError",
         _on_rank_1("decay", "'l2'", "'decoupled'"),
     ),
 }
-#: Whose outcome is not one line of that table.
-OTHERS: dict[str, Callable[[Attempts], Refused]] = {
-    "installed": Attempts.installed,
-    "built": Attempts.built,
-    "float64 on one rank": lambda at: at.train(change=_as(torch.float64) if at.rank == 1 else lambda chunks: chunks),
-}
 
 
 def run_all(rank: int, size: int) -> dict[str, Refused]:
     os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
     at = Attempts(rank)
-    acts = {**OTHERS, **{name: act for name, (act, *_) in CASES.items()}}
-    return {name: at.train(act) if isinstance(act, str) else act(at) for name, act in acts.items()}
+    found = {name: at.train(act) if isinstance(act, str) else act(at) for name, (act, *_) in CASES.items()}
+    found["float64 on one rank"] = at.train(change=_as(torch.float64) if rank == 1 else lambda chunks: chunks)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -440,43 +395,6 @@ def test_host_of_2023_when_one_rank_refuses_then_the_other_says_which(found: lis
     assert (own.kind, other.kind) == ("LayoutError", "RanksDisagreeError")
     assert_mentions(own.text, *_FLOAT64.split(" | "))
     assert f"rank 1 refused with «{own.text}»" in other.text
-
-
-def test_attempt_when_something_is_left_behind_then_it_is_seen(found: list[dict[str, Refused]]) -> None:
-    for rank in range(SIZE):
-        assert set(found[rank]["installed"].changed) == {
-            "megatron.arguments.parse_args",
-            "megatron.initialize.parse_args",
-            "megatron.optimizer.get_megatron_optimizer",
-            "megatron.training.get_megatron_optimizer",
-        }
-        assert any("word_embeddings" in change for change in found[rank]["built"].changed)
-
-
-def train_with_ours_on_rank_0_only(rank: int, size: int) -> Refused:
-    """Rank 1 was started without the package, or with MEGATRON_DISTOPT=0: it builds the fork's own and trains."""
-    os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
-    at = Attempts(rank)
-
-    def theirs(*args: object) -> None:
-        time.sleep(6.0)  # in a forward and backward pass that meets nobody
-        raise RuntimeError("trains")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_distopt.comm.agree.SECONDS_TO_SHOW", 2.0)
-        if rank == 0:
-            return at.train()
-        patch.setattr(at.fork.training, "get_megatron_optimizer", theirs)
-        return at.attempt(lambda: at.fork.train(_FLAG, ours=False))
-
-
-def test_host_of_2023_when_one_rank_is_without_the_package_then_the_other_says_so_and_does_not_hang() -> None:
-    found = run_ranks(train_with_ours_on_rank_0_only, SIZE, seconds=30.0)
-    assert found[0] == Refused(
-        "RanksDisagreeError",
-        "Invalid start-up: megatron_distopt is not used on rank 1 (not loaded). Must be used on all 2 ranks or on "
-        "none. Start every rank with the package installed and with the same flags and variables.",
-    )
 
 
 def test_inner_when_a_flag_of_the_fork_asks_for_one_that_the_device_has_not_then_refused() -> None:
@@ -510,12 +428,6 @@ FORKS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
         "megatron/arguments.py",
         _APEX,
         "megatron.arguments | No module named 'apex' | Start in the folder of your Megatron",
-    ),
-    "apex asked for in words": (
-        fork_trees.gathered_2023,
-        "megatron/__init__.py",
-        "raise ImportError('Please install NVIDIA apex')\n",
-        "cannot be imported | Please install NVIDIA apex | Install what it misses",
     ),
 }
 #: Installs in one fork after the other.
@@ -561,19 +473,6 @@ def test_install_when_a_fork_is_not_supported_or_not_whole_then_says_what_to_do(
     assert_mentions(text, *FORKS[name][-1].split(" | "))
 
 
-class AdamW(torch.optim.Optimizer):
-    """A user's, which happens to have the name of torch's."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad.sign() * group["lr"])
-
-
 def _chosen(make: Any, config: DistOptConfig | None = None) -> tuple[str, Any]:
     """The name of what is chosen, and what it builds."""
     param = torch.ones(4)
@@ -583,35 +482,12 @@ def _chosen(make: Any, config: DistOptConfig | None = None) -> tuple[str, Any]:
     return inner.choice.name, built if built is not base else base
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (torch.optim.Adam, "torch_fused"),
-        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5), "torch_sgd"),
-        (AdamW, "AdamW"),
-        (lambda groups: torch.optim.Adam(groups, amsgrad=True), "Adam"),
-        (lambda groups: torch.optim.AdamW(groups, maximize=True), "AdamW"),
-        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5, nesterov=True), "SGD"),
-    ],
-)
-def test_inner_when_the_fork_built_it_then_replaced_where_ours_does_the_same_and_used_itself_elsewhere(
-    make: Any, name: str
-) -> None:
-    chosen, built = _chosen(make)
-    assert chosen == name
-    wanted = make([{"params": [torch.ones(4)]}])
-    if name in ("torch_fused", "torch_sgd"):
-        return
-    assert type(built) is type(wanted)
-    given, (param,) = built.param_groups[0], built.param_groups[0]["params"]
-    assert {key: value for key, value in given.items() if key != "params"} == {
-        key: value for key, value in wanted.param_groups[0].items() if key != "params"
-    }
-    for optimizer in (built, wanted):
-        for grad in (1.0, -2.0, 0.5):
-            optimizer.param_groups[0]["params"][0].grad = torch.full((4,), grad)
-            optimizer.step()
-    assert torch.equal(param, wanted.param_groups[0]["params"][0])
+def test_inner_when_ours_does_the_same_as_the_forks_then_it_is_replaced() -> None:
+    """Where it does not, the fork's own is used: see "amsgrad" and "own_class_named_as_torchs" in test_promise_2023."""
+    assert _chosen(torch.optim.Adam)[0] == "torch_fused"
+    assert _chosen(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5))[0] == "torch_sgd"
+    assert _chosen(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5, nesterov=True))[0] == "SGD"
+    assert _chosen(lambda groups: torch.optim.AdamW(groups, maximize=True))[0] == "AdamW"
 
 
 @pytest.mark.parametrize("config", [DistOptConfig(adam="torch_foreach"), DistOptConfig(optimizer="adam")])
@@ -621,11 +497,15 @@ def test_inner_when_one_is_named_that_has_not_what_the_fork_built_then_refused(c
     assert_mentions(error.value, "amsgrad=True, maximize=True", "Drop one of the two")
 
 
+def _own_adam(groups: Any) -> torch.optim.Optimizer:
+    return AdamW(groups, 0.1, (0.9, 0.95), 1e-8, 0.0)
+
+
 def test_inner_when_an_adam_is_named_and_the_forks_class_is_its_own_then_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        _chosen(AdamW, DistOptConfig(adam="torch_foreach"))
+        _chosen(_own_adam, DistOptConfig(adam="torch_foreach"))
     assert_mentions(error.value, "adam is torch_foreach", "AdamW", "--distopt-optimizer adam")
-    assert _chosen(AdamW, DistOptConfig(adam="torch_foreach", optimizer="adam"))[0] == "torch_foreach"
+    assert _chosen(_own_adam, DistOptConfig(adam="torch_foreach", optimizer="adam"))[0] == "torch_foreach"
 
 
 @pytest.mark.parametrize(("mode", "decay", "is_decoupled"), [(1, None, True), (0, None, False), (0, "decoupled", True)])

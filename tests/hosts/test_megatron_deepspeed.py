@@ -35,41 +35,25 @@ _SECONDS = 400.0
 
 @dataclass(frozen=True)
 class Run:
-    """One start of the fork.
+    """One start of the fork."""
 
-    Args:
-        words: of its command line, in addition to those of run.sh.
-        precision: fp32, bf16 or fp16.
-        ranks: on this machine.
-        launcher: torchrun or deepspeed.
-        optimizer: "ours", or "theirs" for the fork's distributed one, helped onto the CPU.
-    """
-
-    words: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # of its command line, in addition to those of run.sh
     precision: str = "fp32"
     ranks: int = 2
-    launcher: str = "torchrun"
-    optimizer: str = "ours"
+    launcher: str = "torchrun"  # or deepspeed
+    optimizer: str = "ours"  # or "theirs" for the fork's distributed one, helped onto the CPU
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What a run left.
-
-    Args:
-        losses, norms: by iteration; the norm is None without clipping.
-        scales: loss scale and whether the step was skipped, by iteration.
-        params: checksum of the params, by rank.
-        optimizers: class, by rank.
-        output: of the run; empty for one that was read from a file.
-    """
+    """What a run left, by iteration or by rank."""
 
     losses: dict[int, float]
-    norms: dict[int, float | None]
-    scales: dict[int, tuple[float, int]]
-    params: list[str]
-    optimizers: list[str]
-    output: str = ""
+    norms: dict[int, float | None]  # None without clipping
+    scales: dict[int, tuple[float, int]]  # loss scale, whether the step was skipped
+    params: list[str]  # checksums
+    optimizers: list[str]  # classes
+    output: str = ""  # of the run; empty for one that was read from a file
 
 
 @dataclass(frozen=True)
@@ -306,22 +290,30 @@ def _keep_iteration_10(checkpoint: Path) -> None:
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("10")
 
 
-def test_megatron_deepspeed_when_its_checkpoint_is_resumed_on_more_ranks_without_dropout_then_goes_on_as_it_would(
-    train: Train, folder: Path, record_property: Callable[[str, object], None]
+@pytest.mark.parametrize(("optimizer", "step"), [("theirs", ("--distopt-resume-step", "10")), ("ours", ())])
+def test_megatron_deepspeed_when_resumed_on_more_ranks_without_dropout_then_goes_on_as_it_would(
+    optimizer: str,
+    step: tuple[str, ...],
+    train: Train,
+    folder: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    """Torch's AdamW stands in for apex's here, so the file does not say the step."""
-    calm, checkpoint = ("--attention-dropout", "0", "--hidden-dropout", "0"), folder / "theirs"
-    words = (*calm, "--save", str(checkpoint), "--save-interval", "10")
-    wanted = train(Run(words, optimizer="theirs"))
+    """The same batch on twice the ranks: the sums of gradients have another order, nothing else differs.
+
+    Torch's AdamW stands in for apex's in the fork's own, so its file does not say the step.
+    """
+    calm, checkpoint = ("--attention-dropout", "0", "--hidden-dropout", "0"), folder / f"{optimizer}_calm"
+    whole = train(Run((*calm, "--save", str(checkpoint), "--save-interval", "10"), optimizer=optimizer))
     _keep_iteration_10(checkpoint)
-    found = train(_loading(Run((*calm, "--distopt-resume-step", "10"), ranks=4), checkpoint))
-    assert min(found.losses) == 11
+    rest = train(_loading(Run((*calm, *step), ranks=4), checkpoint))
+    assert min(rest.losses) == 11
     since = replace(
-        wanted,
-        losses={each: wanted.losses[each] for each in found.losses},
-        scales={each: wanted.scales[each] for each in found.losses},
+        whole,
+        losses={each: whole.losses[each] for each in rest.losses},
+        scales={each: whole.scales[each] for each in rest.losses},
     )
-    _check(found, since, _bound_of("fp32"), "fp32 resumed on 4 ranks, no dropout", record_property)
+    what = f"{optimizer}, fp32, resumed on 4 ranks, no dropout"
+    _check(rest, since, _bound_of("fp32"), what, record_property)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -336,23 +328,6 @@ def test_megatron_deepspeed_when_our_checkpoint_is_resumed_then_bit_for_bit_equa
     assert rest.losses.items() <= whole.losses.items()
     assert rest.norms.items() <= whole.norms.items()
     assert rest.params == whole.params
-
-
-def test_megatron_deepspeed_when_our_checkpoint_is_resumed_on_more_ranks_without_dropout_then_goes_on_as_it_would(
-    train: Train, folder: Path, record_property: Callable[[str, object], None]
-) -> None:
-    """The same batch on twice the ranks: the sums of gradients have another order, nothing else differs."""
-    calm, checkpoint = ("--attention-dropout", "0", "--hidden-dropout", "0"), folder / "ours_calm"
-    whole = train(Run((*calm, "--save", str(checkpoint), "--save-interval", "10")))
-    _keep_iteration_10(checkpoint)
-    rest = train(_loading(Run(calm, ranks=4), checkpoint))
-    assert min(rest.losses) == 11
-    since = replace(
-        whole,
-        losses={each: whole.losses[each] for each in rest.losses},
-        scales={each: whole.scales[each] for each in rest.losses},
-    )
-    _check(rest, since, _bound_of("fp32"), "ours, fp32, resumed on 4 ranks, no dropout", record_property)
 
 
 def test_megatron_deepspeed_when_a_checkpoint_does_not_say_the_step_then_refused(

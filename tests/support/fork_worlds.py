@@ -142,15 +142,6 @@ def distance(one: TrainingRun, other: TrainingRun) -> float:
     return max(float((one.params[name].double() - other.params[name].double()).abs().max()) for name in one.params)
 
 
-def mains(run: TrainingRun) -> dict[tuple[str, int], Tensor]:
-    """Elements of main params that this rank owns, by name and place, without regard to how they are grouped."""
-    return {
-        (shard.name, shard.in_param.start): flat.cut(flat.main, shard).detach().clone()
-        for flat in run.optimizer.sharded.flat_params
-        for shard in flat.plan.shards
-    }
-
-
 def held(run: TrainingRun) -> dict[str, Any]:
     """Copies of all that training goes on from, of an optimizer of ours."""
     optimizer, sharded = run.optimizer, run.optimizer.sharded

@@ -163,18 +163,13 @@ def _fused_kernels(module: Any) -> None:
     module.load = lambda args: None
 
 
-def _number(value: Any) -> str | None:
-    return None if value is None else float(value).hex()
-
-
 class _Curves:
     """What the run computed, with every bit of it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.iterations: list[dict[str, Any]] = []
+        self.losses: dict[int, str] = {}
         self.model: list[torch.nn.Module] = []
-        self.optimizer: Any = None
 
     def watch(self, module: Any) -> None:
         """Wraps the functions of the host's training loop."""
@@ -186,19 +181,9 @@ class _Curves:
         @functools.wraps(function)
         def training_log(*args: Any, **kwargs: Any) -> Any:
             said = inspect.signature(function).bind(*args, **kwargs).arguments
-            losses = {
-                name: _number(value if not torch.is_tensor(value) or value.numel() == 1 else value[0] / value[1])
-                for name, value in said["loss_dict"].items()
-            }
-            self.iterations.append(
-                {
-                    "iteration": said["iteration"],
-                    "losses": losses,
-                    "grad_norm": _number(said["grad_norm"]),
-                    "lr": said["learning_rate"],
-                    "skipped": int(said["skipped_iter"]),
-                }
-            )
+            loss = said["loss_dict"]["lm loss"]
+            loss = loss[0] / loss[1] if torch.is_tensor(loss) and loss.numel() > 1 else loss
+            self.losses[said["iteration"]] = float(loss).hex()
             return function(*args, **kwargs)
 
         return training_log
@@ -207,7 +192,7 @@ class _Curves:
         @functools.wraps(function)
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            self.model, self.optimizer = result[0], result[1]
+            self.model = result[0]
             return result
 
         return setup_model_and_optimizer
@@ -228,9 +213,8 @@ class _Curves:
         for chunk in self.model:
             for _, param in chunk.named_parameters():
                 digest.update(param.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        record = {"iterations": self.iterations, "params": digest.hexdigest(), "optimizer": str(type(self.optimizer))}
         with open(f"{self.path}.{dist.get_rank()}", "w") as file:
-            json.dump(record, file, indent=1)
+            json.dump({"losses": self.losses, "params": digest.hexdigest()}, file)
 
 
 if not hasattr(typing, "override"):  # 0.17 and newer declare Python 3.12
