@@ -1,7 +1,7 @@
 """What one rank will hold and send, worked out before anything is allocated.
 
 `optimizer.measure_memory` reads the same bytes off tensors; tests/cli/test_plan_figures.py and
-tests/sim/test_plan_on_host.py compare the two.
+tests/sim/test_offload.py compare the two.
 """
 
 from __future__ import annotations

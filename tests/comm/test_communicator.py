@@ -62,12 +62,6 @@ def test_bucket_when_the_first_step_has_shown_the_order_then_each_goes_with_its_
     assert steps.begun("abc") == [0, 0, 3]  # in the order that was agreed upon
 
 
-def test_bucket_when_there_are_microbatches_then_the_last_one_counts(group: Group) -> None:
-    steps = Steps(group, microbatches=2)
-    steps.begun("abcabc")
-    assert steps.begun("abcabc") == [0, 0, 0, 1, 2, 3]
-
-
 def test_bucket_when_the_number_of_microbatches_changes_then_the_new_one_counts(group: Group) -> None:
     steps = Steps(group, microbatches=2)
     steps.begun("abcabc")
@@ -127,14 +121,6 @@ def test_deferred_when_a_bucket_is_under_way_then_refused(group: Group) -> None:
     assert all(part in str(error.value) for part in ("'a'", "overlap_grad_reduce=False"))
 
 
-def test_bucket_when_grads_are_divided_before_the_sum_then_each_is_divided_once(group: Group) -> None:
-    steps = Steps(group, divide_by=4)
-    steps.begun("abc")
-    assert steps.buffer.grad.tolist() == [0.25] * 12
-    steps.begun("abc")
-    assert steps.buffer.grad.tolist() == [0.0625] * 12
-
-
 def test_buffers_when_they_are_added_while_others_are_under_way_then_each_bucket_is_reduced_once(group: Group) -> None:
     steps = Steps(group, divide_by=4)
     steps.begun("abc")
@@ -149,17 +135,6 @@ def test_buffers_when_they_are_added_while_others_are_under_way_then_each_bucket
     assert added.grad.tolist() == [0.25] * 8
     assert steps.begun("abcde") == [1, 2, 3, 3, 3]
     assert steps.begun("abcde") == [1, 2, 3, 4, 5]
-
-
-def test_gradient_when_nothing_is_overlapped_then_all_buckets_go_at_the_end(group: Group) -> None:
-    eager, buffer = Communicator(group, Reduction(2)), _buffer("ab")
-    eager.add([buffer], [buffer])
-    for _ in range(3):
-        buffer.grad.fill_(1)
-        eager.grad_arrived("a")
-        assert (eager.num_reducing, buffer.grad.tolist()) == (0, [1.0] * 8)
-        eager.finish_grads()
-        assert buffer.grad.tolist() == [0.5] * 8
 
 
 class _Failing:

@@ -193,12 +193,3 @@ def test_end_when_one_rank_raises_inside_a_collective_that_no_other_comes_to_the
     assert "RuntimeError: the program's own" in first.error
     assert "a collective under way that other ranks did not come to" in first.error
     assert second.status == 0, "rank 0 was there after a minute"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["memory", "messages", "memory overlap", "messages overlap"])
-def test_end_when_repeated_then_never_by_a_signal(tmp_path: Path, mode: str) -> None:
-    for number in range(15):
-        for case, status in ((("regular", mode), 0), (("raises", mode), 1)):
-            for rank in _ended(tmp_path / f"{case[0]} {number}", [case])[0]:
-                assert rank.status == status, rank.error

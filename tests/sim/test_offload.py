@@ -1,8 +1,8 @@
-"""State on the host of the simulated accelerator: resumes from any place into any, bytes, and what is refused."""
+"""State on the host of the simulated accelerator: resumes from any place into any, and bytes as `plan` says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -11,38 +11,51 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
-from megatron_distopt.errors import DistOptError
+from megatron_distopt.cli.plan_command import StagePlan, plan_stage
+from megatron_distopt.cli.plan_model import Choice, ParallelSizes
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from megatron_distopt.optimizer.main_params import FlatParam
-from megatron_distopt.optimizer.sharded import measure_memory
+from megatron_distopt.optimizer.sharded import Memory
 from tests.sim.trial import begin
 from tests.support.models import Params, exact_grads
+from tests.support.plan_command import BUCKET, GPT
 from tests.support.sim import machine
-from tests.support.sim.collectives import take_over_world
 from tests.support.spawn import run_ranks
 
-_BF16 = torch.bfloat16
-#: Of the part on the device; that on the host is in fp32, so that bits stay where the form is exact.
-_FORMS: Mapping[str, Mapping[str, Any]] = {"fp32": {}, "remainder": {"main_params_dtype": "remainder"}}
-_LOW = {"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
-#: What is not long.
-_SHORT = ("remainder",)
 #: Fractions of one resume after the other: from each to each.
 _PLACES = (0.0, 1.0, 0.5, 0.0, 0.5, 1.0, 0.0)
-Facts = dict[str, Any]
+_SIZE = 2
+_CUT = ParallelSizes(dp=_SIZE)
+#: Fractions, dtypes of grads and sizes of buckets. A pinned tensor of one bucket spans several flat params.
+CHOICES = {
+    "one bucket, fp16": Choice(_CUT, "fp16", offload_fraction=0.1),
+    "all, grads in bf16": Choice(_CUT, grad_dtype="bf16", bucket_size=BUCKET, offload_fraction=1.0),
+    # The forms are those of the device; what is on the host is fp32.
+    "remainder, int8 and bf16": Choice(
+        _CUT,
+        bucket_size=BUCKET,
+        main_params_dtype="remainder",
+        exp_avg_dtype="int8",
+        exp_avg_sq_dtype="bfloat16",
+        offload_fraction=0.5,
+    ),
+}
 
 
 class _Run:
-    """A model that trains, one step after the other."""
+    """A model that trains, one step after the other, with main params as remainders on the device."""
 
     def __init__(self, device: str, rank: int, **options: Any) -> None:
         self.device, self.rank = device, rank
-        self.model = Params(default=options.pop("dtype", _BF16)).to(device)
+        self.model = Params(default=torch.bfloat16).to(device)
         given = torch.optim.AdamW(self.model.groups(), lr=2.0**-6)
         options = {"accelerator": "torch", "bucket_size": 128, "clip_grad": 1.0, **options}
-        self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **options)
+        self.optimizer: TorchDistributedOptimizer = distribute(
+            self.model, given, main_params_dtype="remainder", **options
+        )
 
     def step(self, number: int) -> None:
         grads = {name: grad.to(self.device) for name, grad in exact_grads(number, 0, self.rank).items()}
@@ -55,23 +68,19 @@ class _Run:
         self.optimizer.release()
         return params
 
-    @property
-    def flat_params(self) -> tuple[FlatParam, ...]:
-        return self.optimizer._model.sharded.flat_params
 
-
-def _uninterrupted(rank: int, options: Mapping[str, Any]) -> list[Tensor]:
-    run = _Run("cpu", rank, **options)
+def _uninterrupted(rank: int) -> list[Tensor]:
+    run = _Run("cpu", rank)
     for number in range(len(_PLACES)):
         run.step(number)
     return run.end()
 
 
-def _resumed(rank: int, folder: Path, options: Mapping[str, Any]) -> list[Tensor]:
+def _resumed(rank: int, folder: Path) -> list[Tensor]:
     """A step at each place, with a checkpoint between two of them."""
     params: list[Tensor] = []
     for number, fraction in enumerate(_PLACES):
-        run = _Run("sim", rank, offload_fraction=fraction, **options)
+        run = _Run("sim", rank, offload_fraction=fraction)
         if number:
             run.optimizer.load(folder / str(number - 1))
         run.step(number)
@@ -80,110 +89,103 @@ def _resumed(rank: int, folder: Path, options: Mapping[str, Any]) -> list[Tensor
     return params
 
 
-def _text_of(rank: int, **options: Any) -> str:
-    try:
-        run = _Run("sim", rank, **options)
-    except DistOptError as error:
-        return str(error)
-    run.end()
-    return "accepted"
-
-
 @dataclass(frozen=True)
-class _Held:
-    """What a rank holds: bytes by place, and where its main params, moments and pinned memory are."""
+class Held:
+    """What a rank held after two steps."""
 
-    host_nbytes: int
-    state_nbytes: int
-    staging_nbytes: int
-    places: set[str]
-    numels: tuple[int, int]
-
-
-def _held(rank: int, fraction: float, options: Mapping[str, Any]) -> _Held:
-    run = _Run("sim", rank, offload_fraction=fraction, **options)
-    run.step(0)
-    memory, inner = measure_memory(run.optimizer._model.sharded), run.optimizer._model.sharded.inner
-    places = set()
-    for flat in run.flat_params if fraction == 1.0 else ():
-        state = [flat.main, *(each for each in inner.state[flat.main].values() if each.dim())]
-        places |= {part.device.type for each in state for part in memory_of(each)}
-    on_host = sum(flat.main.numel() for flat in run.flat_params if flat.on_host is not None)
-    numels = on_host, sum(flat.main.numel() for flat in run.flat_params)
-    run.end()
-    return _Held(memory.host_nbytes, memory.state_nbytes, memory.staging_nbytes, places, numels)
+    memory: Memory
+    host_storages: int  # bytes of the storages behind the state on the host
+    pinned_storages: int  # bytes of the storages behind pinned tensors
+    places: set[str]  # of the state that is on the host
 
 
-def collect(rank: int, size: int, folder: str, forms: Sequence[str]) -> Facts:
+def _model(plan: StagePlan) -> Module:
+    model = Module()
+    for number, param in enumerate(plan.params):
+        dtype: torch.dtype = getattr(torch, param.spec.dtype)
+        model.register_parameter(f"param{number}", Parameter(torch.zeros(param.spec.shape, dtype=dtype)))
+    return model.to("sim")
+
+
+def _storages(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind tensors of the CPU, each counted once."""
+    found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(found.values())
+
+
+def _held(rank: int, choice: Choice) -> Held:
+    plan = plan_stage(GPT, choice, 0, rank)
+    model = _model(plan)
+    params = list(model.parameters())
+    groups = [
+        {"params": [param for param in params if param.ndim > 1]},
+        {"params": [param for param in params if param.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = distribute(
+        model,
+        torch.optim.AdamW(groups),
+        accelerator="torch",
+        bucket_size=choice.bucket_size,
+        offload_fraction=choice.offload_fraction,
+        main_params_dtype=choice.main_params_dtype,
+        exp_avg_dtype=choice.exp_avg_dtype,
+        exp_avg_sq_dtype=choice.exp_avg_sq_dtype,
+        grads_in_fp32=choice.grad_dtype == "fp32",
+        loss_scale=1.0 if choice.dtype == "fp16" else None,
+    )
+    for _ in range(2):
+        torch.stack([param.float().sum() for param in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sharded: Any = optimizer.sharded
+    on_host = [flat for flat in sharded.flat_params if flat.on_host is not None]
+    pinned = [part for flat in on_host for part in (flat.on_host.model, flat.on_host.arrived)]
+    staged = {each.untyped_storage().data_ptr() for each in pinned}
+    state = [part for flat in on_host for part in _state(sharded, flat)]
+    own = [part for part in state if part.untyped_storage().data_ptr() not in staged]
+    held = Held(optimizer.memory, _storages(own), _storages(pinned), {part.device.type for part in state})
+    optimizer.release()
+    return held
+
+
+def _state(sharded: Any, flat: FlatParam) -> list[Tensor]:
+    state = [flat.main, *(each for each in sharded.inner.state[flat.main].values() if torch.is_tensor(each))]
+    return [part for each in state for part in memory_of(each)]
+
+
+def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
     begin()
-    take_over_world()
     machine.seed(1)
-    facts: Facts = {}
-    for name in forms:
-        options = _FORMS[name]
-        pair = _uninterrupted(rank, options), _resumed(rank, Path(folder) / name, options)
-        facts[name] = [torch.equal(*each) for each in zip(*pair, strict=True)]
-        digests = {"log_digests": 1, "digest_file": str(Path(folder) / "digests")}
-        held = [(0.0, options), (0.5, {**options, **digests}), (1.0, options)]
-        facts[f"{name} held"] = {fraction: _held(rank, fraction, given) for fraction, given in held}
-    facts["low precision"] = _held(rank, 1.0, _LOW)
-    facts["fp32 params"] = _text_of(rank, offload_fraction=1.0, dtype=torch.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_distopt.optimizer.offload._available_nbytes", lambda: 3000)
-        facts["too small"] = _text_of(rank, offload_fraction=1.0)
-    return facts
+    pair = _uninterrupted(rank), _resumed(rank, folder)
+    return {
+        "resumed": [torch.equal(*each) for each in zip(*pair, strict=True)],
+        "held": {name: _held(rank, choice) for name, choice in CHOICES.items()},
+    }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
-    return run_ranks(collect, 2, str(tmp_path_factory.mktemp("offload")), _SHORT, seconds=300)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_collect, _SIZE, tmp_path_factory.mktemp("offload"), seconds=400.0)
 
 
-def test_places_when_listed_then_they_go_from_each_to_each() -> None:
-    assert set(pairwise(_PLACES)) == set(permutations((0.0, 0.5, 1.0), 2))
-
-
-@pytest.mark.parametrize("form", _SHORT)
 def test_training_when_every_step_resumes_in_another_place_then_every_bit_is_that_of_an_uninterrupted_one(
-    found: list[Facts], form: str
+    found: list[dict[str, Any]],
 ) -> None:
-    assert all(all(facts[form]) for facts in found)
+    assert set(pairwise(_PLACES)) == set(permutations((0.0, 0.5, 1.0), 2))
+    assert all(of_rank["resumed"] and all(of_rank["resumed"]) for of_rank in found)
 
 
-@pytest.mark.parametrize("form", _SHORT)
-def test_state_when_a_fraction_is_on_the_host_then_so_many_bytes_are(found: list[Facts], form: str) -> None:
-    for facts in found:
-        _check_bytes(facts, form)
-
-
-def _check_bytes(facts: Facts, form: str) -> None:
-    none, half, whole = (facts[f"{form} held"][fraction] for fraction in (0.0, 0.5, 1.0))
-    assert none.host_nbytes == none.staging_nbytes == 0
-    assert whole.numels[0] == whole.numels[1]
-    assert 0.5 * half.numels[1] <= half.numels[0] < half.numels[1]
-    assert 0 < half.host_nbytes < whole.host_nbytes
-    counts = whole.host_nbytes - 12 * whole.numels[0]  # of updates, which are on the host, too
-    assert whole.host_nbytes == whole.state_nbytes and 0 < counts < 100
-    assert whole.staging_nbytes == 6 * whole.numels[0]
-    assert whole.places == {"cpu"}
-
-
-@pytest.mark.long
-def test_training_when_it_resumes_in_other_places_then_the_same_holds_in_every_precision(tmp_path: Path) -> None:
-    for facts in run_ranks(collect, 2, str(tmp_path), tuple(_FORMS), seconds=600):
-        for form in _FORMS:
-            assert all(facts[form]), form
-            _check_bytes(facts, form)
-
-
-def test_state_when_low_precision_is_asked_for_then_what_is_on_the_host_is_in_fp32(found: list[Facts]) -> None:
-    for facts in found:
-        assert facts["low precision"] == facts["remainder held"][1.0]
-
-
-def test_offload_when_it_cannot_be_then_refused_with_what_is_needed(found: list[Facts]) -> None:
-    for facts in found:
-        assert "offload_fraction=1.0" in facts["fp32 params"]
-        assert "leave offload_fraction out" in facts["fp32 params"]
-        assert "3,000 bytes are available" in facts["too small"]
-        assert "Write offload_fraction=0." in facts["too small"]
+@pytest.mark.parametrize("name", CHOICES)
+def test_plan_when_state_is_on_the_host_then_every_byte_is_where_a_real_optimizer_has_it(
+    name: str, found: list[dict[str, Any]]
+) -> None:
+    for rank, of_rank in enumerate(found):
+        held, planned = of_rank["held"][name], plan_stage(GPT, CHOICES[name], 0, rank).footprint
+        memory = held.memory
+        assert (planned.param_nbytes, planned.grad_nbytes) == (memory.param_nbytes, memory.grad_nbytes)
+        assert (planned.main_nbytes, planned.moment_nbytes) == (memory.main_nbytes, memory.moment_nbytes)
+        assert planned.host_nbytes == memory.host_nbytes == held.host_storages > 0
+        assert planned.staging_nbytes == held.pinned_storages >= memory.staging_nbytes
+        on_device = memory.param_nbytes + memory.grad_nbytes + memory.state_nbytes - memory.host_nbytes
+        assert planned.lasting_nbytes == on_device
+        assert held.places == {"cpu"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 from megatron_distopt.comm import collectives
@@ -24,10 +23,11 @@ def many(name: str) -> range:
     return _FEWER if name.startswith(("host", "low precision", "moved")) else MANY
 
 
-def begin(personality: Personality = Personality.FULL) -> None:
-    """The device in this process, whose collectives average and are coalesced as NCCL's."""
+def begin(personality: Personality = Personality.FULL, *, carries_cpu: bool = True) -> None:
+    """Collective: the device and its group in this process, whose collectives average and are coalesced as NCCL's."""
     install(personality)
     collectives._LIKE_NCCL = ("nccl", NAME)
+    take_over_world(carries_cpu=carries_cpu)
 
 
 def try_programs(
@@ -35,28 +35,23 @@ def try_programs(
 ) -> dict[str, list[str]]:
     """What was wrong with plain torch, by program; each entry names the seed."""
     begin(personality)
-    take_over_world()
-    return {name: _try(_program(name, rank), seeds) for name in names}
+    return {name: _try(lambda device, name=name: programs.train(name, device, rank), seeds) for name in names}
 
 
-def try_through_deepspeed(rank: int, size: int, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
-    """The same on a device without float64 and fp16 that DeepSpeed names, in a group for its tensors alone."""
-    begin(Personality.SMALL)
-    programs.options["accelerator"] = "deepspeed"
+def try_small_device(rank: int, size: int, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
+    """The same on a device without float64 and fp16, in a group for its tensors alone."""
+    install(Personality.SMALL)
     expected = {name: programs.train(name, "cpu", rank) for name in names}
-    import_module("tests.support.sim.deepspeed_accelerator").use()
-    take_over_world(carries_cpu=False)
-    return {name: _found(_program(name, rank), seeds, expected[name]) for name in names}
-
-
-def _program(name: str, rank: int) -> Callable[[str], Any]:
-    return lambda device: programs.train(name, device, rank)
+    begin(Personality.SMALL, carries_cpu=False)
+    return {
+        name: _found(lambda device, name=name: programs.train(name, device, rank), seeds, expected[name])
+        for name in names
+    }
 
 
 def try_host(rank: int, size: int, host: str, names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
     """The same with a Megatron, "fork" or "core"."""
     begin()
-    take_over_world()
     return {name: _try(lambda device, name=name: host_programs.train(host, name, device), seeds) for name in names}
 
 
@@ -65,10 +60,10 @@ def _try(train: Callable[[str], Any], seeds: Sequence[int]) -> list[str]:
 
 
 def _found(train: Callable[[str], Any], seeds: Sequence[int], expected: Any) -> list[str]:
-    return [f"seed {seed}: {what}" for seed in seeds if (what := differs(train, seed, expected))]
+    return [f"seed {seed}: {what}" for seed in seeds if (what := _difference(train, seed, expected))]
 
 
-def differs(train: Callable[[str], Any], seed: int, expected: Any) -> str | None:
+def _difference(train: Callable[[str], Any], seed: int, expected: Any) -> str | None:
     """What a training on the device leaves under a seed that it does not on the CPU."""
     machine.seed(seed)
     try:

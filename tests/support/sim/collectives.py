@@ -54,12 +54,6 @@ class SimWork(dist.Work):
     def is_completed(self) -> bool:
         return machine.is_reached(self._point)
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return self._kept
-
 
 class _Exchange:
     """Every rank's bytes, on their way to all ranks; `head` is what this rank calls the collective."""
@@ -116,9 +110,6 @@ def _reduced(parts: Sequence[Tensor], op: Any, last: int) -> Tensor:
         dist.ReduceOp.RedOpType.AVG: torch.add,
         dist.ReduceOp.RedOpType.MAX: torch.maximum,
         dist.ReduceOp.RedOpType.MIN: torch.minimum,
-        dist.ReduceOp.RedOpType.PRODUCT: torch.mul,
-        dist.ReduceOp.RedOpType.BOR: torch.bitwise_or,
-        dist.ReduceOp.RedOpType.BAND: torch.bitwise_and,
     }[kind]
     total = order[0].clone()
     for part in order[1:]:
@@ -212,7 +203,6 @@ class SimGroup(dist.ProcessGroup):
         for each in tensors:
             if each.dtype in rules.missing:
                 raise TypeError(f"{name}: the device's collectives have no {each.dtype}")
-        machine.counts.collectives.append(name)
         machine.launch(f"{name} of {self._size} ranks", run, [machine.current.now], on=stream)
         return SimWork(stream.now, tensors)
 
@@ -259,12 +249,6 @@ class SimGroup(dist.ProcessGroup):
         return self._collective("broadcast", tensors, tensors, lambda all_: [all_[root]], root)
 
     @_or_gloo
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        op, root, rank = opts.reduceOp, opts.rootRank, self._rank
-        combine: _Combine = lambda all_: [_reduced(all_, op, root) if rank == root else all_[rank]]  # noqa: E731
-        return self._collective("reduce", tensors, tensors, combine, (_kind(op), root))
-
-    @_or_gloo
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         return self._collective("all-gather", inputs, outputs[0], lambda all_: all_)
 
@@ -276,10 +260,6 @@ class SimGroup(dist.ProcessGroup):
         if inputs[0].device.type != DEVICE:
             return _last([self._cpu._allgather_base(*each) for each in zip(outputs, inputs, strict=True)])
         return self._collective("all-gather", inputs, outputs, lambda all_: [torch.cat([x.view(-1) for x in all_])])
-
-    @_or_gloo
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        return self.reduce_scatter_single(outputs[0], torch.cat([each.view(-1) for each in inputs[0]]), opts)
 
     @_or_gloo
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
@@ -304,22 +284,6 @@ class SimGroup(dist.ProcessGroup):
         rank = self._rank
         combine: _Combine = lambda all_: [torch.cat([x.reshape(self._size, -1)[rank] for x in all_])]  # noqa: E731
         return self._collective("all-to-all", [input], [output], combine)
-
-    @_or_gloo
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        is_root, into = opts.rootRank == self._rank, outputs[0] if outputs else []
-        return self._collective("gather", inputs, into, lambda all_: all_ if is_root else [], opts.rootRank)
-
-    @_or_gloo
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        root, rank = opts.rootRank, self._rank
-        whole = (
-            torch.cat([each.view(-1) for each in inputs[0]])
-            if inputs
-            else outputs[0].new_empty(self._size * outputs[0].numel())
-        )
-        combine: _Combine = lambda all_: [all_[root].view(self._size, -1)[rank]]  # noqa: E731
-        return self._collective("scatter", [whole], outputs, combine, root)
 
     def barrier(self, opts: Any = None) -> Any:
         machine.synchronise("barrier", machine.current.now)

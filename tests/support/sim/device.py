@@ -81,16 +81,6 @@ class _Module(types.ModuleType):
     def empty_cache(self) -> None:
         memory.collect()
 
-    def memory_allocated(self, device: Any = None) -> int:
-        memory.collect()
-        return memory.held
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return memory.peak
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        memory.reset_peak()
-
     def get_rng_state(self, *_: Any) -> Any:
         return torch.get_rng_state()
 
