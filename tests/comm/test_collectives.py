@@ -39,8 +39,8 @@ PART = 4
 GROUPS = {"all": (0, 1, 2), "alone": (1,), "first two": (0, 1), "last two": (1, 2)}
 
 
-def _gathered(group: Group, mark: float, dtype: torch.dtype) -> dict[str, Any]:
-    part = (torch.arange(PART) + mark).to(dtype)
+def _gathered(group: Group, mark: float) -> dict[str, Any]:
+    part = (torch.arange(PART) + mark).bfloat16()
     before = part.clone()
     whole = gather_to_first(part, group)
     if whole is not None and group.size > 1:
@@ -52,13 +52,13 @@ def _gathered(group: Group, mark: float, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _reduced(group: Group, mark: int, divide_by: int, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+def _divided(group: Group, mark: int) -> tuple[list[float], list[float]]:
     """This rank's shards of two buckets, and what its gradients were."""
     layout = lay_out([ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=group.size, bucket_size=5, alignment_numel=1)
-    grad = (torch.arange(layout.numel) * 2.0 + 12 * mark).to(dtype)
+    grad = torch.arange(layout.numel) * 2.0 + 12 * mark
     buffer = ShardedBuffer(layout, group.rank, grad, torch.zeros(layout.numel))
     before: list[float] = grad.tolist()
-    reduce_grads(buffer, group, Reduction(divide_by))
+    reduce_grads(buffer, group, Reduction(divide_by=4))
     return [float(value) for _, shard in buffer.reduces for value in shard], before
 
 
@@ -211,8 +211,8 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
             continue
         group = Group.of(None if name == "all" else handle)
         found[name] = {
-            "gathered": _gathered(group, 10.0 * (rank + 1), torch.bfloat16),
-            "divided": _reduced(group, rank, 4, torch.float32),
+            "gathered": _gathered(group, 10.0 * (rank + 1)),
+            "divided": _divided(group, rank),
             "fp16 sum overflows": _overflows(group, 1),
             "fp16 average overflows": _overflows(group, group.size),
             "averaged": _averaged(group, group.size),

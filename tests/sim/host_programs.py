@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from tests.support.cases import Case
-from tests.support.core_version import core_mentions
 from tests.support.mini_fork import MiniFork
 from tests.support.sim.machine import Event, Stream
 
@@ -58,13 +57,10 @@ CORE = {
     "moved away and back in low precision": _OVERLAP.of(dp=2),
     "tp2": _OVERLAP.of(tp=2),
     "pp2": _OVERLAP.of(pp=2, tied=False),
+    "its flags, half on the host": _OVERLAP.of(dp=2, fields=_flags(0.5)),
+    # What is on the host is in fp32, whichever dtype is asked for.
+    "its flags, all on the host": _OVERLAP.of(dp=2, fields=_flags(1.0, **_BF16_MOMENTS)),
 }
-if core_mentions("optimizer/optimizer_config.py", "optimizer_cpu_offload"):
-    CORE |= {
-        "its flags, half on the host": _OVERLAP.of(dp=2, fields=_flags(0.5)),
-        # What is on the host is in fp32, whichever dtype is asked for.
-        "its flags, all on the host": _OVERLAP.of(dp=2, fields=_flags(1.0, **_BF16_MOMENTS)),
-    }
 #: Variables of some of megatron-core's.
 _HALF = {"OFFLOAD_FRACTION": "0.5"}
 VARIABLES = {
