@@ -164,16 +164,23 @@ def apply_fixes(fixes: Sequence[Fix]) -> Undo:
 
 
 class _FixingFinder(MetaPathFinder):
-    """Finds modules as Python does, with a loader that makes fixes around their execution."""
+    """Finds modules as Python and the other import hooks of the process do, and makes fixes around their execution."""
 
     def __init__(self, fixes: Sequence[Fix]) -> None:
         self.undos: list[Undo] = []
         self._fixes = fixes
+        self._searching: set[str] = set()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         """Returns the module's own spec with another way to execute it; None for modules without a fix."""
         fixes = [fix for fix in self._fixes if fix.module == fullname]
-        spec = PathFinder.find_spec(fullname, path) if fixes else None
+        if not fixes or fullname in self._searching:
+            return None
+        self._searching.add(fullname)  # every hook is asked, so this one is as well
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._searching.discard(fullname)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):  # each has a loader of its own
             execute = functools.partial(self._execute, fixes, spec.loader.exec_module)
             spec.loader.exec_module = execute  # type: ignore[method-assign]

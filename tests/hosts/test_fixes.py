@@ -7,9 +7,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +103,47 @@ def test_fixes_when_applied_then_the_host_works_and_undo_takes_them_back(tree: S
     del sys.modules["hurt.vision"]
     with pytest.raises(ModuleNotFoundError):
         import_module("hurt.vision")
+
+
+class _UsersHook(MetaPathFinder):
+    """As tools have it that change modules at their import: asks the other finders, and wraps the loader."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.is_asking = False
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != "hurt.model" or self.is_asking:
+            return None
+        self.is_asking = True
+        spec = find_spec(fullname)
+        self.is_asking = False
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def seen(module: ModuleType) -> None:
+            execute(module)
+            self.seen.append(module.__name__)
+
+        spec.loader.exec_module = seen  # type: ignore[method-assign]
+        return spec
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_fixes_when_the_user_has_an_import_hook_then_both_act_once(tree: SourceTree, is_first: bool) -> None:
+    hook, mended = _UsersHook(), []
+    fix = replace(ALL[2], after=lambda module: (mended.append(module.__name__), lambda: None)[1])
+    if is_first:
+        sys.meta_path.insert(0, hook)
+    undo = apply_fixes((fix,))
+    if not is_first:
+        sys.meta_path.insert(0, hook)
+    try:
+        import_module("hurt.model")
+        assert (hook.seen, mended) == (["hurt.model"], ["hurt.model"])
+    finally:
+        sys.meta_path.remove(hook)
+        undo()
 
 
 def test_fixes_when_the_module_is_loaded_already_then_it_is_mended_at_once(tree: SourceTree) -> None:
