@@ -189,12 +189,12 @@ def survey(tree: SourceTree) -> Survey:
 
 def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInSource:
     file = tree.file_of(patch_point.module)
+    module = tree.parse(file)
     content = b"" if file is None else file.read_bytes()
     ours = range(0)
     if intact_block(content) is not None:
         lines = content.splitlines()
         ours = range(lines.index(BEGIN.encode()) + 1, lines.index(END.encode()) + 2)
-    module = tree.parse(file)
     bindings = [node for node in bindings_of(module, patch_point.attribute) if node.lineno not in ours]
     if file is None or not bindings:
         return PatchPointInSource(patch_point, patch_point.missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -166,6 +167,23 @@ def test_survey_when_a_patch_points_file_is_no_python_then_refused_with_file_and
     with pytest.raises(UnreadableSourceError) as error:
         read(tmp_path)
     assert_mentions(error.value, f"{FACTORY}:2", "Correct that line.")
+
+
+def test_survey_when_a_patch_points_file_may_not_be_read_then_refused_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = per_rank_2023(tmp_path) / FACTORY
+    original = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(UnreadableSourceError) as error:
+        read(tmp_path)
+    assert_mentions(error.value, FACTORY, f"chmod +r {file}")
 
 
 def test_fork_when_the_path_is_wrong_then_refused_with_what_to_write(tmp_path: Path) -> None:
