@@ -104,6 +104,14 @@ def failures_of(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         yield f"failed in {failed} round{'s' * (failed > 1)}: {found['why_not'][name]}"
 
 
+def doubts_of(off: float | None, tolerance: float, apart: str, not_compared: str) -> Iterator[str]:
+    """What a reader has to know of a deviation from ours: that it is not known, or is too large; nan is too large."""
+    if off is None:
+        yield f"NOT COMPARED: {not_compared}"
+    elif not off <= tolerance:
+        yield f"NOT THE SAME WORK: {apart}"
+
+
 def median_seconds(reading: Any) -> float | None:
     """Of a step."""
     return statistics.median(reading.seconds) if reading.seconds else None

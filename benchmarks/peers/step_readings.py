@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peers.machine import MemoryRates, available_nbytes, seconds_of
-from peers.report import OURS, Rounds, Spread, failure, failures_of, median_seconds, percent, reports, spread
+from peers.report import OURS, Rounds, Spread, doubts_of, failure, failures_of, median_seconds, percent, reports, spread
 from peers.steppers import StepEntry, Stepper, StepSetting, set_grads, weights
 
 #: Of any contestant: 18 of state; and the params that it is compared with, before and after.
@@ -162,11 +162,8 @@ def _row(name: str, size: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _notes(name: str, size: Mapping[str, Any]) -> Iterator[str]:
     """What a reader of the figures has to know beside them."""
-    off = size["deviation"][name]
-    if off is None:
-        yield "NOT COMPARED: it or ours failed in the first round"
-    elif not off <= TOLERANCE:
-        yield f"NOT THE SAME WORK: params differ by more than {TOLERANCE:.1%} of their change"
+    apart = f"params differ by more than {TOLERANCE:.1%} of their change"
+    yield from doubts_of(size["deviation"][name], TOLERANCE, apart, "it or ours failed in the first round")
     yield from failures_of(name, size)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peers.ranks import exchange, failure_of_any, now
-from peers.report import OURS, Rounds, Spread, failures_of, median_seconds, reports
+from peers.report import OURS, Rounds, Spread, doubts_of, failures_of, median_seconds, reports
 from peers.train_contestants import FORWARD_BACKWARD
 from peers.trainers import TrainEntry, Trainer
 from peers.transformer import TrainSetting, batch
@@ -182,11 +182,8 @@ def _row(name: str, ranks: Mapping[str, Any]) -> tuple[str, ...]:
 def _notes(name: str, ranks: Mapping[str, Any]) -> Iterator[str]:
     """What a reader of the figures has to know beside them."""
     if name in ranks["loss_deviation"]:
-        off = ranks["loss_deviation"][name]
-        if off is None:
-            yield "NOT COMPARED: it and ours have no round in common"
-        elif not off <= TOLERANCE:
-            yield f"NOT THE SAME WORK: losses differ by more than {TOLERANCE:.1%}"
+        apart = f"losses differ by more than {TOLERANCE:.1%}"
+        yield from doubts_of(ranks["loss_deviation"][name], TOLERANCE, apart, "it and ours have no round in common")
     yield from failures_of(name, ranks)
 
 
