@@ -177,7 +177,7 @@ class _DataWatch:
             self._users.add(user)
             finalize(user, self._end)
         if "data" not in vars(Parameter):
-            Parameter.data = property(self._get, self._set)  # type: ignore[assignment]
+            Parameter.data = property(self._get, _torch_data.__set__)  # type: ignore[assignment]
 
     def remove(self, user: object, params: Iterable[WatchedParam]) -> None:
         for each in params:
@@ -198,9 +198,6 @@ class _DataWatch:
         if watched is not None and watched.param is param:
             watched.keep(alias)
         return alias
-
-    def _set(self, param: Parameter, value: Tensor) -> None:
-        _torch_data.__set__(param, value)
 
 
 data_watch = _DataWatch()

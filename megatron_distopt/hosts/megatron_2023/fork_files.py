@@ -426,13 +426,14 @@ def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
     kept = {flat: {MAIN: flat.main.detach(), **moments_of(sharded.inner, flat.main)} for flat in sharded.flat_params}
     keys = {key for found in exchange(sorted({key for each in kept.values() for key in each}), data) for key in found}
     moments = moments_in_file(keys - {MAIN}, is_adam=sharded.plan.choice.is_adam)
+    owned = shards_of(sharded)
     gathered: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
     for buffer in optimizer.grad_buffers:
         carrier, device = _carrier(data, buffer)
         tensors = gathered[buffer.plan.chunk, buffer.plan.dtype] = {}
         for key in (MAIN, *moments):  # one after the other: only one of them is whole in the device's memory
             part = torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
-            for name, (flat, shard) in shards_of(sharded).items():
+            for name, (flat, shard) in owned.items():
                 if name in buffer.plan.params and key in kept[flat]:
                     part[shard.in_shard.as_slice()] = flat.cut(kept[flat][key], shard).to(device)
             whole = gather_to_first(part, carrier)

@@ -32,7 +32,7 @@ from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, check_bucket_size, compare_ranks, named_params, reduce_dtype_of
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.report import announce, describe, sharded_over
-from megatron_distopt.hosts.torch.model import ModelPlan, ShardedModel, check_trained, group_names, plan_sets
+from megatron_distopt.hosts.torch.model import ModelPlan, ShardedModel, check_trained, name_groups, plan_sets
 from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
 from megatron_distopt.hosts.torch.params import is_updated
 from megatron_distopt.layout import Placement
@@ -131,7 +131,7 @@ def distribute(
         choice = _choose(given, merged, device, named, data)
         sets = plan_sets(trained, merged, data.size)
         check_offload([(each.layout, each.dtype) for each in sets], merged, device, choice)
-        groups = [group_names(group, trained) for group in torch_groups]
+        groups = name_groups(torch_groups, trained)
         for group in groups:
             for name in group.names if choice.updates_whole_params or is_muons_group(group.options) else ():
                 _check_whole(placement(name, named[name]), choice.name)

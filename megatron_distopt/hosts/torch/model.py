@@ -75,11 +75,12 @@ class ModelPlan:
     broadcast_buffers: bool  # whether module buffers that training changes follow the first rank
 
 
-def group_names(group: Mapping[str, Any], named: Mapping[str, Parameter]) -> ParamGroup:
-    """A group with the names of those of its params that are in `named`."""
+def name_groups(groups: Sequence[Mapping[str, Any]], named: Mapping[str, Parameter]) -> list[ParamGroup]:
+    """The groups with the names of those of their params that are in `named`."""
     name_of = {param: name for name, param in named.items()}
-    options = {key: value for key, value in group.items() if key != "params"}
-    return ParamGroup(options, tuple(name_of[param] for param in group["params"] if param in name_of))
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    names = [tuple(name_of[param] for param in group["params"] if param in name_of) for group in groups]
+    return [ParamGroup(*each) for each in zip(options, names, strict=True)]
 
 
 def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
@@ -200,7 +201,7 @@ class ShardedModel:
         raise_together(lambda: compare([Field("params that begin to train", specs)], self.data), self.everyone)
         buffers, slots = self._allocate(sets)
         share_initial([buffer.param for buffer in buffers], self.data, self.device)
-        self.sharded.extend(buffers, [group_names(group, added) for group in self._plan.torch_groups])
+        self.sharded.extend(buffers, name_groups(self._plan.torch_groups, added))
         self._take_over(sets, buffers, slots)
 
     def whole(self) -> WholeModel:
@@ -209,8 +210,8 @@ class ShardedModel:
         return WholeModel([self.share()], frozen=frozen, about={"host": "any torch module", **sizes})
 
     def share(self) -> Share:
-        names = [group_names(group, self.waiting).names for group in self._plan.torch_groups]
-        resting = {number: of_group for number, of_group in enumerate(names) if of_group}
+        groups = enumerate(name_groups(self._plan.torch_groups, self.waiting))
+        resting = {number: group.names for number, group in groups if group.names}
         excluded = self._plan.step.excluded_from_norm
         return Share(self.sharded, self.placements, lambda name: not excluded(name), resting)
 

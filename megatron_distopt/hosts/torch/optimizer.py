@@ -21,7 +21,7 @@ from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
-from megatron_distopt.hosts.torch.model import ShardedModel, group_names
+from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
 from megatron_distopt.hosts.torch.step import announce_drop, step_model
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
@@ -124,7 +124,7 @@ class TorchDistributedOptimizer(StateCalls):
         super().add_param_group(group)
         model.params.learn_members()
         model.find_waiting()
-        added = group_names(group, model.waiting).names
+        added = name_groups([group], model.waiting)[0].names
         model.grow([name for name in added if model.waiting[name].requires_grad and model.waiting[name].numel()])
 
     def _check_added(self, group: Mapping[str, Any]) -> Field:
