@@ -226,26 +226,27 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
         return _state_of(self._params, self._name_of[param]) or {}  # as in torch, where every param has an entry then
 
     def __iter__(self) -> Iterator[Parameter]:
-        return (param for param, name in self._name_of.items() if _state_of(self._params, name))
+        return (param for param in self._name_of if param in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        return param in self._name_of and bool(self[param])  # type: ignore[index]
+        """Whether torch would have an entry of it; unlike reading one this makes no tensor."""
+        params, name = self._params, self._name_of.get(param)  # type: ignore[call-overload]
+        if name not in params.trained:
+            return False
+        pieces, inner = params.pieces.get(name, []), params.share.optimizer.inner
+        return bool(_initial_kinds(params, name)) or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
 
-    def __setitem__(self, param: Parameter, state: object) -> NoReturn:
-        self.clear()
-
-    def __delitem__(self, param: Parameter) -> NoReturn:
-        self.clear()
-
-    def clear(self) -> NoReturn:
+    def clear(self, *_: object) -> NoReturn:
         """Refused, as is every other way to replace state."""
         raise CheckpointError(
             "Invalid optimizer.state: changed. Must be read here alone. Change what optimizer.state_dict() returns and "
             "give it to load_state_dict."
         )
+
+    __setitem__ = __delitem__ = clear
 
 
 def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
@@ -258,7 +259,7 @@ def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     kinds = dict.fromkeys([*_initial_kinds(params, name), *moments])
     scalars: dict[str, Any] = {}
     if flat is not None:
-        scalars = _scalars(optimizer, flat, has_begun=bool(moments))
+        scalars = _scalars(optimizer, flat, moments)
     elif is_adam(optimizer, params.number_of[name]):  # only the owners know the count
         scalars = {STEP: ShardedValue((), (), (), dtype=torch.float32, device=torch.device("cpu"))}
     if not kinds and (flat is None or not scalars):
@@ -300,17 +301,16 @@ def _initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
     return ("momentum_buffer",) if has_buffer and not group.get("dampening") else ()
 
 
-def _scalars(optimizer: ShardedOptimizer, flat: FlatParam, *, has_begun: bool) -> dict[str, Any]:
+def _scalars(optimizer: ShardedOptimizer, flat: FlatParam, moments: Mapping[str, Tensor]) -> dict[str, Any]:
     """The count of updates and what else is kept once, copied: the params of a flat param share it."""
-    state, moments = optimizer.inner.state.get(flat.main, {}), moments_of(optimizer.inner, flat.main)
     found = {
         key: value.clone() if torch.is_tensor(value) else value
-        for key, value in state.items()
+        for key, value in optimizer.inner.state.get(flat.main, {}).items()
         if key not in moments and value is not None
     }
     number = flat.plan.key.group
     step = step_of(optimizer, optimizer.inner.param_groups[number], flat, {})
-    if STEP not in found and (step is not None or (is_adam(optimizer, number) and not has_begun)):
+    if STEP not in found and (step is not None or (is_adam(optimizer, number) and not moments)):
         found[STEP] = torch.tensor(float(step or 0))
     return found
 

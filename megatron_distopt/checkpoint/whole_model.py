@@ -45,7 +45,7 @@ _log = logging.getLogger("megatron_distopt")
 #: The names that Megatron's grad scaler has for the numbers of the loss scale, and the names in a checkpoint.
 _LOSS_SCALE_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 #: Of what owners of whole params keep: the part of the param, and the place in its state.
-_OWNED_KIND = re.compile(r"owned:(?:(\d+of\d+):)?(.*)", re.DOTALL)
+_OWNED_KIND = re.compile(r"owned:((?:\d+of\d+:)?)(.*)", re.DOTALL)
 
 
 def without_wrappers(name: str) -> str:
@@ -178,11 +178,11 @@ def is_owned(key: str) -> bool:
 def is_owned_part(key: str, placement: Placement) -> bool:
     """Whether the tensor of a key is kept for the part that this rank has of the param."""
     match = _OWNED_KIND.fullmatch(kind_of(key))
-    return match is not None and (match[1] or "") == _part(placement)
+    return match is not None and match[1] == _part(placement)
 
 
 def _part(placement: Placement) -> str:
-    return "" if placement.dim is None or placement.size == 1 else f"{placement.rank}of{placement.size}"
+    return "" if placement.dim is None or placement.size == 1 else f"{placement.rank}of{placement.size}:"
 
 
 def owned_tensors(share: Share) -> Iterator[tuple[str, Tensor]]:
@@ -196,9 +196,8 @@ def owned_tensors(share: Share) -> Iterator[tuple[str, Tensor]]:
             description, tensors = owned.split()
             text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
             placement = share.placements[name]
-            part = _part(placement)
             for place, tensor in {"": text, **tensors}.items():
-                yield key_of("owned:" + (f"{part}:" if part else "") + place, placement.name), tensor
+                yield key_of(f"owned:{_part(placement)}{place}", placement.name), tensor
 
 
 def take_owned(
