@@ -38,7 +38,7 @@ for wanted in "$@"; do
         marker="not long" first=
         case $file in
             *_versions.py) continue ;;
-            *_models.py) marker="long or not long" ;;
+            *_models.py | *_parity.py) marker="long or not long" ;;
             *_checkpoints.py | *_foreign_core.py) marker="long or not long" first=$(old_numpy "$folder") ;;
         esac
         name=$(basename "$file" .py)

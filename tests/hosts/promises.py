@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-#: Of each training; a program acts before the third one unless it says otherwise.
-STEPS, THIRD = 5, 2
+#: Of each training; a program acts before the second one unless it says otherwise.
+STEPS, SECOND = 3, 1
 
 
 class User(Protocol):
@@ -70,7 +70,7 @@ class Program:
 
     before: Act | None = None  # a step, see `at`
     expect: Equal | NoEffect | Refused = field(default_factory=Equal)  # what comes of it with ours
-    at: int = THIRD  # which step, counted from 0
+    at: int = SECOND  # which step, counted from 0
     within: Act | None = None  # the same step, after backward
     build: Act | None = None  # what happens to the bare model before the host wraps it
     wrapped: Act | None = None  # what happens to the model before the optimizer is built
@@ -323,8 +323,8 @@ def save_a_param(user: User) -> None:
 KEPT_PARAMS = ("param_groups", "get_megatron_optimizer")
 OTHER = "RanksDisagreeError"
 NOT_COPIED = {"deepcopy": "AccessError: Invalid optimizer: copied", "pickle": "AccessError: Invalid optimizer: pickled"}
-#: The hooks of three steps.
-CALLS = ["before", "after"] * 3
+#: The hooks of two steps.
+CALLS = ["before", "after"] * 2
 
 COMMON: dict[str, Program] = {
     "weights_changed": Program(halve),

@@ -33,24 +33,20 @@ MARKS_NORMS = core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm
 _EXPERTS = {"num_experts": 4}
 #: Equal layouts one after the other share their process groups, which are slow to make.
 _ALL: dict[str, tuple[dict[str, Any], bool]] = {
-    "experts on both ranks": ({"dp": 2, **_EXPERTS}, True),
     "multi-token prediction": ({"dp": 2, "mtp": 1}, HAS_MTP),
     "multi-token prediction, own norm": ({"dp": 2, "mtp": 1, "mtp_detached": True}, HAS_DETACHED),
-    "experts apart": ({"dp": 2, "ep": 2, **_EXPERTS}, True),
-    "shared experts": ({"dp": 2, "ep": 2, "shared_experts": True, **_EXPERTS}, HAS_SHARED),
+    "experts apart": ({"dp": 2, "ep": 2, "shared_experts": HAS_SHARED, **_EXPERTS}, True),
     "experts in tensor parallelism": ({"tp": 2, **_EXPERTS}, HAS_ETP and MARKS_NORMS),
     "experts without tensor parallelism": ({"tp": 2, "etp": 1, "ep": 2, **_EXPERTS}, HAS_ETP and MARKS_NORMS),
     "tied virtual stages": ({"pp": 2, "vp": 2}, not MISPLACES_TIED),
     "context parallelism": ({"cp": 2}, True),
 }
 MODELS = {name: shape for name, (shape, is_there) in _ALL.items() if is_there}
-#: fp32 has the tight tolerance; where a model has several kinds of buffers, these are of 16 bits as well.
-IN_BF16 = ("experts apart", "experts without tensor parallelism", "multi-token prediction")
-COMPARED = [(name, precision) for name in _ALL for precision in ("fp32", *(["bf16"] if name in IN_BF16 else []))]
+#: fp32 has the tight tolerance; a model with several kinds of buffers is trained in bf16 as well.
+COMPARED = [*((name, "fp32") for name in _ALL), ("experts apart", "bf16")]
 #: From which layout to which.
 RESUMED = {
     "experts apart": {"dp": 2, **_EXPERTS},
-    "experts on both ranks": {"dp": 2, "ep": 2, **_EXPERTS},
     "experts in tensor parallelism": {"dp": 2, "ep": 2, **_EXPERTS},
     "experts without tensor parallelism": {"tp": 2, **_EXPERTS},
     "multi-token prediction": {"tp": 2, "mtp": 1},

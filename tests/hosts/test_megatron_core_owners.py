@@ -22,16 +22,7 @@ from megatron_distopt.errors import DistOptError
 from megatron_distopt.layout import Box
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
-from tests.support.exact_core import (
-    BF16,
-    EXACT,
-    OVERLAPPED,
-    PLAIN,
-    TIED,
-    distance,
-    exact_training,
-    train_exactly,
-)
+from tests.support.exact_core import BF16, EXACT, OVERLAPPED, PLAIN, distance, exact_training, train_exactly
 from tests.support.spawn import run_ranks
 from tests.support.whole_classes import Adafactor, Soap, in_place_of_cores_adam, tried_once
 from tests.support.whole_muon import SCALES, Reference, in_place_of_adam, layer_wise_buffers
@@ -93,18 +84,15 @@ def _whole(case: Case, *, is_named: bool = False) -> Both:
 
 
 TP2 = EXACT.of(tp=2)
-PP2 = BF16.of(pp=2, tied=TIED)
 OVERLAPPED_DP2 = BF16.of(dp=2, **OVERLAPPED)
 CASES: dict[tuple[str, str], Both] = {
     ("muon", "bf16 dp2, overlapped"): _muon(OVERLAPPED_DP2),
-    ("muon", "bf16 pp2"): _muon(PP2),
-    ("muon", "tp2, heads share keys"): _muon(TP2.of(query_groups=2)),
-    ("muon", "tp2, gates"): _muon(TP2.of(gated=True), ours={"MUON_SPLIT": "all"}, splits_gates=True),
+    ("muon", "tp2, heads share keys, gates"): _muon(
+        TP2.of(query_groups=2, gated=True), ours={"MUON_SPLIT": "all"}, splits_gates=True
+    ),
     ("muon", "tp2, blockwise"): _muon(TP2, ours={"MUON_TP_MODE": "blockwise"}, joins=False),
     ("whole", "bf16 dp2, named"): _whole(BF16.of(dp=2), is_named=True),
     ("whole", "bf16 dp2, overlapped"): _whole(OVERLAPPED_DP2),
-    ("whole", "fp16 dp2"): _whole(EXACT.of(dp=2, precision="fp16")),
-    ("whole", "bf16 experts dp2"): _whole(BF16.of(dp=2, num_experts=4)),
 }
 if core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm"):  # see tests/support/gpt.py
     CASES["muon", "experts tp2"] = _muon(EXACT.of(tp=2, num_experts=4))
