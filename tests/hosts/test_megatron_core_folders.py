@@ -22,9 +22,8 @@ from tests.support.spawn import run_ranks
 DP2 = Case("distopt", dp=2, steps=2)
 SAVED = {
     "fp32": DP2,
-    "bf16": DP2.of(precision="bf16"),
+    "bf16, untied": DP2.of(precision="bf16", tied=False),
     "fp16": DP2.of(precision="fp16", initial_loss_scale=1024.0),
-    "untied": DP2.of(tied=False),
 }
 AGAIN = {"dp2": {"dp": 2}, "tp2": {"dp": 1, "tp": 2}}
 #: After the save.

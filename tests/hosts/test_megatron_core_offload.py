@@ -25,15 +25,10 @@ from tests.support.exact_core import variables
 from tests.support.spawn import outcomes, run_ranks
 
 SIZE = 2
-CASES = {
-    "bf16": Case("distopt", dp=SIZE, precision="bf16"),
-    "fp32": Case("distopt", dp=SIZE, precision="fp32"),
-}
-#: State in other forms than fp32, by name: variables that ask for it.
-FORMS = {
-    "remainder and int8": {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"},
-    "float16 and fp8": {"MAIN_PARAMS_DTYPE": "float16", "EXP_AVG_SQ_DTYPE": "float8_e4m3fn"},
-}
+BF16 = Case("distopt", dp=SIZE, precision="bf16", num_microbatches=1)
+FP32 = BF16.of(precision="fp32")
+#: State in other forms than fp32: variables that ask for it.
+FORMS = {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "float8_e4m3fn"}
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -119,7 +114,7 @@ def _refused_meanwhile(rank: int, folder: Path) -> None:
     from tests.support import gpt
 
     kind = LayoutError if rank == 1 else RanksDisagreeError
-    with contextlib.closing(gpt.Training(CASES["bf16"])) as training:
+    with contextlib.closing(gpt.Training(BF16)) as training:
         training.step()
         optimizer = training.optimizer
         optimizer.save(folder)
@@ -133,7 +128,7 @@ def _refused_meanwhile(rank: int, folder: Path) -> None:
             with pytest.raises(kind, match=r"emptied: exp_avg .* load it again"):
                 call()
     for change, said in CHANGES.items():
-        with contextlib.closing(gpt.Training(CASES["bf16"])) as training:
+        with contextlib.closing(gpt.Training(BF16)) as training:
             training.step()
             training.forward_backward()
             if rank == 1:
@@ -165,16 +160,26 @@ def _refused_elsewhere() -> None:
         OffloadedState(cast("Any", sharded), []).check_is_back()
 
 
-NAMES = (*CASES, *FORMS, "memory of bf16", "memory of fp32", "refused meanwhile", "refused elsewhere")
+NAMES = (
+    "bf16",
+    "remainder, int8 and fp8",
+    "memory of bf16",
+    "memory of fp32",
+    "refused meanwhile",
+    "refused elsewhere",
+)
 
 
 def collect(rank: int, size: int, folder: str) -> dict[str, str]:
-    checks: dict[str, Callable[[], None]] = {name: partial(_moved_and_back, case) for name, case in CASES.items()}
-    checks |= {name: variables(options)(partial(_moved_and_back, CASES["bf16"])) for name, options in FORMS.items()}
-    checks |= {f"memory of {name}": partial(_freed, CASES[name]) for name in ("bf16", "fp32")}
-    checks["refused meanwhile"] = partial(_refused_meanwhile, rank, Path(folder) / "kept")
-    checks["refused elsewhere"] = _refused_elsewhere
-    return outcomes(checks)
+    checks = (
+        partial(_moved_and_back, BF16),
+        variables(FORMS)(partial(_moved_and_back, BF16)),
+        partial(_freed, BF16),
+        partial(_freed, FP32),
+        partial(_refused_meanwhile, rank, Path(folder) / "kept"),
+        _refused_elsewhere,
+    )
+    return outcomes(dict(zip(NAMES, checks, strict=True)))
 
 
 @pytest.fixture(scope="module")
