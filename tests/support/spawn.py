@@ -10,8 +10,8 @@ holds that mapping and pytest parametrizes over the cases:
         return run_ranks(cases, 2)                                 # results()[rank][case]
 
 [Note: two servers] Importing torch takes longer than most cases, so ranks are forked from processes that have imported
-it, with what most cases need of it. The first rank comes from another such process than the others: its strings have
-other hashes, so that whatever goes by the order of a set goes wrong here and not at a user's.
+it, with this package and what most cases need of either. The first rank comes from another such process than the
+others: its strings have other hashes, so that whatever goes by the order of a set goes wrong here and not at a user's.
 """
 
 from __future__ import annotations
