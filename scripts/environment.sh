@@ -8,6 +8,10 @@ if nvidia-smi -L >/dev/null 2>&1; then
     gpus=$(nvidia-smi -L | wc -l)
 fi
 
+# What is imported is compiled once, whatever the caller's environment says, and all of it is kept in .venv.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=$venv/bytecode
+
 fail() {
     echo "$(basename "$0"): $1" >&2
     exit "${2:-1}"
@@ -34,13 +38,6 @@ _install() {
         "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" "$@" 2>"$venv/uv.log" || _pip_install "$@"
 }
 
-# What the installation does on one core is done on all of them, but for what nothing here imports. Some packages have
-# files that are no Python of this version.
-_compile() {
-    "$venv/bin/python" -m compileall -qq -j 0 -x 'transformers/models/(?!auto)|/tests?/|/pip/' "$venv/lib" \
-        >/dev/null 2>&1 || true
-}
-
 _make_venv() {
     local python=${PYTHON:-python3}
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
@@ -64,7 +61,6 @@ prepare() {
     _install "$(_torch)"
     "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$venv/constraints"
     _install --constraint "$venv/constraints" --editable "$root[$extra]"
-    _compile
     echo "$wanted" >"$venv/$extra.installed"
 }
 

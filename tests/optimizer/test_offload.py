@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron_core.host_config import offload_of
 from megatron_distopt.layout import BufferLayout, ParamSpec, lay_out
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.offload import buckets_on_host, check_offload, host_nbytes
@@ -81,6 +80,8 @@ def test_inner_when_it_has_no_kernel_on_the_host_then_refused() -> None:
 
 
 def test_flags_when_megatron_core_asks_for_state_on_the_host_then_its_fraction_counts() -> None:
+    from megatron_distopt.hosts.megatron_core.host_config import offload_of  # it imports the host, which takes seconds
+
     host = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     assert offload_of(host) == {"offload_fraction": 0.5}
     host.optimizer_cpu_offload = False

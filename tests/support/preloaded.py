@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 
 import pytest  # noqa: F401
@@ -12,10 +11,9 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp  # noqa: F401
 
 import megatron_distopt.formats.conversion
-import megatron_distopt.hosts.torch.distribute  # noqa: F401
-
-with contextlib.suppress(ImportError):
-    import deepspeed.accelerator  # noqa: F401 - which names the device, unless torch is asked to
+import megatron_distopt.hosts.patch_points
+import megatron_distopt.hosts.torch.distribute
+import megatron_distopt.plugin.install  # noqa: F401
 
 # Forked processes share these objects as long as no collection of garbage writes to them.
 gc.freeze()

@@ -12,18 +12,20 @@ holds that mapping and pytest parametrizes over the cases:
 [Note: two servers] Importing torch takes longer than most cases, so ranks are forked from processes that have imported
 it, with this package and what most cases need of either. The first rank comes from another such process than the
 others: its strings have other hashes, so that whatever goes by the order of a set goes wrong here and not at a user's.
+Ranks of megatron-core are forked from this process, which imports the host for them: a server of their own would cost
+what they save.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -88,7 +90,7 @@ def run_ranks(
         size: the number of ranks.
         args: the same for every rank.
         seconds: the time limit for all of it, process start included.
-        core: the ranks are forked from processes that have imported megatron-core, too.
+        core: the ranks find megatron-core imported, and this process does from then on.
 
     Returns:
         What each rank returned, in the order of the ranks.
@@ -146,16 +148,16 @@ def _environment_of_ranks() -> Iterator[None]:
                 os.environ[name] = value
 
 
-#: By whether they know megatron-core.
-_SERVERS = {core: (ForkServer(), ForkServer()) for core in (False, True)}
+_SERVERS = (ForkServer(), ForkServer())
 
 
 def _start(task: _Task, rank: int, core: bool) -> BaseProcess:
     """See [Note: two servers]. The standard library knows one server, so the call that asks it for a process is led."""
-    if core and "tests.support.preloaded_core" in sys.modules:  # this process has imported the host itself
+    if core:
+        importlib.import_module("tests.support.preloaded_core")
         return _begun(multiprocessing.get_context("fork").Process(target=_run_rank, args=(task, rank), daemon=True))
-    server = _SERVERS[core][min(rank, 1)]
-    server.set_forkserver_preload(["tests.support.preloaded_core" if core else "tests.support.preloaded"])
+    server = _SERVERS[min(rank, 1)]
+    server.set_forkserver_preload(["tests.support.preloaded"])
     with mock.patch("multiprocessing.forkserver.connect_to_new_process", server.connect_to_new_process):
         context = multiprocessing.get_context("forkserver")
         return _begun(context.Process(target=_run_rank, args=(task, rank), daemon=True))
