@@ -39,8 +39,9 @@ class Case:
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 100}
 CASES = {
     "bf16": Case({"clip_grad": 0.5, "deterministic": True}),
-    "overlapped": Case({"clip_grad": 0.5, **OVERLAPS}),
-    "saved in the background": Case({"async_save": True, "reduce_dtype": "bfloat16", **OVERLAPS}),
+    "overlapped, saved in the background": Case(
+        {"async_save": True, "clip_grad": 0.5, "reduce_dtype": "bfloat16", **OVERLAPS}
+    ),
     "fp16": Case({"loss_scale": "dynamic", "hysteresis": 1, "growth_interval": 2}, torch.float16, (2, 5)),
     "low precision": Case({"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}),
     "rounded at random": Case({"main_params_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"}),

@@ -97,20 +97,16 @@ CASES = {
     "weight of a layer read behind it": Case(_usual, head="foreign"),
     # Its neighbours in the bucket, those of the norm, are read in every microbatch.
     "weight that is read later": Case(lambda step, rank: [0, 1], head="foreign", microbatches=2, is_late=True),
-    "bf16": Case(_usual, dtype=BF16, norm=BF16),
     "two dtypes": Case(_usual, dtype=BF16, norm=torch.float32),
-    "several microbatches": Case(_usual, microbatches=3),
+    "several microbatches": Case(_usual, microbatches=2),
     "grads as well": Case(_changing, grads=True, microbatches=2),
-    "evaluation": Case(_usual, between="eval"),
     "evaluation of another path": Case(lambda step, rank: [0], between="eval"),
     "state_dict": Case(_usual, between="state_dict"),
     "accessor": Case(_usual, between="accessor"),
-    "params are read": Case(_usual, between="read"),
     "average of params": Case(_usual, between="average"),
     "rolled back": Case(_usual, between="rolled back", dtype=BF16, norm=BF16),
     "optimizer state": Case(_usual, between="optimizer"),
     "copy of the model": Case(_usual, between="deepcopy"),
-    "part of the model": Case(_usual, between="part"),
     "pickled": Case(_usual, between="pickled"),
 }
 
@@ -167,12 +163,10 @@ BETWEEN: dict[str, Callable[[Net, Any], list[Tensor]]] = {
     "state_dict": lambda model, _: list(model.state_dict().values()),
     "accessor": _after(lambda optimizer: optimizer.finish_param_gather()),
     "optimizer": _after(lambda optimizer: optimizer.load_state_dict(optimizer.state_dict())),
-    "read": lambda model, _: [torch.stack([param.sum() for param in model.parameters()])],
     "average": _averaged,
     "deepcopy": lambda model, _: [copy.deepcopy(model)(WORDS_SEEN, [0, 1, 2], "")],
     "rolled back": _rolled_back,
     "pickled": lambda model, _: [pickle.loads(pickle.dumps(model.layers[1]))(torch.ones(1, WIDTH))],
-    "part": lambda model, _: [model.layers[1](torch.ones(1, WIDTH))],
 }
 
 
@@ -290,7 +284,7 @@ def test_params_when_overlapped_with_forward_then_no_read_sees_old_values(
     assert all(each[name][2] >= STEPS for each in found) or not CASES[name].between, "nothing was compared"
 
 
-@pytest.mark.parametrize("name", ["several microbatches", "order changes", "bf16"])
+@pytest.mark.parametrize("name", ["several microbatches", "order changes"])
 def test_module_when_it_is_called_then_it_waits_for_its_own_params_alone(
     name: str, found: list[dict[str, Any]]
 ) -> None:

@@ -31,12 +31,12 @@ IN_A_MEGATRON = (
 #: In plain torch each form and each dtype of a moment at least once, and the two moments in different ones.
 SOME = {
     "torch": (*IN_A_MEGATRON, Precision("remainder"), Precision("bfloat16", "float16", "float8_e5m2")),
-    "megatron_2023": IN_A_MEGATRON,
-    "megatron_core": IN_A_MEGATRON,
+    "megatron_2023": IN_A_MEGATRON[:3],
+    "megatron_core": IN_A_MEGATRON[:3],  # and others with its own fields
 }
-STEPS = 8
+STEPS = 5
 #: Of the last losses, which are about 4 in the Megatrons and 1 here: what rounding of the state by 2**-3 at most leaves
-#: after eight steps. A state that is lost, or in another's place, gives several times as much.
+#: after five steps. A state that is lost, or in another's place, gives several times as much.
 TOLERANCE = 0.02
 
 
@@ -155,7 +155,7 @@ def _train_some(rank: int, size: int, host: str) -> Found:
 
 @cache
 def _found(host: str) -> Found:
-    return run_ranks(_train_some, 2, host, seconds=300)[0]
+    return run_ranks(_train_some, 2, host, seconds=300, core=host == "megatron_core")[0]
 
 
 def test_megatron_core_when_its_own_fields_ask_for_a_precision_then_it_is_ours() -> None:
