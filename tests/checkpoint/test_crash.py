@@ -27,7 +27,7 @@ from tests.support.stored import TINY, Numbered, leftovers, number_in, savings
 CALLS = ("make_folder", "create", "write", "sync", "replace", "remove", "sync_folder")
 ONE_RANK = Group(None, 0, 1)
 #: Writes are many and alike: every so many of them is tried, and all other calls.
-EVERY_WRITE = 40
+EVERY_WRITE = 150
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,7 @@ def test_first_save_when_killed_then_there_is_no_checkpoint_or_a_whole_one(
     tmp_path: Path, two_ranks: Numbered, reader: World
 ) -> None:
     calls = calls_of(lambda: two_ranks.save(tmp_path / "all" / "iter_0000001", 1))
-    for number in list(worth_trying(calls))[::6]:
+    for number in list(worth_trying(calls))[::8]:
         place = tmp_path / str(number) / "iter_0000001"
         assert os.WIFSIGNALED(killed(lambda place=place: two_ranks.save(place, 1), number))
         assert is_checkpoint(place) == is_committed(calls, number)
@@ -220,7 +220,7 @@ def test_save_when_the_power_is_cut_at_any_call_then_one_checkpoint_is_whole(tmp
 
     def note_and_cut(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         result = durable.note(name, call, arguments)
-        by_chance = [lambda: chance.random() < 0.5] * (10 if name in ("replace", "sync_folder") else 1)
+        by_chance = [lambda: chance.random() < 0.5] * (4 if name in ("replace", "sync_folder") else 1)
         for is_kept in (lambda: False, lambda: True, *by_chance) if name != "write" else ():
             durable.after_a_cut(found, is_kept)
             outcomes.append((any(what[0] == "remove" for what in durable.pending), number_in(found, reader)))
@@ -270,8 +270,9 @@ def test_save_when_any_call_fails_then_one_checkpoint_is_whole_and_nothing_is_le
 ) -> None:
     two_ranks.save(tmp_path, 1)
     calls = calls_of(lambda: two_ranks.save(tmp_path, 2))
+    points = list(worth_trying(calls))[:: 1 if isinstance(error, OSError) else 3]
     raised = 0
-    for number in worth_trying(calls):
+    for number in points:
         old = two_ranks.now
         try:
             with failing(number, error):
@@ -285,7 +286,7 @@ def test_save_when_any_call_fails_then_one_checkpoint_is_whole_and_nothing_is_le
         assert wanted != old or leftovers(tmp_path) == set(), f"{error!r} in call {number}, {calls[number]}"
         two_ranks.save(tmp_path, old + 2)
         assert leftovers(tmp_path) == set()
-    assert raised > 20
+    assert raised >= len(points) - calls.count("remove")
 
 
 def test_save_when_a_rank_dies_just_after_the_commit_then_the_new_checkpoint_stays(

@@ -65,7 +65,7 @@ def test_digest_when_computed_in_plain_python_then_it_is_the_same() -> None:
     assert _digest(VALUES) == total % MODULUS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 def test_digest_when_a_tensor_is_cut_then_the_parts_add_up(dtype: torch.dtype) -> None:
     values = (torch.randn(300, 7, 40) * 10).to(dtype)
     parts = digest_of(values[:100], (0, 0, 0)) + digest_of(values[100:, :, :9], (100, 0, 0))

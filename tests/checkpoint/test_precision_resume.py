@@ -24,13 +24,13 @@ PRECISIONS = {
     "int8": Precision("float32", "int8", "int8"),
     "bf16 param": Precision("bfloat16", "bfloat16", "int8"),
 }
-SIZES = (1, 2, 3)
+SIZES = (1, 2)
 #: Each precision is saved at one of the sizes.
-SAVED = tuple((name, SIZES[number % 3]) for number, name in enumerate(PRECISIONS))
+SAVED = tuple((name, SIZES[number % 2]) for number, name in enumerate(PRECISIONS))
 #: From a precision at a size to another: each into itself at the same size and into another one. What a checkpoint
 #: holds does not depend on where it goes, so not every pair is needed.
 PAIRS = tuple(
-    (one, before, *SAVED[(number + step) % len(SAVED)]) for step in (0, 2) for number, (one, before) in enumerate(SAVED)
+    (one, before, *SAVED[(number + step) % len(SAVED)]) for step in (0, 3) for number, (one, before) in enumerate(SAVED)
 )
 #: Relative errors that a precision allows: of main params and first moments to those of their block's largest, which
 #: are rounded to nearest when loaded.

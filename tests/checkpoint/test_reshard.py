@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_distopt.checkpoint import read_manifest
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Placement
 from tests.support.simulated import KINDS, World, element_numbers, small_model
@@ -26,11 +25,9 @@ Layout = dict[str, Any]
 #: What a run may look like.
 LAYOUTS: dict[str, Layout] = {
     "dp1": {},
-    "dp3 in buckets": {"dp": 3, "bucket_size": 50},
     "dp6 in buckets": {"dp": 6, "bucket_size": 100},
     "dp2 tp2": {"dp": 2, "tp": 2},
     "dp3 tp2 in buckets": {"dp": 3, "tp": 2, "bucket_size": 64},
-    "pp2": {"pp": 2},
     "dp2 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2},
     "dp3 pp4": {"dp": 3, "pp": 4, "bucket_size": 70},
     "dp2 fp32 model": {"dp": 2, "plain_dtype": torch.float32},
@@ -38,12 +35,8 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-#: Every layout is written once and read at two others, so that each is read as often.
-PAIRS = [
-    (here, list(LAYOUTS)[(number + distance) % len(LAYOUTS)])
-    for number, here in enumerate(LAYOUTS)
-    for distance in (3, 7)
-]
+#: Every layout is written once and read at one other.
+PAIRS = list(zip(LAYOUTS, [*list(LAYOUTS)[3:], *list(LAYOUTS)[:3]], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -79,32 +72,16 @@ def test_load_when_the_layout_is_another_then_every_element_is_in_its_place(
         assert all(torch.equal(run.model, run.main.to(run.model.dtype)) for run in optimizer.flat_params)
 
 
-@pytest.mark.parametrize("name", ["dp1", "dp2 tp2 pp2"])
 def test_checkpoint_when_read_by_torch_alone_then_it_holds_the_whole_tensors(
-    name: str, saved: Mapping[str, Path], tmp_path: Path
+    saved: Mapping[str, Path], tmp_path: Path
 ) -> None:
+    name = "dp2 tp2 pp2"
     dcp_to_torch_save(saved[name], tmp_path / "state.pt")
     found = torch.load(tmp_path / "state.pt", weights_only=True)
-    tp = LAYOUTS[name].get("tp", 1)
+    tp = LAYOUTS[name]["tp"]
     wanted = {f"{kind}/{p.name}": element_numbers(p, kind, p.padded_shape(tp)) for kind in KINDS for p in MODEL}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
-
-
-def test_save_when_made_again_from_what_was_loaded_then_it_is_the_same_state(
-    saved: Mapping[str, Path], tmp_path: Path
-) -> None:
-    """There and back again is the identity."""
-    name = "dp3 pp4"
-    middle = World.of(MODEL, **LAYOUTS["dp3 tp2 in buckets"], filled=False)
-    middle.load(saved[name])
-    middle.save(tmp_path / "middle")
-    back = World.of(MODEL, **LAYOUTS[name], filled=False)
-    back.load(tmp_path / "middle")
-    assert _is_same_as_saved(back)
-    meant = [read_manifest(folder) for folder in (saved[name], tmp_path / "middle")]
-    assert [sorted(group.names) for group in meant[0].groups] == [sorted(group.names) for group in meant[1].groups]
-    assert [group.meaning for group in meant[0].groups] == [group.meaning for group in meant[1].groups]
 
 
 def test_load_when_the_vocabulary_has_more_padding_then_the_new_rows_keep_their_values(tmp_path: Path) -> None:

@@ -32,10 +32,9 @@ from tests.support.stored import is_same
 # Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_size=300)
 MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": torch.bfloat16}
-#: A dtype of torch, and forms that no dtype of torch has.
+#: A dtype of torch, and two forms that no dtype of torch has.
 LOW = {
     "bf16": replace(CONFIG, adam="auto", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"),
-    "int8": replace(CONFIG, adam="auto", exp_avg_dtype="int8", exp_avg_sq_dtype="int8"),
     "remainder": replace(CONFIG, adam="auto", main_params_dtype="remainder", exp_avg_dtype="int8"),
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -151,9 +150,8 @@ def test_one_rank_when_other_weights_were_loaded_then_a_load_leaves_them_and_it_
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("given", ["SGD", "RMSprop"])
-def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own(given: str) -> None:
-    kind = getattr(torch.optim, given)
+def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own() -> None:
+    kind: Any = torch.optim.RMSprop
     how: dict[str, Any] = {"lr": 0.01, "momentum": 0.5}
     theirs = Params()
     reference = kind(theirs.groups(), foreach=True, **how)
@@ -317,7 +315,6 @@ def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str]]
 
 def _save_low(rank: int, config: DistOptConfig, root: Path) -> None:
     _, low = _made(config, steps=2)
-    dcp.save({"optim": low.state_dict()}, checkpoint_id=root / "saved")
     gloo = dist.new_group(backend="gloo")
     dcp.async_save({"optim": low.state_dict()}, checkpoint_id=root / "later", process_group=gloo).result()
     full = low.full_state_dict()
@@ -336,21 +333,19 @@ def _text(act: Callable[[], object]) -> str:
 def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
     """Loads in every way into a new optimizer, and into one with another state."""
     wanted, found = torch.load(root / "full.pt", weights_only=True), {}
-    for name in ("nested", "offloaded", "later", "flat"):
-        for steps in (0, 1):
-            model, optimizer = _made(steps=steps)
-            options = FLAT if name == "flat" else None
-            state = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
-            dcp.load(state, checkpoint_id=root / name)
-            set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
-            found[f"{name} after {steps}"] = _is_as(optimizer, wanted)
+    for name, steps in (("nested", 0), ("nested", 1), ("offloaded", 1), ("later", 0), ("flat", 0), ("flat", 1)):
+        model, optimizer = _made(steps=steps)
+        options = FLAT if name == "flat" else None
+        state = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
+        dcp.load(state, checkpoint_id=root / name)
+        set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
+        found[f"{name} after {steps}"] = _is_as(optimizer, wanted)
     for name, config in LOW.items():
-        for way in ("saved", "later"):
-            _, low = _made(config, steps=1)
-            low_state = {"optim": low.state_dict()}
-            dcp.load(low_state, checkpoint_id=root / name / way)
-            low.load_state_dict(low_state["optim"])
-            found[f"{name} {way}"] = _is_as(low, torch.load(root / name / "full.pt", weights_only=True))
+        _, low = _made(config, steps=1)
+        low_state = {"optim": low.state_dict()}
+        dcp.load(low_state, checkpoint_id=root / name / "later")
+        low.load_state_dict(low_state["optim"])
+        found[name] = _is_as(low, torch.load(root / name / "full.pt", weights_only=True))
     model, optimizer = _made(steps=1)
     optimizer.load_state_dict(wanted)
     found["full"] = _is_as(optimizer, wanted)

@@ -41,7 +41,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp1": {},
     "dp3 in buckets": {"dp": 3, "bucket_size": 50},
     "dp2 tp2": {"dp": 2, "tp": 2},
-    "dp2 fp32 model": {"dp": 2, "plain_dtype": torch.float32},
     "pp2 another adam": {"pp": 2, "adam": "torch_foreach"},
 }
 

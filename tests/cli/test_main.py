@@ -14,7 +14,6 @@ from megatron_distopt.cli import doctor
 from megatron_distopt.cli.main import main
 from megatron_distopt.cli.show import ok, problem
 from megatron_distopt.hosts.fork_source import BLOCK, GROUP
-from megatron_distopt.version import VERSION
 from tests.support.fork_trees import neox, per_rank_2023
 from tests.support.refusals import assert_mentions
 
@@ -65,22 +64,6 @@ def test_command_when_the_command_line_is_bad_then_status_2(words: list[str], ca
         main(words)
     assert stop.value.code == 2
     assert "usage: megatron-distopt" in capsys.readouterr().err
-
-
-def test_help_when_asked_for_then_each_command_says_what_it_is_for(capsys: Output) -> None:
-    for words, text in (
-        (["-h"], "would training start here, and with what?"),
-        (["doctor", "-h"], "usage: megatron-distopt doctor [-h] [--json] [--no-trial] [FORK] [-- LAUNCH FLAGS ...]"),
-        (["patch", "-h"], "take exactly those lines out"),
-        (["-h"], "doctor|patch|inspect|verify|diff|convert|plan"),
-        (["convert", "-h"], "per-rank    of Megatron-LM 23.04"),
-        (["plan", "-h"], "--llama"),
-        (["--version"], f"megatron-distopt {VERSION}"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        assert stop.value.code == 0
-        assert text in capsys.readouterr().out
 
 
 def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_same(

@@ -41,10 +41,9 @@ RUNS = {
         exp_avg_sq_dtype="bfloat16",
         bucket_size=BUCKET,
     ),
-    "fp16 main, 8-bit moments": Choice(
-        CUT, main_params_dtype="float16", exp_avg_dtype="int8", exp_avg_sq_dtype="float8_e5m2", bucket_size=BUCKET
+    "no main, 8-bit moments": Choice(
+        CUT, main_params_dtype="bfloat16", exp_avg_dtype="int8", exp_avg_sq_dtype="float8_e5m2"
     ),
-    "no main, int8": Choice(CUT, main_params_dtype="bfloat16", exp_avg_dtype="int8", exp_avg_sq_dtype="int8"),
     "muon, fp32, small buckets": Choice(CUT, "fp32", bucket_size=10_000, optimizer="muon"),
 }
 #: Real models on 2 ranks: their sizes and how they are cut.
@@ -211,7 +210,7 @@ def on_ranks(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, Any]]:
-    return run_ranks(on_ranks, 2, seconds=400.0)
+    return run_ranks(on_ranks, 2, seconds=400.0, core=True)
 
 
 @pytest.mark.parametrize("name", RUNS)
