@@ -37,9 +37,9 @@ TRAIN_RATIO = 1.2
 RANKS = 2
 
 #: Of a measurement; the best of some counts, because whatever else runs meanwhile takes processors from either side.
-REPEATS, MEASUREMENTS = 5, 3
+REPEATS, MEASUREMENTS = 3, 4
 #: Steps whose losses are compared.
-COMPARED = 6
+COMPARED = 4
 
 
 def ratio_of(turns: Mapping[str, Callable[[], float]], wanted: float) -> float:

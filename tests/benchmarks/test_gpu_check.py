@@ -22,8 +22,8 @@ from gpu_check.__main__ import line_of, parse_args, seconds_for
 from gpu_check.checks import SUBJECTS, Check, Found, Outcome, Place, SkipError, Status, WrongError
 from gpu_check.machine import DeviceError, Machine, device_type_of, look, rank_counts
 from gpu_check.missing import missing
-from gpu_check.report import ARCHIVE, Report, lines_of, write_report
-from gpu_check.runner import CHECKS, NO_TIME, Batch, Runner, batches_of, impossible
+from gpu_check.report import ARCHIVE, Report, write_report
+from gpu_check.runner import CHECKS, NO_TIME, Batch, Runner, batches_of
 
 from tests.support import mini_fork
 
@@ -79,15 +79,6 @@ def test_report_when_nothing_failed_then_has_ratios_and_memory_and_nothing_is_pa
     assert "| ours | 12.00 | 12.50 | 13.00 |  |" in text
 
 
-def test_report_when_it_ends_then_has_a_row_for_each_host_that_was_run() -> None:
-    rows = [line for line in lines_of(replace(REPORT, outcomes=(*PASSED, FAILED))) if "`scripts/gpu_check.sh`" in line]
-    plain, core = rows[-2:]
-    assert plain.startswith("| plain (any torch module) | torch 2.13.0 |")
-    assert "overlaps, resume; DP 2" in plain and "2 x Some GPU, xccl" in plain
-    assert plain.endswith("| 2026-11-23 | 1 of 2 checks fail: resume |")
-    assert core.startswith("| megatron-core | 0.16.1 |") and core.endswith("| passes |")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [("--devce cpu", "Write --device"), ("--minutes soon", "Write --minutes 10"), ("--only fast", "'memory', 'speed'")],
@@ -116,12 +107,6 @@ def test_batches_when_there_are_devices_then_every_check_runs_and_ranks_grow_to_
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     assert {check.subject for check in CHECKS} == set(SUBJECTS)
     assert seconds_for(found, 300.0) > seconds_for(found, 30.0) >= 2.0
-
-
-def test_batches_when_there_is_one_device_then_the_report_says_what_needs_more() -> None:
-    assert {batch.ranks for batch in batches_of(1)} == {1}
-    skipped = {outcome.check: outcome.detail for outcome in impossible(1)}
-    assert skipped == dict.fromkeys(("collectives",), "needs 2 devices, and this machine has 1")
 
 
 def test_missing_when_nothing_is_there_then_torch_is_no_dependency_of_what_is_installed() -> None:
@@ -201,7 +186,10 @@ STATUSES = {
 }
 
 
-def test_checks_when_they_end_in_any_way_then_the_others_are_run_and_what_was_found_comes_back(tmp_path: Path) -> None:
+def test_checks_when_they_end_in_any_way_then_the_others_are_run_and_what_was_found_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT_ACCELERATOR", "torch")  # DeepSpeed takes each process a while to ask
     runner = Runner(look("cpu"), tmp_path, defined_in="tests.benchmarks.test_gpu_check:ALL")
     batches = Batch(1, ON_ONE_RANK), Batch(2, ON_TWO_RANKS)
     found = [outcome for batch in batches for outcome in runner.run(batch, time.time() + 100, 1.0)]

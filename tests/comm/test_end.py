@@ -75,7 +75,7 @@ def train():
         overlap_param_gather="overlap" in mode,
     )
     optimizer = megatron_distopt.distribute(model, config)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 16)).square().mean().backward()
         optimizer.step()
@@ -153,17 +153,14 @@ def _read(folder: Path, rank: int) -> Ended:
 REGULAR, RAISES = ("regular", "memory overlap"), ("raises", "messages overlap")
 DESTROYED, GLOO = ("destroyed", "messages"), ("gloo", "not waited for")
 ALONE = {mode: ("raises, alone", mode) for mode in ("memory", "messages")}
-CASES = [GLOO, GLOO, REGULAR, DESTROYED, RAISES, *ALONE.values()]
+CASES = [GLOO, REGULAR, DESTROYED, RAISES, *ALONE.values()]
 Found = dict[tuple[str, str], list[Ended]]
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By case, what became of the ranks."""
-    found: Found = {}
-    for case, ranks in zip(CASES, _ended(tmp_path_factory.mktemp("ended"), CASES), strict=True):
-        found.setdefault(case, []).extend(ranks)
-    return found
+    return dict(zip(CASES, _ended(tmp_path_factory.mktemp("ended"), CASES), strict=True))
 
 
 def test_end_when_groups_are_left_open_or_outlive_torchs_then_status_0(ended: Found) -> None:
@@ -175,7 +172,7 @@ def test_end_when_groups_are_left_open_or_outlive_torchs_then_status_0(ended: Fo
 
 def test_end_when_a_collective_of_gloo_was_not_waited_for_then_no_rank_is_aborted(ended: Found) -> None:
     """See [Note: gloo lets go of tensors late]."""
-    assert [rank.status for rank in ended[GLOO]] == [0] * 4, ended[GLOO]
+    assert [rank.status for rank in ended[GLOO]] == [0] * 2, ended[GLOO]
 
 
 def test_end_when_the_program_raises_then_status_1_and_its_error(ended: Found) -> None:

@@ -42,9 +42,8 @@ MOMENTS = ("float32", "bfloat16", *CODES)
 MAINS = ("float32", "remainder", "bfloat16", "float16")
 #: Forms of main params and moments; the model params are fp16 in the last one.
 SOME = (
-    (Precision("remainder", "int8", "float8_e4m3fn"), torch.bfloat16),
-    (Precision("bfloat16", "float16", "bfloat16"), torch.bfloat16),
-    (Precision("float16", "float8_e5m2", "int8"), torch.float16),
+    (Precision("remainder", "int8", "bfloat16"), torch.bfloat16),
+    (Precision("float16", "float8_e5m2", "float8_e4m3fn"), torch.float16),
 )
 ALL = [
     (Precision(*dtypes), model)
