@@ -99,9 +99,8 @@ if core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm"):  # see 
 if HAS_MUON:
     CASES |= {
         ("muon", "fp32 tp2, the host's"): _hosts_muon(TP2),
-        ("muon", "tp2, gathered, the host's"): _hosts_muon(TP2, joins=True, muon_tp_mode="duplicated"),
-        ("muon", "dp2, options of the host"): _hosts_muon(
-            EXACT.of(dp=2),
+        ("muon", "tp2, options of the host"): _hosts_muon(
+            TP2,
             {
                 "momentum": 0.8,
                 "nesterov": True,
@@ -109,6 +108,8 @@ if HAS_MUON:
                 "scale": SCALES["unit_rms_norm"],
                 "extra": 0.3,
             },
+            joins=True,
+            muon_tp_mode="duplicated",
             muon_momentum=0.8,
             **{NESTEROV: True},
             muon_num_ns_steps=6,
@@ -126,7 +127,7 @@ if HAS_LAYER_WISE:  # what megatron.training makes of --optimizer muon --use-dis
 CASES = {key: both for key, both in CASES.items() if HAS_TORCHS_MUON or key[0] != "muon"}
 SAVED = BF16.of(dp=2)
 #: How it goes on; tensor-parallel ranks have the global batch in as many microbatches.
-AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=4)}
+AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=2)}
 
 
 @tried_once()

@@ -29,10 +29,9 @@ from tests.support.spawn import run_ranks
 _PLACES = (0.0, 1.0, 0.5, 0.0, 0.5, 1.0, 0.0)
 _SIZE = 2
 _CUT = ParallelSizes(dp=_SIZE)
-#: Fractions, dtypes of grads and sizes of buckets. A pinned tensor of one bucket spans several flat params.
+#: A pinned tensor of one bucket spans several flat params.
 CHOICES = {
     "one bucket, fp16": Choice(_CUT, "fp16", offload_fraction=0.1),
-    "all, grads in bf16": Choice(_CUT, grad_dtype="bf16", bucket_size=BUCKET, offload_fraction=1.0),
     # The forms are those of the device; what is on the host is fp32.
     "remainder, int8 and bf16": Choice(
         _CUT,

@@ -11,15 +11,11 @@ from unittest import mock
 from torch import Tensor
 
 from tests.support.cases import Case, Curve
-from tests.support.core_version import core_mentions
 
-EXACT = Case("distopt", steps=3, clip_grad=1e9, lr=0.01)
+EXACT = Case("distopt", steps=3, clip_grad=1e9, lr=0.01, num_microbatches=1)
 BF16 = EXACT.of(precision="bf16")
 OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
 PLAIN: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False, "bucket_size": None}
-TIED = not core_mentions(
-    "distributed/param_and_grad_buffer.py", "if param_start_index % self.data_parallel_world_size != 0"
-)
 
 
 @contextlib.contextmanager
