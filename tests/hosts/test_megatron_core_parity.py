@@ -101,7 +101,7 @@ def _ordinary_cases(size: int) -> dict[str, Case]:
 DP2 = LAYOUTS["dp2"]
 # Starts above what fp16 holds, so that steps are skipped; grows again every three good steps.
 ONE = DP2.of(num_microbatches=1)
-FP16 = ONE.of(steps=12, precision="fp16", initial_loss_scale=2.0**20, loss_scale_window=3)
+FP16 = ONE.of(steps=12, precision="fp16", grad_reduce_in_fp32=False, initial_loss_scale=2.0**20, loss_scale_window=3)
 SGD = ONE.of(steps=6, optimizer_name="sgd", lr=0.1, weight_decay=0.01)
 FP32_NORMS = ONE.of(precision="bf16", fp32_norms=True)
 FROZEN = ONE.of(frozen=("position_embeddings", "layers.0.", "layers.1.mlp.linear_fc1"), clip_grad=0.0)

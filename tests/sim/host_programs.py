@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from tests.support.cases import Case
+from tests.support.exact_core import variables
 from tests.support.mini_fork import MiniFork
 from tests.support.sim.machine import Event, Stream
 
@@ -146,18 +147,6 @@ def _check_places(optimizer: Any, fraction: float) -> None:
     share = on_host / sum(each.numel() for each in moments)
     assert fraction <= share + 0.1 and (share < 0.8 or fraction == 1.0), share
     assert {each.dtype for each in moments if each.device.type == "cpu"} == {torch.float32}
-
-
-@contextlib.contextmanager
-def variables(given: Mapping[str, str]) -> Iterator[None]:
-    """Options as variables of the environment, by the names of the variables without what all begin with."""
-    named = {f"MEGATRON_DISTOPT_{name}": value for name, value in given.items()}
-    os.environ.update(named)
-    try:
-        yield
-    finally:
-        for name in named:
-            del os.environ[name]
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from tests.sim import host_programs
 from tests.sim.host_programs import CORE, FORK
 from tests.sim.trial import FEW, many, try_host
 from tests.support.core_version import core_mentions
+from tests.support.exact_core import variables
 from tests.support.sim import Counts, machine
 from tests.support.sim.memory import memory
 from tests.support.spawn import run_ranks
@@ -112,7 +113,7 @@ def _core() -> Cost:
 def _digests(path: Path, fraction: float) -> dict[int, object]:
     """Collective: the digests of a training of the fork with a fraction of its state on the host, by step."""
     asked = {"LOG_DIGESTS": "1", "DIGEST_FILE": str(path), "OFFLOAD_FRACTION": str(fraction)}
-    with host_programs.variables(asked):
+    with variables(asked):
         host_programs.train("fork", "bf16", "sim")
     dist.barrier()
     return {number: (step.digests, step.facts.get("updated")) for number, step in read_run(path).steps.items()}
