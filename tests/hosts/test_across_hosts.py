@@ -22,7 +22,6 @@ from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.hosts.naming import canonical
 from megatron_distopt.layout import Span
 from tests.support.cases import Case
-from tests.support.mini_fork import TrainingRun
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.long
@@ -33,67 +32,44 @@ MODEL = (
     *("--num-layers", "2", "--hidden-size", "40", "--num-attention-heads", "4", "--vocab-size", "128"),
     *("--seq-length", "16", "--max-position-embeddings", "16"),
 )
-PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ("--bf16",)}
-
-
-def _iteration(folder: Path) -> Path:
-    return folder / f"iter_{SAVED_AT:07d}"
-
-
-def _state_in(iteration: Path) -> Path:
-    return iteration / "distrib_optim.distopt"
-
-
-def _taken_over(folder: Path, precision: str) -> Path:
-    """What megatron-core saved of it."""
-    return folder / f"{precision} by megatron-core"
+AT_SAVE = f"iter_{SAVED_AT:07d}"
+#: In the folder of all: what the fork saved, what megatron-core saved of it, and from where the fork goes on.
+SAVED, TAKEN_OVER = f"saved/{AT_SAVE}/distrib_optim.distopt", "by megatron-core"
+BACK = f"back/{AT_SAVE}/distrib_optim.distopt"
 
 
 # In the ranks of the fork.
 
 
-def _train(folder: Path, precision: str, name: str, *words: str) -> TrainingRun:
+def _train(folder: str, name: str, *words: str) -> list[float]:
     from tests.support.mini_fork import MiniFork
 
     fork = MiniFork.imported(file_layout="gathered", adam="fused")
-    flags = ("--use-distributed-optimizer", *PRECISIONS[precision], *MODEL, "--train-iters", str(ITERATIONS))
+    flags = ("--use-distributed-optimizer", "--bf16", *MODEL, "--train-iters", str(ITERATIONS))
     with contextlib.redirect_stdout(io.StringIO()):
-        return fork.train(*flags, *words, "--save", str(folder / name))
+        return fork.train(*flags, *words, "--save", f"{folder}/{name}").losses
 
 
-def _fork_saves(rank: int, size: int, folder: str) -> dict[str, list[float]]:
-    return {
-        precision: _train(Path(folder), precision, precision, "--save-interval", str(SAVED_AT)).losses
-        for precision in PRECISIONS
-    }
+def _fork_saves(rank: int, size: int, folder: str) -> list[float]:
+    return _train(folder, "saved", "--save-interval", str(SAVED_AT))
 
 
-def _fork_goes_on(rank: int, size: int, folder: str) -> dict[str, list[float]]:
+def _fork_goes_on(rank: int, size: int, folder: str) -> list[float]:
     """From its own files, but with the optimizer state that megatron-core wrote."""
-    return {
-        precision: _train(
-            Path(folder), precision, f"{precision} end", "--load", str(Path(folder) / f"{precision} back")
-        ).losses
-        for precision in PRECISIONS
-    }
+    return _train(folder, "end", "--load", f"{folder}/back")
 
 
 # In the ranks of megatron-core.
 
 
-def _core_takes_over(rank: int, size: int, folder: str) -> dict[str, list[str]]:
+def _core_takes_over(rank: int, size: int, folder: Path) -> list[str]:
     """Collective, at another layout: the params that are not what the saved state rounds to."""
     from tests.support import gpt
 
-    found = {}
-    for precision in PRECISIONS:
-        case = Case("distopt", precision=precision, tp=2, dp=size // 2)
-        with contextlib.closing(gpt.Training(case)) as training:
-            source = open_checkpoint(_state_in(_iteration(Path(folder) / precision)))
-            training.optimizer.load(_state_in(_iteration(Path(folder) / precision)))
-            found[precision] = _params_that_differ(training, source)
-            training.optimizer.save(_taken_over(Path(folder), precision))
-    return found
+    with contextlib.closing(gpt.Training(Case("distopt", precision="bf16", tp=2, dp=size // 2))) as training:
+        training.optimizer.load(folder / SAVED)
+        training.optimizer.save(folder / TAKEN_OVER)
+        return _params_that_differ(training, open_checkpoint(folder / SAVED))
 
 
 def _params_that_differ(training: Any, source: Source) -> list[str]:
@@ -122,37 +98,32 @@ def _keys(source: Source) -> Mapping[tuple[str, str], str]:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What all of them left."""
+    """What all of them left, by rank."""
 
     folder: Path
-    uninterrupted: list[dict[str, list[float]]]
-    core: list[dict[str, list[str]]]
-    back: list[dict[str, list[float]]]
+    uninterrupted: list[list[float]]
+    differ: list[list[str]]
+    back: list[list[float]]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("across")
     uninterrupted = run_ranks(_fork_saves, 2, str(folder))
-    core = run_ranks(_core_takes_over, 4, str(folder), core=True)
-    for precision in PRECISIONS:
-        back = folder / f"{precision} back"
-        shutil.copytree(_iteration(folder / precision), _iteration(back))
-        (back / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
-        shutil.rmtree(_state_in(_iteration(back)))
-        shutil.copytree(_taken_over(folder, precision), _state_in(_iteration(back)))
-    return Found(folder, uninterrupted, core, run_ranks(_fork_goes_on, 2, str(folder)))
+    differ = run_ranks(_core_takes_over, 4, folder, core=True)
+    shutil.copytree(folder / "saved" / AT_SAVE, folder / "back" / AT_SAVE)
+    (folder / "back" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
+    shutil.rmtree(folder / BACK)
+    shutil.copytree(folder / TAKEN_OVER, folder / BACK)
+    return Found(folder, uninterrupted, differ, run_ranks(_fork_goes_on, 2, str(folder)))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_load_when_a_fork_saved_then_megatron_core_has_every_param(precision: str, found: Found) -> None:
-    assert [each[precision] for each in found.core] == [[]] * 4
+def test_load_when_a_fork_saved_then_megatron_core_has_every_param(found: Found) -> None:
+    assert found.differ == [[]] * 4
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_save_when_another_host_takes_it_over_then_no_bit_of_it_is_changed(precision: str, found: Found) -> None:
-    before = open_checkpoint(_state_in(_iteration(found.folder / precision)))
-    after = open_checkpoint(_taken_over(found.folder, precision))
+def test_save_when_another_host_takes_it_over_then_no_bit_of_it_is_changed(found: Found) -> None:
+    before, after = open_checkpoint(found.folder / SAVED), open_checkpoint(found.folder / TAKEN_OVER)
     assert _keys(before).keys() == _keys(after).keys()
     assert len(_keys(before)) == 3 * 28, "not a main param and two moments of every param"
     for shared, key in _keys(before).items():
@@ -161,10 +132,6 @@ def test_save_when_another_host_takes_it_over_then_no_bit_of_it_is_changed(preci
     assert {group.options["lr"] for group in after.head.groups} == {group.options["lr"] for group in before.head.groups}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_resume_when_the_state_went_through_another_host_then_it_is_the_uninterrupted_run(
-    precision: str, found: Found
-) -> None:
-    without, back = found.uninterrupted[0][precision], found.back[0][precision]
-    assert len(back) == ITERATIONS - SAVED_AT
-    assert back == without[SAVED_AT:]
+def test_resume_when_the_state_went_through_another_host_then_it_is_the_uninterrupted_run(found: Found) -> None:
+    assert len(found.back[0]) == ITERATIONS - SAVED_AT
+    assert found.back[0] == found.uninterrupted[0][SAVED_AT:]

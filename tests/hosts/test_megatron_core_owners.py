@@ -134,7 +134,7 @@ AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=2)}
 def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
     """In a rank: every case with the reference and with ours, and how far their params are apart."""
     found: dict[Any, Any] = {}
-    for key, both in CASES.items():
+    for key, both in sorted(CASES.items(), key=lambda item: (item[1].case.tp, item[1].case.ep)):  # groups are slow
         with both.whole():
             whole = train_exactly(both.case.of(optimizer="host-plain", optimizer_name="adam", fields=(), **PLAIN))
         with both.ours():
