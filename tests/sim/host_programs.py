@@ -58,9 +58,9 @@ CORE = {
     "moved away and back in low precision": _OVERLAP.of(dp=2),
     "tp2": _OVERLAP.of(tp=2),
     "pp2": _OVERLAP.of(pp=2, tied=False),
-    "its flags, half on the host": _OVERLAP.of(dp=2, fields=_flags(0.5)),
+    "its flags, half on the host": _OVERLAP.of(dp=2, num_microbatches=1, fields=_flags(0.5)),
     # What is on the host is in fp32, whichever dtype is asked for.
-    "its flags, all on the host": _OVERLAP.of(dp=2, fields=_flags(1.0, **_BF16_MOMENTS)),
+    "its flags, all on the host": _OVERLAP.of(dp=2, num_microbatches=1, fields=_flags(1.0, **_BF16_MOMENTS)),
 }
 #: Variables of some of megatron-core's.
 _HALF = {"OFFLOAD_FRACTION": "0.5"}

@@ -7,6 +7,7 @@ optimizer/deferred.py), which are done by then on a device that is not faster th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Cost:
 
 
 def _cost_of(step: Callable[[], object], owned: int) -> Cost:
+    gc.collect()  # an optimizer of an earlier training waits for its last check when it goes
     machine.finish()
     memory.reset_peak()
     held, machine.counts = memory.held, Counts()
