@@ -67,7 +67,6 @@ def _twice(step: int, rank: int) -> list[int]:
 
 
 CASES = {
-    "usual": Case(_usual),
     # Backward meets the layers in the order of registration, which is not that of the buffer.
     "order is not that of registration": Case(lambda step, rank: list(reversed(range(LAYERS)))),
     "several microbatches in bf16": Case(_usual, microbatches=2, dtype=torch.bfloat16),
