@@ -13,15 +13,14 @@ from megatron_distopt.errors import DistOptError
 from tests.support.mini_fork import InstalledFork
 from tests.support.spawn import run_ranks
 
-SAVED_AT, ITERATIONS = 3, 6
+SAVED_AT, ITERATIONS = 2, 4
 BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather --distopt-bucket-size 700"
-FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2 --hysteresis 1"
+FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2 --hysteresis 1 --clip-grad 0.5"
 OURS = "--use-distributed-optimizer --distopt-deterministic --distopt-log-digests 1"
 #: Flags of trainings, by name.
 TRAININGS = {
     "overlapped": f"--bf16 --fp32-norms --clip-grad 0.5 {BOTH}",
-    "fp16, tp 2": f"{FP16} --tensor-model-parallel-size 2",
-    "in the fork's format": "--bf16 --clip-grad 0.5 --distopt-checkpoint-format gathered",
+    "fp16, in the fork's format": f"{FP16} --distopt-checkpoint-format gathered",
 }
 
 

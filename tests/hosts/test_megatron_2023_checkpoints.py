@@ -1,8 +1,8 @@
 """The checkpoint files of the forks of 2023, both layouts: written by ours and by the fork's own optimizer.
 
-One spawn of four ranks a layout collects everything, see `_collect_gathered` and `_collect_per_rank`; they form
-worlds of one to four of them, one after the other, because a process costs seconds and a training a tenth of one. The
-files that they leave are compared in the test process. What is refused stands in four tables, see `REFUSED`.
+One spawn a layout collects everything, see `_collect_gathered` and `_collect_per_rank`; its ranks form worlds of
+several sizes, one after the other, because a process costs seconds and a training a tenth of one. The files that they
+leave are compared in the test process. What is refused stands in four tables, see `REFUSED`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest import mock
@@ -29,7 +28,8 @@ from tests.support.mini_fork import Iteration, TrainingRun, core_folder
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
-RANKS, SAVED_AT, ITERATIONS = 4, 3, 6
+RANKS = {"gathered": 4, "per_rank": 2}
+SAVED_AT, ITERATIONS = 3, 5
 RESUME_STEP = ("--distopt-decay", "l2", "--distopt-resume-step", str(SAVED_AT))
 #: Overflows at the first two iterations, grows again after two updates, overflows again.
 FP16 = ("--fp16", "--initial-loss-scale", str(2.0**18), "--loss-scale-window", "2", "--hysteresis", "1")
@@ -40,32 +40,28 @@ ODD_NUMEL = 1105
 
 #: By name: ranks and flags of trainings that are interrupted, in the files of `KEPT_IN`.
 RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
-    "fp32": (2, ()),
     "bf16": (2, ("--bf16",)),
-    "fp16": (2, FP16),
     "fp32 norms": (2, ("--bf16", "--fp32-norms")),
     "fp32 norms in fp16": (2, (*FP16, "--fp32-norms", "--accumulate-allreduce-grads-in-fp32")),
     "sgd": (2, ("--bf16", "--optimizer", "sgd")),
     "odd": (2, ("--bf16", "--fp32-norms", *ODD)),
     "experts apart": (2, ("--bf16", "--experts", "--expert-model-parallel-size", "2")),
     "tp2 dp2": (4, ("--bf16", "--tensor-model-parallel-size", "2")),
-    "pp2 dp2": (4, ("--bf16", "--pipeline-model-parallel-size", "2")),
     "experts of 4 ranks in 2 groups": (4, ("--bf16", "--experts", "--expert-model-parallel-size", "2")),
 }
-PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ("--bf16",), "fp16": FP16}
 #: Which trainings are interrupted with which files. What is written of a precision, of a class and of groups of ranks
 #: is another thing in the fork's two layouts; ours is one layout for all of them. No gathered file holds experts.
 KEPT_IN: dict[str, tuple[str, ...]] = {
-    "gathered": ("bf16", "fp16", "fp32 norms", "sgd", "odd", "tp2 dp2", "pp2 dp2"),
-    "per_rank": ("fp32", "bf16", "fp16", "fp32 norms", "experts apart", "tp2 dp2"),
-    "ours": ("bf16", "fp32 norms in fp16", "sgd", "experts of 4 ranks in 2 groups"),
+    "gathered": ("bf16", "fp32 norms", "sgd", "odd", "tp2 dp2"),
+    "per_rank": ("bf16", "fp32 norms", "experts apart"),
+    "ours": ("fp32 norms in fp16", "experts of 4 ranks in 2 groups"),
 }
 #: In which precisions the fork's own optimizer goes on from ours, and ours from it.
 CROSSED: dict[str, tuple[str, ...]] = {
-    "gathered": ("fp32", "bf16", "fp16"),
+    "gathered": ("fp32", "fp16"),
     "per_rank": ("fp32", "fp16", "sgd", "torch"),
 }
-TRAININGS = {**PRECISIONS, "sgd": ("--bf16", "--optimizer", "sgd")}
+TRAININGS: dict[str, tuple[str, ...]] = {"fp32": (), "fp16": FP16, "sgd": ("--bf16", "--optimizer", "sgd")}
 
 
 OTHER_MODEL = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
@@ -77,8 +73,8 @@ DECAYED, VECTORS = (
     f"(name={name}_no_scale_lr, wd_mult={factor}, lr_mult=1.0)" for name, factor in (("wd", 1.0), ("no_wd", 0.0))
 )
 WORDS = "language_model.embedding.word_embeddings.weight"
-#: Matrices of a bf16 model of which a rank has something: each of two ranks, and the first of four.
-NUM_OF_TWO, NUM_OF_FOUR = (5, 6), 2
+#: Matrices of a bf16 model of which each of two ranks has something.
+NUM_OF_TWO = (5, 6)
 HALVES, SHARDS = "fp32_from_fp16_params", "shard_fp32_from_float16_groups"
 CHUNK = f"chunk 0 | 7744 | {SAME_PARALLEL}"
 NO_VECTORS = f"no param group with {VECTORS} | has {DECAYED}. | {OTHER_MODEL}"
@@ -103,7 +99,6 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "shape of a main": f"[16, 64] | {WORDS} | [64, 16] | {OTHER_MODEL}",
         "moment missing": f"has exp_avg, | {MOMENTS}",
         "step missing": LOST_STEP,
-        "group missing": NO_VECTORS,
     },
     "own": {
         "of the other rank": (
@@ -111,13 +106,11 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
             f"{NUM_OF_TWO[0]} params | the model's {NUM_OF_TWO[1]} | group 0 | {SAME_RANKS}",
         ),
         "of a gathered layout": f"without {SHARDS} | --no-load-optim",
-        "group missing": NO_VECTORS,
         "main missing": (
             f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | {SAME_RANKS}",
             f"{NUM_OF_TWO[1]} params, {NUM_OF_TWO[1] - 1} of them | the model's {NUM_OF_TWO[1]} | {SAME_RANKS}",
         ),
         "moment missing": f"has exp_avg, | {MOMENTS}",
-        "step missing": LOST_STEP,
     },
 }
 
@@ -129,7 +122,7 @@ class _Fork(ForkInWorlds):
     """With the distributed optimizer, to the last iteration if the words do not say otherwise."""
 
     def __init__(self, file_layout: str, rank: int, folder: str) -> None:
-        super().__init__(file_layout, rank, folder, ranks=RANKS)
+        super().__init__(file_layout, rank, folder, ranks=RANKS[file_layout])
         self.format = "gathered" if file_layout == "gathered" else "distopt"  # in which the fork's files are written
 
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
@@ -199,22 +192,17 @@ def _write_own(optimizer: Any, folder: Path) -> None:
     torch.save(optimizer.state_dict(), folder / f"{dist.get_rank()}.pt")
 
 
-def _loss_scales(fork: _Fork) -> dict[str, Any]:
-    """A scale in the checkpoint and none in the run, and the other way round."""
+def _loss_scales(fork: _Fork) -> dict[str, tuple[int, bool]]:
+    """A scale in the checkpoint and none in the run, and the other way round: warnings, and whether it stays."""
     found = {}
-    for name, words, has_one in (("with", FP16, True), ("without", ("--bf16",), False)):
-        run = fork.train(*words)
-        state = copy.deepcopy(run.optimizer.state_dict())
-        other = {**state, "grad_scaler": {"scale": torch.ones(1), "growth_tracker": 0, "hysteresis_tracker": 1}}
-        if has_one:
-            del other["grad_scaler"]
-        before = run.optimizer.get_loss_scale().item()
-        logger, handler = logging.getLogger("megatron_distopt"), BufferingHandler(10)
-        logger.addHandler(handler)
-        run.optimizer.load_state_dict(other)
-        logger.removeHandler(handler)
-        texts = [record.getMessage() for record in handler.buffer if record.levelno >= logging.WARNING]
-        found[name] = (texts, run.optimizer.get_loss_scale().item() == before)
+    for name, words in {"with": FP16, "without": ("--bf16",)}.items():
+        run = fork.train(*words, "--train-iters", "1")
+        state, before = copy.deepcopy(run.optimizer.state_dict()), run.optimizer.get_loss_scale().item()
+        if state.pop("grad_scaler", None) is None:
+            state["grad_scaler"] = {"scale": torch.ones(1), "growth_tracker": 0, "hysteresis_tracker": 1}
+        with mock.patch.object(logging.Logger, "warning") as warning:
+            run.optimizer.load_state_dict(state)
+        found[name] = (warning.call_count, run.optimizer.get_loss_scale().item() == before)
     return found
 
 
@@ -227,9 +215,9 @@ def _torchs_adam(fork: _Fork) -> dict[str, Any]:
         groups: list[dict[str, Any]] = []
         with fork.first(lambda optimizer: groups.extend(optimizer.state_dict()["optimizer"]["param_groups"])):
             resumed = fork.train(*words, *RESUME_STEP, "--load", str(of_fork))
+        fork.train_and_save(ours, *l2)
         found = {
             "resume step": Continued(theirs.iterations[SAVED_AT:], resumed.iterations),
-            "exact": _resume(fork, l2, ours),
             "ours": raised(lambda: fork.train(*l2, "--load", str(of_fork))),
             "another step": raised(lambda: fork.train(*l2, "--load", str(ours), "--distopt-resume-step", "5")),
             "fork": raised(lambda: fork.train(*words, "--load", str(of_fork), ours=False)),
@@ -284,7 +272,6 @@ def _bad_undistributed(good: Mapping[str, Any]) -> dict[str, Any]:
         "shape of a main": {**good, HALVES: [[mains[0][0].t(), *mains[0][1:]], mains[1]]},
         "moment missing": with_first(exp_avg_sq=None),
         "step missing": with_groups(*({k: v for k, v in group.items() if k != "step"} for group in groups)),
-        "group missing": with_groups(groups[0]),
     }
 
 
@@ -293,14 +280,11 @@ def _bad_own(good: Mapping[str, Any], of_other_rank: Mapping[str, Any]) -> dict[
     inner, mains = good["optimizer"], good[SHARDS]
     groups, states = inner["param_groups"], inner["state"]
     without_square = {number: {k: v for k, v in s.items() if k != "exp_avg_sq"} for number, s in states.items()}
-    without_step = [{k: v for k, v in group.items() if k != "step"} for group in groups]
     return {
         "of the other rank": of_other_rank,
         "of a gathered layout": {"optimizer": {"param_groups": groups}},
-        "group missing": {**good, "optimizer": {**inner, "param_groups": groups[:1]}},
         "main missing": {**good, SHARDS: [mains[0][:-1], *mains[1:]]},
         "moment missing": {**good, "optimizer": {**inner, "state": without_square}},
-        "step missing": {**good, "optimizer": {**inner, "param_groups": without_step}},
     }
 
 
@@ -315,7 +299,7 @@ def _refuse(run: TrainingRun, good: Any, bad: Mapping[str, Any], alone: str) -> 
 def _undistributed(fork: _Fork) -> dict[str, Any]:
     """`state_dict()` of a bf16 run without the distributed optimizer, loaded whole and damaged."""
     theirs = ForkInWorlds.train(fork, "--bf16", "--train-iters", str(SAVED_AT), ours=False)
-    run, good = fork.train("--bf16"), theirs.optimizer.state_dict()
+    run, good = fork.train("--bf16", "--train-iters", "1"), theirs.optimizer.state_dict()
     refused = _refuse(run, good, _bad_undistributed(copy.deepcopy(good)), "of an fp32 model")
     run.optimizer.load_state_dict(copy.deepcopy(good))
     nowhere = str(fork.folder / "nowhere.pt")
@@ -362,7 +346,7 @@ def _eps_by_name(optimizer: Any) -> dict[str, float]:
 
 
 def _refusals_gathered(fork: _Fork) -> dict[str, Any]:
-    run, good = fork.train("--bf16"), fork.folder / "bf16/iter_0000003/mp_rank_00/distrib_optim.pt"
+    run, good = fork.train("--bf16", "--train-iters", "1"), _checkpoint(fork.folder / "bf16")
     optimizer, head = run.optimizer, copy.deepcopy(run.optimizer.state_dict())
     bad: list[Any] = [_bad_files(good, fork.folder) if fork.rank == 0 else None]
     dist.broadcast_object_list(bad)
@@ -397,7 +381,7 @@ def _mixed_by_fork(fork: _Fork) -> dict[str, Any]:
     """What the fork's own optimizer leaves of a model with fp32 norms, and a file that looks as if it had."""
     words = ("--bf16", "--fp32-norms")
     of_fork = raised(lambda: fork.train_and_save(fork.folder / "mixed of fork", *words, ours=False))
-    run = fork.train(*words)
+    run = fork.train(*words, "--train-iters", "1")
     file, looks_like_theirs = (
         fork.folder / name for name in ("fp32 norms/iter_0000003/mp_rank_00/distrib_optim.pt", "m.pt")
     )
@@ -416,7 +400,7 @@ def _mixed_by_fork(fork: _Fork) -> dict[str, Any]:
 
 def _refusal_of_one_slice(fork: _Fork) -> Refused:
     """The file of one tensor-parallel rank is damaged, which one of four ranks sees."""
-    run = fork.train(*RESUMED["tp2 dp2"][1])
+    run = fork.train(*RESUMED["tp2 dp2"][1], "--train-iters", "1")
     folder = fork.folder / "tp2 dp2/iter_0000003" / f"mp_rank_{fork.rank % 2:02d}"
     file = folder / ("distrib_optim.pt" if fork.rank % 2 == 0 else "nowhere.pt")
     return refusal(run, lambda: run.optimizer.load_parameter_state(str(file)))
@@ -466,7 +450,7 @@ def _state_of_file(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _refusals_per_rank(fork: _Fork) -> dict[str, Any]:
-    run, folder = fork.train("--bf16"), fork.folder / "bf16"
+    run, folder = fork.train("--bf16", "--train-iters", "1"), fork.folder / "bf16"
     good = _state_of_file(folder, fork.rank)
     bad = _bad_own(good, _state_of_file(folder, 1 - fork.rank))
     refused = _refuse(run, good, bad, "of the other rank")
@@ -489,15 +473,8 @@ def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
         found["the fork's before the first step"] = Continued(theirs.iterations[1:], resumed.iterations)
         with adam_of_the_fork(torch.optim.Adam):
             found["crossed"]["torch"] = _cross(fork, "torch", ("--bf16",), _write_own, "--distopt-decay", "l2")
-            l2 = ("--bf16", "--distopt-decay", "l2")
-            found["torch's adam"] = {"exact": _resume(fork, l2, fork.folder / "torchs exact")}
         found["refused"] = _refusals_per_rank(fork)
-        found["undistributed"] = _undistributed(fork)
         _mixed_own(fork)
-    if fork.enters(4):
-        of_two = found.get("resumed", {}).get("per_rank", {})
-        found["resumed"] = {"per_rank": of_two | _resume_all(fork, "per_rank", 4)}
-        found["size 4"] = _other_size(fork)
     if fork.enters(1):
         found["size 1"] = _other_size(fork)
     fork.leaves()
@@ -516,7 +493,7 @@ def _mixed_own(fork: _Fork) -> None:
 
 def _other_size(fork: _Fork) -> Refused:
     """The files of two ranks."""
-    run = fork.train("--bf16")
+    run = fork.train("--bf16", "--train-iters", "1")
     state = _state_of_file(fork.folder / "bf16", fork.rank % 2)
     return refusal(run, lambda: run.optimizer.load_state_dict(state))
 
@@ -541,14 +518,14 @@ class Collected:
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> Collected:
     core_folder()
     folder = tmp_path_factory.mktemp("gathered")
-    return Collected("gathered", folder, run_ranks(_collect_gathered, RANKS, str(folder), seconds=600))
+    return Collected("gathered", folder, run_ranks(_collect_gathered, RANKS["gathered"], str(folder), seconds=600))
 
 
 @pytest.fixture(scope="module")
 def per_rank(tmp_path_factory: pytest.TempPathFactory) -> Collected:
     core_folder()
     folder = tmp_path_factory.mktemp("per_rank")
-    return Collected("per_rank", folder, run_ranks(_collect_per_rank, RANKS, str(folder), seconds=600))
+    return Collected("per_rank", folder, run_ranks(_collect_per_rank, RANKS["per_rank"], str(folder), seconds=600))
 
 
 @pytest.fixture(params=["gathered", "per_rank"])
@@ -592,7 +569,7 @@ def _check_same(of_ranks: list[Continued]) -> None:
 def test_resume_when_saved_before_the_first_update_then_it_is_the_uninterrupted_run(layout: Collected) -> None:
     of_ranks = layout.of_world("before the first step")
     _check_same(of_ranks)
-    assert [each.skipped for each in of_ranks[0].resumed] == [True, False, False, True, False]
+    assert [each.skipped for each in of_ranks[0].resumed] == [True, False, False, True]
 
 
 def test_resume_when_the_fork_saved_before_the_first_update_then_ours_goes_on(per_rank: Collected) -> None:
@@ -602,7 +579,7 @@ def test_resume_when_the_fork_saved_before_the_first_update_then_ours_goes_on(pe
 
 
 #: Of a loss of 4 the last bit is 4.8e-7. Another Adam kernel and another order of the norm's sum may move it by one at
-#: each of three iterations; a step count or a moment that is lost moves it by 1e-3 and more.
+#: each of two iterations; a step count or a moment that is lost moves it by 1e-3 and more.
 TOLERANCE_FP32 = 2e-6
 #: Then a param may round to its other neighbour, of 7,744.
 TOLERANCE_16_BIT = 1e-4
@@ -731,7 +708,7 @@ def _refusals_in(table: str, layout: Collected) -> list[dict[str, Refused]]:
 
 CASES = [
     (files, table, name)
-    for files, tables in {"gathered": ("file", "head", "undistributed"), "per_rank": ("undistributed", "own")}.items()
+    for files, tables in {"gathered": ("file", "head", "undistributed"), "per_rank": ("own",)}.items()
     for table in tables
     for name in REFUSED[table]
 ]
@@ -754,7 +731,6 @@ def test_state_when_it_does_not_fit_then_refused_on_all_ranks_and_nothing_is_cha
     [
         ("gathered", "head", "nothing"),
         ("gathered", "undistributed", "of an fp32 model"),
-        ("per_rank", "undistributed", "of an fp32 model"),
         ("per_rank", "own", "of the other rank"),
     ],
 )
@@ -775,8 +751,8 @@ def test_gathered_file_when_it_holds_a_pickle_that_runs_code_then_the_code_is_no
     assert made.exists()
 
 
-def test_undistributed_state_when_loaded_then_every_rank_has_its_shards_of_it(layout: Collected) -> None:
-    found = layout.of_world("undistributed")
+def test_undistributed_state_when_loaded_then_every_rank_has_its_shards_of_it(gathered: Collected) -> None:
+    found = gathered.of_world("undistributed")
     assert [each["taken"] for each in found] == [True, True]
     assert [each["groups"] for each in found] == [[SAVED_AT] * 2] * 2
 
@@ -805,9 +781,6 @@ def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(
 def test_own_state_when_loaded_at_another_size_then_refused_on_all_ranks(per_rank: Collected) -> None:
     (alone,) = per_rank.of_world("size 1")
     _check_refused(alone, f"{NUM_OF_TWO[0]} params | the model's 10 | {SAME_RANKS}")
-    of_four = per_rank.of_world("size 4")
-    _check_refused(of_four[0], f"{NUM_OF_TWO[0]} params | the model's {NUM_OF_FOUR} | {SAME_RANKS}")
-    assert [(each.kind, each.unchanged) for each in of_four] == [("CheckpointError", True)] * 4
 
 
 def test_groups_when_the_file_has_them_in_another_order_then_each_finds_its_own(layout: Collected) -> None:
@@ -846,12 +819,6 @@ def test_step_when_the_user_says_another_than_the_file_then_refused(gathered: Co
         assert_mentions(text, "in the checkpoint is 3", "--distopt-resume-step is 5", "Drop --distopt-resume-step")
 
 
-def test_resume_when_the_forks_adam_is_torchs_and_ours_saved_then_it_is_the_uninterrupted_run(
-    layout: Collected,
-) -> None:
-    _check_same([found["exact"] for found in layout.of_world("torch's adam")])
-
-
 def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_ours_is_not(
     gathered: Collected,
 ) -> None:
@@ -868,8 +835,4 @@ def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_
 def test_loss_scale_when_only_the_run_or_only_the_checkpoint_has_one_then_a_warning_and_it_stays(
     gathered: Collected,
 ) -> None:
-    for found in gathered.of_world("loss scales"):
-        assert found == {
-            "with": (["the checkpoint has no loss scale; it starts from the initial one"], True),
-            "without": (["the checkpoint has a loss scale and this run has none; it is left out"], True),
-        }
+    assert gathered.of_world("loss scales") == [{"with": (1, True), "without": (1, True)}] * 2

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for
 from tests.hosts.test_promise_2023 import AdamW
 from tests.support import fork_trees
+from tests.support.fork_worlds import raised
 from tests.support.mini_fork import MiniFork
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
@@ -225,16 +225,6 @@ def _on_rank_1(option: str, value: str, others: str) -> str:
     return f"rank 1 has {option}={value} | rank 0 has {option}={others} | all 2 | rank(s) 1"
 
 
-def _differing(flag: str, shown: dict[str, str], option: str) -> dict[str, tuple[Any, str, str]]:
-    """A flag with the first value on rank 1 and the second on the others; `shown` has how messages show them."""
-
-    def act(at: Attempts) -> Refused:
-        of_rank_1, of_others = shown
-        return at.train(f"{flag} {of_rank_1 if at.rank == 1 else of_others}")
-
-    return {f"other {option} on one rank": (act, "RanksDisagreeError", _on_rank_1(option, *shown.values()))}
-
-
 #: What is done: words beside the flag, or an act. Then the class of the error, and what its message names, what to
 #: write instead among it, between bars.
 CASES: dict[str, tuple[Any, str, str]] = {
@@ -356,8 +346,11 @@ CASES: dict[str, tuple[Any, str, str]] = {
         "NeedsMore.__init__() | 'betas' | 'eps' | torch.optim.AdamW",
     ),
     # One rank alone.
-    **_differing("--distopt-bucket-size", {"700": "700", "800": "800"}, "bucket_size"),
-    **_differing(_OVERLAP, {"yes": "True", "no": "False"}, "overlap_grad_reduce"),
+    "other bucket size on one rank": (
+        lambda at: at.train(f"--distopt-bucket-size {700 if at.rank == 1 else 800}"),
+        "RanksDisagreeError",
+        _on_rank_1("bucket_size", "700", "800"),
+    ),
     "other variable on one rank": (
         Attempts.with_other_variable,
         "RanksDisagreeError",
@@ -371,6 +364,9 @@ def run_all(rank: int, size: int) -> dict[str, Refused]:
     at = Attempts(rank)
     found = {name: at.train(act) if isinstance(act, str) else act(at) for name, (act, *_) in CASES.items()}
     found["float64 on one rank"] = at.train(change=_as(torch.float64) if rank == 1 else lambda chunks: chunks)
+    # Last of all: no collective is possible any more where one rank has left.
+    with mock.patch.dict(os.environ, {"MEGATRON_DISTOPT": "0"} if rank == 1 else {}):
+        found["off on one rank"] = at.train()
     return found
 
 
@@ -395,6 +391,12 @@ def test_host_of_2023_when_one_rank_refuses_then_the_other_says_which(found: lis
     assert (own.kind, other.kind) == ("LayoutError", "RanksDisagreeError")
     assert_mentions(own.text, *_FLOAT64.split(" | "))
     assert f"rank 1 refused with «{own.text}»" in other.text
+
+
+def test_rank_when_it_is_switched_off_then_the_other_says_which(found: list[dict[str, Refused]]) -> None:
+    """A rank that runs without the package: see test_handshake.py. megatron-core: test_megatron_core_refusals.py."""
+    assert "megatron_distopt is not used on rank 1 (MEGATRON_DISTOPT=0)" in found[0]["off on one rank"].text
+    assert found[1]["off on one rank"] != TRAINED
 
 
 def test_inner_when_a_flag_of_the_fork_asks_for_one_that_the_device_has_not_then_refused() -> None:
@@ -430,47 +432,36 @@ FORKS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
         "megatron.arguments | No module named 'apex' | Start in the folder of your Megatron",
     ),
 }
-#: Installs in one fork after the other.
-_INSTALL = """
-import importlib, json, sys
-import megatron_distopt
 
-found = {}
-for folder in sys.argv[1:]:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        megatron_distopt.install()
-    except megatron_distopt.errors.HostError as error:
-        found[folder] = [type(error).__name__, str(error)]
-    sys.path.remove(folder)
-print(json.dumps(found))
-"""
+
+def install_in_each(rank: int, size: int, folders: Mapping[str, Path]) -> dict[str, Refused]:
+    """In a rank: installs in one fork after the other."""
+    found = {}
+    for name, folder in folders.items():
+        for module in [module for module in sys.modules if module.partition(".")[0] == "megatron"]:
+            del sys.modules[module]
+        sys.path.insert(0, str(folder))
+        importlib.invalidate_caches()
+        found[name] = Refused(*raised(megatron_distopt.install))
+        sys.path.remove(str(folder))
+    return found
 
 
 @pytest.fixture(scope="module")
-def refused_forks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def refused_forks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refused]:
     folders = {}
     for name, (make, file, text, _) in FORKS.items():
         folders[name] = tmp_path_factory.mktemp("fork")
         fork_trees.write_tree(make(folders[name]), {file: text} if file else {})
-    words = [sys.executable, "-c", _INSTALL, *map(str, folders.values())]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON_DISTOPT")}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return {name: found[str(folder)] for name, folder in folders.items()}
+    return run_ranks(install_in_each, 1, folders)[0]
 
 
 @pytest.mark.parametrize("name", FORKS)
 def test_install_when_a_fork_is_not_supported_or_not_whole_then_says_what_to_do(
-    refused_forks: dict[str, list[str]], name: str
+    refused_forks: dict[str, Refused], name: str
 ) -> None:
-    kind, text = refused_forks[name]
-    assert kind == "UnknownHostError"
-    assert_mentions(text, *FORKS[name][-1].split(" | "))
+    assert refused_forks[name].kind == "UnknownHostError"
+    assert_mentions(refused_forks[name].text, *FORKS[name][-1].split(" | "))
 
 
 def _chosen(make: Any, config: DistOptConfig | None = None) -> tuple[str, Any]:

@@ -243,23 +243,37 @@ def _hooked(user: User, within: Act | None) -> Iterator[None]:
         del user.optimizer.reduce_model_grads
 
 
-def _collect(rank: int, size: int) -> dict[str, Result]:
+#: torch.compile takes as long as many trainings; test_torch_ddp.py has it in plain torch.
+LONG = ("compiled_overlapped",)
+SHORT = tuple(name for name in PROGRAMS if name not in LONG)
+
+
+def _collect(rank: int, size: int, names: tuple[str, ...]) -> dict[str, Result]:
+    programs = {name: PROGRAMS[name] for name in names}
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
     with slow_gathers(0.01):
-        return promises.run_programs(PROGRAMS, lambda program, ours: _train(fork, program, ours))
+        return promises.run_programs(programs, lambda program, ours: _train(fork, program, ours))
 
 
 @pytest.fixture(scope="module")
 def by_rank() -> list[dict[str, Result]]:
     core_folder()
-    return run_ranks(_collect, 2, seconds=400)
+    return run_ranks(_collect, 2, SHORT, seconds=400)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", SHORT)
 def test_user_when_doing_something_unusual_then_it_is_as_in_the_fork_or_refused(
     by_rank: list[dict[str, Result]], name: str
 ) -> None:
     promises.check(PROGRAMS[name], [results[name] for results in by_rank])
+
+
+@pytest.mark.long
+def test_user_when_a_part_of_the_model_is_compiled_then_it_is_as_in_the_fork() -> None:
+    core_folder()
+    by_rank = run_ranks(_collect, 2, ("nothing overlapped", *LONG), seconds=400)
+    for name in LONG:
+        promises.check(PROGRAMS[name], [results[name] for results in by_rank])
 
 
 def test_param_when_saved_alone_then_nothing_but_it_is_written(by_rank: list[dict[str, Result]]) -> None:

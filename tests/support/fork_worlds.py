@@ -23,7 +23,6 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_distopt.comm import pairwise
 from tests.support.fork_files import same
@@ -71,29 +70,6 @@ class ForkInWorlds:
         """Collective: the fork's own `pretrain`."""
         with contextlib.redirect_stdout(io.StringIO()):
             return self.fork.train(*words, ours=ours)
-
-    def resumed(self, folder: str, *words: str) -> dict[str, tuple[dict[str, Tensor], int]]:
-        """Collective: five iterations of two ranks, and the last two of them on 1, 2 and 3 ranks that load a save.
-
-        Args:
-            folder: of the save, that all ranks share.
-            words: of all trainings.
-
-        Returns:
-            By "whole" or the number of ranks that resume: this rank's params, and the iterations that it logged.
-        """
-        words = (*words, "--train-iters", "5", "--global-batch-size", "12", "--micro-batch-size", "1")
-        # See [Note: same arithmetic] in test_megatron_2023_reshard.py.
-        scale_of = {ranks: ("--loss-scale", str(12 // ranks)) for ranks in (1, 2, 3)}
-        saved, runs = f"{folder}/saved", dict[str, TrainingRun]()
-        if self.enters(2):
-            runs["whole"] = self.train(*words, *scale_of[2])
-            self.train(*words, *scale_of[2], "--train-iters", "3", "--lr-decay-iters", "5", "--save", saved)
-        for ranks in (1, 2, 3):
-            if self.enters(ranks):
-                runs[str(ranks)] = self.train(*words, *scale_of[ranks], "--load", saved)
-        self.leaves()
-        return {name: (dict(run.params), len(run.iterations)) for name, run in runs.items()}
 
 
 @dataclasses.dataclass(frozen=True)
