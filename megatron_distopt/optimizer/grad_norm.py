@@ -69,7 +69,10 @@ def local_stats(
     included = duplicated = 0.0
     num_zeros = 0
     for flat, grad in zip(flat_params, grads, strict=True):
-        sum_of_squares = _sum_of_squares(grad)
+        # `dot` reads the gradient once and allocates nothing; a norm in float64 would copy it first.
+        sum_of_squares = float(_in_pieces(grad, _PIECE_NUMEL, torch.float64).item())
+        if not math.isfinite(sum_of_squares):
+            sum_of_squares = float(grad.double().square().sum().item())
         if flat.plan.key.excluded_from_norm:
             duplicated += sum_of_squares
             continue
@@ -147,12 +150,6 @@ def report_nonfinite(names: Sequence[str], group: Group, *, raises: bool, when: 
 def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + rest
-
-
-def _sum_of_squares(grad: Tensor) -> float:
-    """`dot` reads the gradient once and allocates nothing; a norm in float64 would copy it first."""
-    total = _in_pieces(grad, _PIECE_NUMEL, torch.float64).item()
-    return float(total if math.isfinite(total) else grad.double().square().sum().item())
 
 
 def _sums_unseen(grads: Sequence[Tensor], device: torch.device) -> list[Tensor]:

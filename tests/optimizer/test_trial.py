@@ -221,14 +221,17 @@ def test_owned_param_when_its_state_is_split_and_joined_then_the_same() -> None:
     class Keeping(_Own):
         def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
             state.update(GG=[grad @ grad.T, []], pair=(1, "text"), step=torch.tensor(3), none=None, by={0: grad + 1})
+            state["by_columns"] = grad.t()  # its product with another matrix rounds as it lies
             group["count"] = 5
             return grad
 
     one, other = (OwnedParam((2, 3), torch.device("cpu"), Keeping, {"lr": 0.1}) for _ in range(2))
     one.step(torch.ones(6), torch.arange(6.0), {"lr": 0.1})
     description, tensors = one.split()
-    other.join(json.loads(json.dumps(description)), tensors, {"lr": 0.1})
+    in_file = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    other.join(json.loads(json.dumps(description)), in_file, {"lr": 0.1})
     assert other.split()[0] == description
+    assert other.split()[1]["state.by_columns"].stride() == (1, 3)
     assert all(torch.equal(tensor, other.split()[1][name]) for name, tensor in tensors.items())
     assert other.has_state and other.state_nbytes == one.state_nbytes > 0
     before = other.split()

@@ -132,6 +132,8 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         about = {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "on_host": value.device.type == "cpu"}
         if not value.numel():
             return {_TENSOR: about}
+        if not value.is_contiguous():  # as files hold it, and a product of other strides rounds otherwise
+            about["strides"] = list(torch.empty_like(value, device="meta").stride())
         name = path.replace("/", "|")
         while name in tensors:
             name += "'"
@@ -157,7 +159,10 @@ def _join(description: Any, tensors: Mapping[str, Tensor], device: torch.device)
         place = torch.device("cpu") if value["on_host"] else device
         if "name" not in value:
             return torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device=place)
-        return tensors[value["name"]].view(value["shape"]).to(place)
+        values = tensors[value["name"]].view(value["shape"]).to(place)
+        if "strides" not in value:
+            return values
+        return torch.empty_strided(value["shape"], value["strides"], dtype=values.dtype, device=place).copy_(values)
     if kind == _ENTRIES:
         return {key: _join(part, tensors, device) for key, part in value}
     if kind in (_LIST, _TUPLE):
