@@ -30,28 +30,23 @@ class Launch:
     name: str  # of the file, without its ending
     nodes: int
     ranks: int  # on each node
-    params: float  # of the model
     needs: tuple[str, ...]  # variables without which it must stop
 
     @property
     def by_deepspeed(self) -> bool:
         return "deepspeed" in self.name
 
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks
-
 
 CORE = ("gpt_tiny_deepspeed", "gpt_tiny_torchrun")
 _DATA = ("MEGATRON_FORK", *FILES)
 _KEPT = (*_DATA, "CHECKPOINT_DIR")
 FORK = (
-    Launch("gpt_tiny_fork_cpu_torchrun", 1, 2, 0.17e6, _DATA),
-    Launch("gpt_tiny_fork_cpu_deepspeed", 1, 2, 0.17e6, _DATA),
-    Launch("gpt_125m_torchrun", 1, 8, 125e6, _KEPT),
-    Launch("gpt_125m_deepspeed", 1, 8, 125e6, _KEPT),
-    Launch("gpt_7b_torchrun_2nodes", 2, 8, 6.7e9, (*_KEPT, "MASTER_ADDR", "NODE_RANK")),
-    Launch("gpt_7b_deepspeed_2nodes", 2, 8, 6.7e9, (*_KEPT, "HOSTFILE")),
+    Launch("gpt_tiny_fork_cpu_torchrun", 1, 2, _DATA),
+    Launch("gpt_tiny_fork_cpu_deepspeed", 1, 2, _DATA),
+    Launch("gpt_125m_torchrun", 1, 8, _KEPT),
+    Launch("gpt_125m_deepspeed", 1, 8, _KEPT),
+    Launch("gpt_7b_torchrun_2nodes", 2, 8, (*_KEPT, "MASTER_ADDR", "NODE_RANK")),
+    Launch("gpt_7b_deepspeed_2nodes", 2, 8, (*_KEPT, "HOSTFILE")),
 )
 each_fork_launch = pytest.mark.parametrize("launch", FORK, ids=lambda launch: launch.name)
 
@@ -214,22 +209,6 @@ def test_launch_when_dry_run_then_script_nodes_ranks_and_flags_are_those_that_ar
     if "CHECKPOINT_DIR" in launch.needs:
         assert flags["--save"] == flags["--load"] == variables["CHECKPOINT_DIR"]
         assert "--bf16" in flags
-    _check_arithmetic(launch, flags)
-
-
-def _check_arithmetic(launch: Launch, flags: dict[str, str]) -> None:
-    tensor, pipeline = (int(flags.get(f"--{kind}-model-parallel-size", "1")) for kind in ("tensor", "pipeline"))
-    assert launch.ranks % (tensor * pipeline) == 0  # tensor and pipeline parallelism stay inside a node
-    data = launch.world_size // (tensor * pipeline)
-    assert int(flags["--global-batch-size"]) % (int(flags["--micro-batch-size"]) * data) == 0
-    hidden, heads, layers = (int(flags[f"--{what}"]) for what in ("hidden-size", "num-attention-heads", "num-layers"))
-    assert hidden % heads == 0 and heads % tensor == 0 and layers % pipeline == 0
-    length = int(flags["--seq-length"])
-    assert length <= int(flags["--max-position-embeddings"])
-    assert float(flags["--min-lr"]) == pytest.approx(float(flags["--lr"]) / 10)
-    assert int(flags["--lr-warmup-iters"]) < int(flags["--train-iters"])
-    vocabulary = 1024 if launch.params < 1e6 else 50304
-    assert 12 * layers * hidden**2 + (vocabulary + length) * hidden == pytest.approx(launch.params, rel=0.02)
 
 
 def test_launch_when_there_are_two_nodes_then_they_meet_where_it_is_said_and_both_get_our_variables(

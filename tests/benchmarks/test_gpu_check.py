@@ -21,7 +21,6 @@ from gpu_check import interruptions
 from gpu_check.__main__ import line_of, parse_args, seconds_for
 from gpu_check.checks import SUBJECTS, Check, Found, Outcome, Place, SkipError, Status, WrongError
 from gpu_check.machine import DeviceError, Machine, device_type_of, look, rank_counts
-from gpu_check.missing import missing
 from gpu_check.report import ARCHIVE, Report, write_report
 from gpu_check.runner import CHECKS, NO_TIME, Batch, Runner, batches_of
 
@@ -107,15 +106,6 @@ def test_batches_when_there_are_devices_then_every_check_runs_and_ranks_grow_to_
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     assert {check.subject for check in CHECKS} == set(SUBJECTS)
     assert seconds_for(found, 300.0) > seconds_for(found, 30.0) >= 2.0
-
-
-def test_missing_when_nothing_is_there_then_torch_is_no_dependency_of_what_is_installed() -> None:
-    wanted = list(missing(lambda module: False))
-    assert ("without", ("deepspeed",)) in wanted
-    assert not any(
-        "deepspeed" in each or "megatron" in each for kind, names in wanted for each in names if kind == "with"
-    )
-    assert list(missing(lambda module: True)) == []
 
 
 # Checks that end in every way; ranks import them from here.

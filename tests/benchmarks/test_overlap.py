@@ -14,12 +14,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from overlap import picked
 from peers import namespaces
-from peers.namespaces import Link, join, leftovers, why_not
-from peers.overlap_rank import rate_of
-from peers.overlap_readings import WiredReading, exposed_part, lines, processor_part, slowest, summary
-from peers.report import Rounds, is_ours
+from peers.namespaces import Link, join, why_not
+from peers.overlap_readings import WiredReading, exposed_part, lines, processor_part, summary
+from peers.report import Rounds
 from peers.train_readings import TrainReading
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -85,43 +83,7 @@ def test_parts_when_rounds_fail_or_are_faster_than_without_communication_then_ar
         assert [processor_part(mute, 2, each) for each in steps.of["ours"]] == [None, 0.5]
 
 
-def test_slowest_when_ranks_were_timed_apart_then_takes_the_longer_of_each_block_or_the_failure() -> None:
-    ranks = [TrainReading("ours", 2, 8, 0, seconds, 1.0) for seconds in ((0.5, 2.0), (1.0, 1.5))]
-    assert slowest(ranks) == TrainReading("ours", 2, 8, 0, (1.0, 2.0), 1.0)
-    failed = TrainReading("ours", 2, 8, 0, why_not="not installed")
-    assert slowest([ranks[0], failed]) is failed
-
-
-def test_picked_when_peers_are_named_then_this_package_runs_with_and_without_overlap_and_sends_messages_anyway() -> (
-    None
-):
-    names = [entry.name for entry in picked([], ["fork of 2023"])]
-    assert names == ["ours", "ours, overlap", BEST, "fork of 2023"]
-    assert [name for name in (entry.name for entry in picked([], [])) if is_ours(name)] == names[:3]
-
-
-def test_rate_when_the_beginning_is_slow_then_leaves_it_out() -> None:
-    # Bytes count from the first arrival after a tenth of a second on: 300 in half a second.
-    assert rate_of([(0.0, 999), (0.05, 1), (0.25, 5), (0.5, 100), (0.75, 200)]) == 600.0
-
-
 # The network
-
-
-@pytest.mark.parametrize(("gigabits", "burst"), [(1.0, 131072), (25.0, 1562500)])
-def test_limit_when_given_a_rate_then_bucket_holds_half_a_millisecond_or_128_kib(gigabits: float, burst: int) -> None:
-    bucket = f"tbf rate {gigabits:.0f}000000000bit burst {burst}b limit 33554432b"
-    wanted = f"tc -n distopt-overlap-42-1 qdisc replace dev do42v1 root {bucket}"
-    assert " ".join(LINK.limit(1, gigabits)) == wanted
-    # The name of an interface has at most 15 characters, also with the largest process id that Linux gives.
-    assert len(Link(4_194_304).interface(1)) <= 15
-
-
-def test_leftovers_when_some_owners_live_then_are_those_of_the_dead() -> None:
-    listing = "\n".join(
-        ["distopt-overlap-7-0 (id: 3)", "distopt-overlap-7-1", "distopt-overlap-8-0", "mine-7-0", "distopt-overlap-x-0"]
-    )
-    assert leftovers(listing, lambda process: process == 8) == ["distopt-overlap-7-0", "distopt-overlap-7-1"]
 
 
 def test_why_not_when_not_root_then_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

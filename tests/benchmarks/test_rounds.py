@@ -17,11 +17,11 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from peers import step_readings, train_readings
 from peers.adam import torch_adam
 from peers.machine import MemoryRates
-from peers.report import Spread, over
+from peers.report import Spread
 from peers.step_readings import StepReading, read
 from peers.steppers import StepEntry, StepSetting, Undistributed
 from peers.train_contestants import FORWARD_BACKWARD
-from peers.train_readings import TrainReading, losses_apart
+from peers.train_readings import TrainReading
 
 NUMEL = 2**20
 WHY_NOT = "RuntimeError: no memory"
@@ -71,12 +71,6 @@ each_script = pytest.mark.parametrize(("summary", "lines"), SCRIPTS.values(), id
 
 def _row_of(name: str, said: Sequence[str]) -> str:
     return next(line for line in said if line.startswith(f"{name} "))
-
-
-def test_over_when_rounds_are_missing_or_took_no_time_then_is_of_those_that_both_have() -> None:
-    assert over({0: 2.0, 2: 12.0}, {1: 4.0, 2: 3.0}) == Spread(4.0, 4.0, 4.0)
-    assert over({0: 2.0}, {1: 4.0}) is None
-    assert over({0: 1.0, 1: 6.0}, {0: 0.0, 1: 2.0}) == Spread(3.0, 3.0, 3.0)
 
 
 @each_script
@@ -133,29 +127,3 @@ def test_reading_when_ours_failed_then_no_peer_takes_its_place_as_the_reference(
     assert [each.deviation for each in readings] == ([0.0, 0.0] if runs else [None, None])
     assert [each.why_not for each in readings] == ["" if runs else WHY_NOT, ""]
     assert bool(reference) is runs
-
-
-def test_step_when_a_round_failed_then_shares_are_of_the_rates_of_the_others() -> None:
-    # 30 * 2**20 bytes in 1 s and in 4 s; memory was twice as fast in the second round.
-    rates = [MemoryRates(30 * 2.0**20, 60 * 2.0**20), MemoryRates(60 * 2.0**20, 120 * 2.0**20)]
-    found = step_readings.summary(NUMEL, [*_step("ours", (1.0, 4.0)), *_step("peer", (None, 4.0))], rates)
-    assert found["share of the copy bandwidth"]["peer"] == Spread(0.125, 0.125, 0.125)
-    assert found["share of the in-place bandwidth"]["ours"] == Spread(0.28125, 0.0625, 0.5)
-    assert list(step_readings.lines([found]))[-1].endswith("56% of a copy's bandwidth, 28% of a product's in place")
-
-
-def test_training_when_forward_alone_failed_in_a_round_then_what_is_beyond_it_is_of_the_others() -> None:
-    alone = _train(FORWARD_BACKWARD.name, (None, 2.0, 8.0), losses=())
-    found = train_readings.summary([*alone, *_train("ours", OURS), *_train("peer", PEER)])
-    assert found["beyond forward and backward, peer / ours"] == {"peer": Spread(3.0, 3.0, 3.0)}
-    assert found["peer / ours"] == {"peer": Spread(2.0, 2.0, 2.0)}
-    ended_early = train_readings.summary(alone)
-    assert list(train_readings.lines([ended_early]))[-1] == "2 ranks, 1 M: ours did not run"
-
-
-def test_losses_when_rounds_are_missing_then_are_compared_with_the_same_round_and_nan_is_infinitely_apart() -> None:
-    ours = [TrainReading("ours", 2, 8, number, (1.0,), losses=(4.0 + number,)) for number in range(3)]
-    peer = [TrainReading("peer", 2, 8, 2, (1.0,), losses=(9.0,))]
-    assert losses_apart(peer, ours) == 0.5
-    assert losses_apart(peer, ours[:2]) is None
-    assert losses_apart(_train("peer", (1.0,), (4.0, math.nan)), _train("ours", (1.0,))) == math.inf

@@ -6,7 +6,6 @@ Gradients are those of tests/support/models.py, whose sums are exact, so that bo
 from __future__ import annotations
 
 import contextlib
-import copy
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -65,12 +64,9 @@ PROGRAMS: dict[str, Program] = {
     "weights changed": Program(_OVERLAP, BF16, variant="weights"),
     "saved in the background": Program({"async_save": True, **_OVERLAP}, BF16, steps=5, variant="save"),
     "state read": Program(_OVERLAP, BF16, variant="state"),
-    "model copied": Program(_OVERLAP, BF16, variant="copied"),
     "params read behind torch": Program(_OVERLAP, BF16, variant="behind"),
     "weights written behind torch": Program(_OVERLAP, BF16, variant="reloaded"),
     "a param begins to train": Program(_OVERLAP, BF16, variant="unfrozen"),
-    "a round dropped": Program(_OVERLAP, BF16, variant="dropped"),
-    "gradients kept": Program(_OVERLAP, BF16, variant="kept"),
     "a module's buffers": Program(_OVERLAP, variant="buffers"),
     "step on a stream": Program(_OVERLAP, BF16, variant="step stream"),
     # --- matrices that travel
@@ -216,8 +212,7 @@ class Run:
         getattr(self, "_before_" + self.program.variant.replace(" ", "_"), lambda: None)()
         with self._stream(self.program.variant == "step stream"):
             self.optimizer.step()
-            if self.program.variant != "kept" or number % 2:
-                self.optimizer.zero_grad()
+            self.optimizer.zero_grad()
         assert self.optimizer.last_step is not None
         self.norms.append(self.optimizer.last_step.norm_to_log)
         getattr(self, "_after_" + self.program.variant.replace(" ", "_"), lambda *_: None)(number, folder)
@@ -231,9 +226,6 @@ class Run:
     def _after_state(self, number: int, folder: str) -> None:
         state = self.optimizer.full_state_dict().get("state", {})
         self.others += [value.clone() for of_param in state.values() for value in of_param.values()]
-
-    def _after_copied(self, number: int, folder: str) -> None:
-        self.others += [param.detach() for param in copy.deepcopy(self.model).parameters()]
 
     @torch.no_grad()
     def _after_behind(self, number: int, folder: str) -> None:
@@ -251,11 +243,6 @@ class Run:
 
     def _after_unfrozen(self, number: int, folder: str) -> None:
         self._late.requires_grad_(number > 0)
-
-    def _after_dropped(self, number: int, folder: str) -> None:
-        if number == 1:
-            self._backwards(7)
-            self.optimizer.zero_grad()
 
     # --- what is done in a step
 
