@@ -187,7 +187,8 @@ def test_machine_when_deepspeed_fails_then_a_problem_and_the_rest_is_still_descr
 def test_machine_when_apex_is_the_unrelated_project_of_that_name_then_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    monkeypatch.setitem(sys.modules, "apex", None)  # so that the fake one is gone afterwards
+    del sys.modules["apex"]
     monkeypatch.syspath_prepend(write_tree(tmp_path / "pypi", {"apex/__init__.py": ""}))
     found = of(machine(), "apex")
     assert found.status is Status.NOTE
