@@ -15,6 +15,6 @@ types=$!
 # Meanwhile the first run imports everything once: the processes of the tests then find it compiled.
 [ -d "$PYTHONPYCACHEPREFIX$root/tests" ] || python -m pytest --collect-only -q >/dev/null 2>&1 || true
 wait "$types"
-# Three files at a time: much of a test is waiting for the processes that it started. Files are taken in the order of
+# Two files at a time, each with ranks of its own: two cores have no more to give. Files are taken in the order of
 # conftest.py, those that take longest first.
-python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" "$@"
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not long" "$@"

@@ -147,7 +147,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
             list(filter(_is_there, names)),
             tmp_path_factory.mktemp(host),
             seconds=400,
-            core=host == "core",
         )
         for host, names in SHORT.items()
     }
