@@ -45,7 +45,7 @@ for wanted in "$@"; do
         name=${name#test_megatron_core_}
         name=${name#test_}
         PYTHONPATH=$first$path python -W ignore -m pytest -q -p no:cacheprovider -m "$marker" \
-            --junitxml ".hosts/$version/$name.xml" "$file" 2>&1 | tail -n 1 || true
+            --junitxml ".hosts/$version/$name.xml" "$file" 2>&1 | grep -E "(passed|failed|skipped|error).* in " || true
     done
 done
 python scripts/hosts_table.py
