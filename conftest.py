@@ -15,8 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Collecting doctests imports a module, and these import megatron, which only spawned ranks should do.
 collect_ignore_glob = ["megatron_distopt/hosts/megatron_core/*", "megatron_distopt/hosts/megatron_2023/*"]
-# What tests share is imported by those that use it: half of it imports megatron-core, which takes seconds.
-collect_ignore_glob += ["tests/*/[!t]*.py"]
 
 #: Files that take longest, in this order: none of them is to begin when all others have ended.
 _FIRST = (
