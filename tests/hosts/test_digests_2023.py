@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_distopt.checkpoint.digests import LoggedRun, differing, read_run
 from megatron_distopt.errors import DistOptError
-from tests.support.mini_fork import InstalledFork
+from tests.support.mini_fork import InstalledFork, point_to
 from tests.support.spawn import run_ranks
 
 SAVED_AT, ITERATIONS = 2, 4
@@ -35,9 +35,9 @@ def _train(rank: int, size: int, folder: Path) -> dict[str, tuple[LoggedRun, Log
         files = {"straight": f"--save {where} --save-interval {SAVED_AT}", "resumed": f"--load {where}"}
         for kind, of_kind in files.items():
             fork.train(*f"{given} --distopt-digest-file {where}/{kind}.jsonl {of_kind}".split())
-            if kind == "straight" and rank == 0:
-                (where / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
-            dist.barrier()
+            if kind == "straight":
+                point_to(where, SAVED_AT)
+        dist.barrier()
         found[name] = read_run(where / "straight.jsonl"), read_run(where / "resumed.jsonl")
     return found
 

@@ -17,12 +17,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.formats import convert
 from tests.support.fork_worlds import Refused, raised, refusal, slow_gathers
-from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun
+from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun, point_to
 from tests.support.spawn import run_ranks
 
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -45,9 +44,7 @@ MIXED = "--bf16 --fp32-norms"
 def _saved(fork: MiniFork, words: str, folder: Path) -> TrainingRun:
     """Collective: four steps; the save after two of them is the one that is loaded."""
     run = fork.train(*f"{words} --train-iters 4 --save-interval 2 --save {folder}".split())
-    if dist.get_rank() == 0:
-        (folder / "latest_checkpointed_iteration.txt").write_text("2")
-    dist.barrier()
+    point_to(folder, 2)
     return run
 
 
@@ -168,8 +165,7 @@ def _converted(fork: MiniFork, own: Own, rank: int, folder: Path, found: OwnFile
     words, files, theirs = f"{own.of_fork} --train-iters 4".split(), folder / "converted", []
     if rank == 0:
         convert(folder / "many" / "iter_0000002", files / "iter_0000002", "per-rank")
-        (files / "latest_checkpointed_iteration.txt").write_text("2")
-    dist.barrier()
+    point_to(files, 2)
     one, again = (_own_file(folder / kind, rank) for kind in ("one", "converted"))
     for key in ("optimizer", "shard_fp32_from_float16_groups"):
         found.facts[f"{key} of converted files"] = _same_values(again[key], one[key])

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint import disk
 from tests.support.fork_files import Trap, same
 from tests.support.fork_worlds import Continued, ForkInWorlds, Refused, adam_of_the_fork, held, raised, refusal
-from tests.support.mini_fork import Iteration, TrainingRun, core_folder
+from tests.support.mini_fork import Iteration, TrainingRun, core_folder, point_to
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
@@ -134,9 +134,7 @@ class _Fork(ForkInWorlds):
     def train_and_save(self, folder: Path, *words: str, ours: bool = True, at: int = SAVED_AT) -> TrainingRun:
         """Collective: saves on the way; the last checkpoint is forgotten, so that the one of `at` is loaded."""
         run = self.train(*words, "--save-interval", str(at), "--save", str(folder), ours=ours)
-        if self.rank == 0:
-            (folder / "latest_checkpointed_iteration.txt").write_text(str(at))
-        dist.barrier()
+        point_to(folder, at)
         return run
 
     def open(self, folder: Path, *words: str, ours: bool = True) -> TrainingRun:

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.fork_worlds import ForkInWorlds, distance, raised
-from tests.support.mini_fork import TrainingRun
+from tests.support.mini_fork import TrainingRun, point_to
 from tests.support.spawn import run_ranks
 from tests.support.whole_classes import Adafactor, Soap, in_place_of_forks_adam, tried_once
 from tests.support.whole_muon import Reference, in_the_fork
@@ -146,8 +145,7 @@ def _resumed(fork: ForkInWorlds, folder: Path, *words: str) -> dict[str, tuple[d
     scale_of, runs = {ranks: ("--loss-scale", str(12 // ranks)) for ranks in (1, 2, 3)}, dict[str, TrainingRun]()
     if fork.enters(2):
         runs["whole"] = fork.train(*words, *scale_of[2], "--save", str(folder), "--save-interval", "2")
-        if fork.rank == 0:
-            (folder / "latest_checkpointed_iteration.txt").write_text("2")
+        point_to(folder, 2)
     for ranks in (1, 3):
         if fork.enters(ranks):
             runs[str(ranks)] = fork.train(*words, *scale_of[ranks], "--load", str(folder))
@@ -172,9 +170,7 @@ def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     for inner, (words, place) in ON.items():
         with place():
             whole = train(words, f"--save-interval 2 --save {folder}/{inner}")
-            if rank == 0:
-                Path(folder, inner, "latest_checkpointed_iteration.txt").write_text("2")
-            dist.barrier()
+            point_to(Path(folder, inner), 2)
             resumed = train(words, f"--load {folder}/{inner}")
             found[inner] = distance(whole, resumed), len(resumed.iterations)
     with in_place_of_forks_adam(Soap):

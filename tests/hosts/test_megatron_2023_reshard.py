@@ -32,7 +32,7 @@ from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.layout import Span
 from tests.support.fork_files import same
 from tests.support.fork_worlds import ForkInWorlds, held, raised
-from tests.support.mini_fork import Iteration, TrainingRun, core_folder
+from tests.support.mini_fork import Iteration, TrainingRun, core_folder, point_to
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
@@ -272,7 +272,7 @@ class _Fork(ForkInWorlds):
         """Collective: the last checkpoint is forgotten, so that the one of `SAVED_AT` is loaded."""
         folder = self.folder / name
         run = self.train(*words, "--save-interval", str(every), "--save", str(folder))
-        self.point_to(folder, SAVED_AT)
+        point_to(folder, SAVED_AT)
         return run
 
     def copy(self, name: str, to: str) -> Path:
@@ -281,12 +281,6 @@ class _Fork(ForkInWorlds):
             shutil.copytree(self.folder / name, self.folder / to)
         dist.barrier()
         return self.folder / to
-
-    def point_to(self, folder: Path, iteration: int) -> None:
-        """Collective."""
-        if self.rank == 0:
-            (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-        dist.barrier()
 
     def resume(self, pair: Pair) -> Resumed:
         """Collective."""
@@ -319,7 +313,7 @@ def _formats(fork: _Fork) -> dict[str, Any]:
 
     def goes_on(format_name: str, after: int) -> TrainingRun:
         if after:
-            fork.point_to(folder, after)
+            point_to(folder, after)
         load = ("--load", str(folder)) if after else ()
         words = (*PLAIN, "--save", str(folder), "--exit-interval", "1", "--distopt-checkpoint-format", format_name)
         return fork.train(*words, *load)
@@ -338,7 +332,7 @@ def _unfinished(fork: _Fork) -> tuple[str, str]:
     folder = fork.copy("two", "unfinished")
     if fork.rank == 0:
         (_folder_in(_saved_at(folder, ITERATIONS)) / "manifest.json").unlink()
-    fork.point_to(folder, ITERATIONS)
+    point_to(folder, ITERATIONS)
     return raised(lambda: fork.train(*SAVED["two"].flags(Layout(2)), "--load", str(folder)))
 
 

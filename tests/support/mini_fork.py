@@ -186,6 +186,13 @@ class InstalledFork(MiniFork):
             self.kept.pop().undo()
 
 
+def point_to(folder: Path, iteration: int) -> None:
+    """Collective: of the checkpoints in a folder, trainings load that of this iteration."""
+    if dist.get_rank() == 0:
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    dist.barrier()
+
+
 def _layout_in(words: Sequence[str]) -> tuple[str, ...]:
     """Those of the flags of a training that say which process groups there are."""
     found = []
