@@ -31,6 +31,7 @@ import torch.distributed as dist
 from tests.differential.compare import Outcome, judge
 from tests.differential.programs import Program
 from tests.differential.scripts import namespace_of, program_text
+from tests.support.spawn import start_from_server
 
 #: Ranks that outlive this did not end. A phase takes a tenth of it, also on a machine that does other things.
 SECONDS_A_PHASE = 60.0
@@ -96,7 +97,6 @@ def _ended(job: Job, phase: Callable[[Any], None], folder: Path) -> Any:
 def _nursery(orders: multiprocessing.connection.Connection) -> None:
     """A process that imports everything and then forks; it never computes by itself."""
     import torch
-    import torch._dynamo
 
     import megatron_distopt
     import tests.differential.models
@@ -106,6 +106,7 @@ def _nursery(orders: multiprocessing.connection.Connection) -> None:
     # The package imports its parts when they are asked for.
     _ = (megatron_distopt.distribute, megatron_distopt.DistOptConfig)
     torch.set_num_threads(1)
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MEGATRON_DISTOPT_ACCELERATOR="torch")
     gc.freeze()
     fork = multiprocessing.get_context("fork")
     children: dict[Job, Any] = {}
@@ -133,11 +134,9 @@ class _Nursery:
     orders: multiprocessing.connection.Connection
 
     @classmethod
-    def begin(cls) -> _Nursery:
+    def begin(cls, number: int) -> _Nursery:
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=_nursery, args=(theirs,))
-        process.start()
-        return cls(process, ours)
+        return cls(start_from_server(number, _nursery, theirs, daemon=False), ours)
 
     def order(self, word: str, jobs: Sequence[Job] = ()) -> list[int]:
         """Starts or ends processes. Returns the exit codes of children that died by themselves."""
@@ -267,13 +266,7 @@ def _folders(number: int) -> Iterator[list[Path]]:
 @contextlib.contextmanager
 def pool() -> Iterator[Pool]:
     """Two processes that stand by for as long as this lasts; see [Note: two nurseries]."""
-    kept = dict(os.environ)
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MEGATRON_DISTOPT_ACCELERATOR="torch")
-    try:
-        nurseries = [_Nursery.begin() for _ in range(2)]
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
+    nurseries = [_Nursery.begin(number) for number in range(2)]
     try:
         for nursery in nurseries:
             nursery.orders.recv()

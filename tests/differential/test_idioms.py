@@ -334,13 +334,13 @@ OF_EACH_SEED = 6
 
 @pytest.mark.parametrize("start", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (1, *range(100, 200)))])
 def test_programs_when_drawn_at_random_then_equal_or_refused(running: Pool, start: int) -> None:
-    num_equal = 0
-    for program in draw(OF_EACH_SEED, start):
-        outcome = running.run(program)
-        num_equal += outcome.kind == "equal"
+    programs = {str(number): program for number, program in enumerate(draw(OF_EACH_SEED, start))}
+    outcomes = running.run_all(programs)
+    for number, outcome in outcomes.items():
         if outcome.kind == "failed":
             file = Path(tempfile.gettempdir()) / "failing_program.txt"
-            file.write_text(written(program, outcome.text), encoding="utf-8")
+            file.write_text(written(programs[number], outcome.text), encoding="utf-8")
             pytest.fail(f"python -m tests.differential.rerun {file}\n{file.read_text()}", pytrace=False)
+    num_equal = sum(outcome.kind == "equal" for outcome in outcomes.values())
     # Refusals are not a way out: three quarters of the programs hold nothing that may be refused.
     assert num_equal > OF_EACH_SEED / 2 or start > 1

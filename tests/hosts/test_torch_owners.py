@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_optimizer
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from megatron_distopt.formats.conversion import TARGETS, convert
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.owners.whole_params import WholeParams
 from megatron_distopt.optimizer.step import clip_divisor
+from tests.support.published import pytorch_optimizer
 from tests.support.spawn import run_ranks
 from tests.support.whole_classes import tried_once
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_optimizer
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from megatron_distopt.optimizer.choice import adopt_instance
 from megatron_distopt.optimizer.owners.given import build_alike
 from megatron_distopt.optimizer.owners.trial import OF_TORCH, Candidate, Updates, find_updates
 from megatron_distopt.optimizer.owners.whole_params import OwnedParam
+from tests.support.published import pytorch_optimizer
 
 Params = Iterable[Tensor]
 

@@ -151,16 +151,23 @@ def _environment_of_ranks() -> Iterator[None]:
 _SERVERS = (ForkServer(), ForkServer())
 
 
+def start_from_server(number: int, target: Callable[..., object], *args: object, daemon: bool = True) -> BaseProcess:
+    """Starts `target(*args)` in a process that has imported what ranks need; see [Note: two servers].
+
+    Its environment is that of the server, so what it has to find there is among `args`.
+    """
+    server = _SERVERS[number]
+    server.set_forkserver_preload(["tests.support.preloaded"])
+    # The standard library knows one server: the call that asks it for a process is led to ours.
+    with mock.patch("multiprocessing.forkserver.connect_to_new_process", server.connect_to_new_process):
+        return _begun(multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=daemon))
+
+
 def _start(task: _Task, rank: int, core: bool) -> BaseProcess:
-    """See [Note: two servers]. The standard library knows one server, so the call that asks it for a process is led."""
     if core:
         importlib.import_module("tests.support.preloaded_core")
         return _begun(multiprocessing.get_context("fork").Process(target=_run_rank, args=(task, rank), daemon=True))
-    server = _SERVERS[min(rank, 1)]
-    server.set_forkserver_preload(["tests.support.preloaded"])
-    with mock.patch("multiprocessing.forkserver.connect_to_new_process", server.connect_to_new_process):
-        context = multiprocessing.get_context("forkserver")
-        return _begun(context.Process(target=_run_rank, args=(task, rank), daemon=True))
+    return start_from_server(min(rank, 1), _run_rank, task, rank)
 
 
 def _begun(process: BaseProcess) -> BaseProcess:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import pytorch_optimizer
 import torch
+
+from tests.support.published import pytorch_optimizer
 
 
 @contextlib.contextmanager
