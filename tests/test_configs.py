@@ -1,5 +1,5 @@
-"""Every launch file under configs/ trains, or is dry-run where it needs a fork or GPUs: a stub stands in the launcher's
-place, and the real parsers of launcher and runner read what it was given."""
+"""Every launch file under configs/ is dry-run: a stub stands in the launcher's place, and the real parsers of launcher
+and runner read what it was given. One of those that need neither a fork nor GPUs trains."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class Parsed:
 # ---------------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.long
 def test_launch_file_when_the_deepspeed_launcher_runs_it_then_it_trains() -> None:
     """That of torchrun differs in its last lines only; the same script under torchrun: tests/plugin/test_runner.py."""
     with socket.socket() as free:

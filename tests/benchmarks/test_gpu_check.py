@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_check import interruptions
+from gpu_check import correctness
 from gpu_check.__main__ import line_of, parse_args, seconds_for
 from gpu_check.checks import SUBJECTS, Check, Found, Outcome, Place, SkipError, Status, WrongError
 from gpu_check.machine import DeviceError, Machine, device_type_of, look, rank_counts
@@ -159,7 +159,7 @@ ON_ONE_RANK = (
 )
 #: The first is a real one.
 ON_TWO_RANKS = (
-    next(check for check in interruptions.CHECKS if check.name == "resume"),
+    next(check for check in correctness.CHECKS if check.name == "collectives"),
     Check("raises", "raises on one rank", raises_on_one_rank, least_ranks=2),
 )
 ALL = (*ON_ONE_RANK, *ON_TWO_RANKS)
@@ -171,7 +171,7 @@ STATUSES = {
     "has_a_bad_peer": (Status.PASSES, "without bad peer"),
     "passes": (Status.PASSES, "rank 0 of 1"),
     "hangs": (Status.FAILS, "no end after 0.5 s; stacks are in the logs"),
-    "resume": (Status.PASSES, "saved by 2 and resumed by 1, 2"),
+    "collectives": (Status.PASSES, "12 combinations of dtype, length and async_op, equal to the bit"),
     "raises": (Status.FAILS, "rank 1: KeyError: 'only here'"),
 }
 

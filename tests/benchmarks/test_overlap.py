@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from peers.namespaces import Link, join, why_not
 from peers.overlap_readings import WiredReading, exposed_part, lines, processor_part, summary
 from peers.report import Rounds
 from peers.train_readings import TrainReading
+
+from tests.support.spawn import run_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RANKS, NUMEL = 2, 10_000_000
@@ -93,12 +98,21 @@ def test_why_not_when_not_root_then_says_what_to_type(monkeypatch: pytest.Monkey
     assert said.startswith("Invalid user: id 1000.") and "sudo -E python benchmarks/overlap.py --quick" in said
 
 
-def test_script_when_there_is_no_ip_then_says_so_in_a_line_and_exits_with_2(tmp_path: Path) -> None:
-    command = [sys.executable, BENCHMARKS / "overlap.py", "--quick"]
-    environment = {**os.environ, "PATH": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith("Invalid programs: no 'ip'.")
+def _script(rank: int, size: int) -> tuple[object, str, str]:
+    """Status, stdout and stderr; in a process of its own, whose environment it changes."""
+    out, err = io.StringIO(), io.StringIO()
+    sys.path.insert(0, str(BENCHMARKS))
+    sys.argv = [str(BENCHMARKS / "overlap.py"), "--quick"]
+    os.environ["PATH"] = ""
+    with pytest.raises(SystemExit) as end, redirect_stdout(out), redirect_stderr(err):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return end.value.code, out.getvalue(), err.getvalue()
+
+
+def test_script_when_there_is_no_ip_then_says_so_in_a_line_and_exits_with_2() -> None:
+    ((status, out, err),) = run_ranks(_script, 1)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].startswith("Invalid programs: no 'ip'.")
 
 
 def _names() -> str:

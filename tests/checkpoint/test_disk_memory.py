@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parents[2]
+from megatron_distopt.checkpoint import load_checkpoint, save_checkpoint
+from megatron_distopt.comm import Group
+from tests.support.simulated import Param, World, small_model
+from tests.support.spawn import run_ranks
+
 #: Main params and two moments of 8 params of 2**20 elements: 96 MiB; the largest tensor has 4 of them.
 NUM_PARAMS, TENSOR_NBYTES = 8, 4 << 20
 STATE_NBYTES = 3 * NUM_PARAMS * TENSOR_NBYTES
@@ -20,6 +21,7 @@ STATE_NBYTES = 3 * NUM_PARAMS * TENSOR_NBYTES
 #: memory would be 4 MiB more.
 SLACK_NBYTES = 3 << 20
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def status(field: str) -> int:
@@ -38,15 +40,10 @@ def extra_nbytes(action: Callable[[], object]) -> int:
     return most
 
 
-def measure(folder: Path) -> dict[str, int]:
+def measure(rank: int, size: int, folder: Path) -> dict[str, int]:
     """In a process of its own: nothing was allocated and freed before that could be used again unseen."""
-    import torch
-
-    from megatron_distopt.checkpoint import load_checkpoint, save_checkpoint
-    from megatron_distopt.comm import Group
-    from tests.support.simulated import Param, World, small_model
-
-    torch.set_num_threads(1)
+    # What is freed goes back to the system at once, so that it is counted again when it is needed again.
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16) == 1
     one_rank = Group(None, 0, 1)
     params = tuple(Param(f"w{number}", (1024, 1024), dim=0) for number in range(NUM_PARAMS - 1))
     params += (Param("column", (1024, 1024), dim=1, stride=2),)  # its two parts do not lie in one piece
@@ -65,16 +62,10 @@ def measure(folder: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, int]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     if not _CLEAR_REFS.exists():
         pytest.skip("needs Linux to say the most memory that a process held")
-    # What is freed goes back to the system at once, so that it is counted again when it is needed again.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.checkpoint.test_disk_memory", folder]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout)
+    (found,) = run_ranks(measure, 1, tmp_path_factory.mktemp("memory"))
     assert 10 << 20 <= found["known"] <= 11 << 20, "the measure itself is off"
     return found
 
@@ -89,7 +80,3 @@ def test_memory_when_the_state_is_there_then_at_most_one_tensor_comes_on_top(
 def test_memory_when_a_fresh_run_loads_then_the_moments_and_one_tensor_come_on_top(measured: dict[str, int]) -> None:
     moments_nbytes = 2 * NUM_PARAMS * TENSOR_NBYTES
     assert moments_nbytes <= measured["load fresh"] <= moments_nbytes + TENSOR_NBYTES + SLACK_NBYTES
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(Path(sys.argv[1]))))

@@ -88,6 +88,7 @@ def leave_the_other_alone():
     shard = bucket.view(2, -1)[rank]
     all_gather(bucket, shard, group, overlapped=True).wait()
     if rank == 0:
+        pending._SECONDS_AFTER_AN_EXCEPTION = pending._SECONDS_TO_GIVE_UP = 0.5
         all_gather(bucket, shard, group, overlapped=True)
         return
     other = int((folder / "pid0").read_text())

@@ -1,18 +1,17 @@
 """State in low precision, updated by the kernel, against the same formula in torch's operators: every bit.
 
-The kernel runs on a GPU or by Triton's interpreter, in a process of its own: Triton decides when it is imported whether
-it interprets.
+The kernel runs on a GPU or by Triton's interpreter, in a process of its own: Triton decides when its functions are made
+whether it interprets.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
+import re
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +29,10 @@ from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPreci
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision, part_of, stored_of
 from megatron_distopt.optimizer.low_precision.one_pass import Table
 from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, RemainderValues, phase_of
+from tests.support.spawn import run_ranks
 
 HAS_GPU, HAS_TRITON = torch.cuda.is_available(), find_spec("triton") is not None
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_kernel = pytest.mark.skipif(
-    not HAS_TRITON or not (HAS_GPU or IS_INTERPRETED), reason="needs triton, and a GPU or TRITON_INTERPRET=1"
-)
 DEVICE = torch.device("cuda" if HAS_GPU and not IS_INTERPRETED else "cpu")
 
 MOMENTS = ("float32", "bfloat16", *CODES)
@@ -45,12 +42,14 @@ SOME = (
     (Precision("remainder", "int8", "bfloat16"), torch.bfloat16),
     (Precision("float16", "float8_e5m2", "float8_e4m3fn"), torch.float16),
 )
-ALL = [
+ALL = tuple(
     (Precision(*dtypes), model)
     for dtypes in product(MAINS, MOMENTS, MOMENTS)
     for model in (torch.bfloat16, torch.float16)
     if model is torch.bfloat16 or dtypes[0] in ("float32", "float16")
-]
+)
+Cases = tuple[tuple[Precision, torch.dtype], ...]
+each_table = pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.long)], ids=["some", "all"])
 #: (first, stop) of flat params in one buffer: inside of a vector, of two programs, on vectors; and which are fp32.
 SPANS = ((0, 3), (3, 1162), (1168, 1424), (1424, 1700))
 FP32 = 3
@@ -149,7 +148,8 @@ def _split(trained: Trained) -> None:
     trained.inner.round_into(trained.models)
 
 
-def _check(precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, decoupled: bool) -> None:
+def _check(precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoupled = dtype is torch.bfloat16
     monkeypatch.setattr(torch.Tensor, "sqrt", _root)
     rows, real = list[Any](), Table.of
     monkeypatch.setattr(Table, "of", lambda given, device: rows.extend(given) or real(given, device))
@@ -172,21 +172,28 @@ def _check(precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     assert all(map(torch.equal, ours.bits, wanted))
 
 
-@needs_kernel
-@pytest.mark.parametrize(("precision", "dtype"), SOME, ids=str)
-def test_step_when_state_is_stored_in_other_forms_then_every_bit_is_that_of_the_formula(
-    precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _check(precision, dtype, monkeypatch, decoupled=dtype is torch.bfloat16)
+def _check_all(rank: int, size: int, cases: Cases) -> None:
+    if IS_INTERPRETED:  # what was imported before the variable was set is made anew, but for what is compiled
+        for name in [name for name in sys.modules if re.match(r"triton(?!\._C\b)(\.|$)", name)]:
+            del sys.modules[name]
+    for precision, dtype in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            _check(precision, dtype, patch)
 
 
-@needs_kernel
-@pytest.mark.long
-@pytest.mark.parametrize(("precision", "dtype"), ALL, ids=str)
-def test_step_when_state_is_stored_in_any_forms_then_every_bit_is_that_of_the_formula(
-    precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(not HAS_TRITON or not HAS_GPU, reason="needs triton and a GPU")
+@each_table
+def test_kernel_when_state_is_stored_in_other_forms_then_every_bit_is_that_of_the_formula(cases: Cases) -> None:
+    _check_all(0, 1, cases)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@each_table
+def test_kernel_when_it_is_interpreted_then_every_bit_is_that_of_the_formula(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _check(precision, dtype, monkeypatch, decoupled=precision.exp_avg_dtype != "float16")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run_ranks(_check_all, 1, cases, seconds=3000)
 
 
 def test_step_when_there_are_many_flat_params_then_two_launches_for_one_combination_of_forms(
@@ -234,17 +241,3 @@ def test_choose_inner_when_state_is_in_low_precision_then_adam_says_what_updates
     main.grad = torch.ones(8)
     inner.step()
     assert launched == (["prepare", "update"] if by_kernel else [])
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.skipif(IS_INTERPRETED, reason="is interpreted already")
-@pytest.mark.parametrize("marker", ["not long", pytest.param("long", marks=pytest.mark.long)])
-def test_kernel_when_it_is_interpreted_then_its_tests_pass(marker: str) -> None:
-    options = "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-m", marker, "-k", "every_bit"
-    command = [sys.executable, "-m", "pytest", "-q", *options, __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    folder = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3000, check=False
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.plugin.runner import main, parse_target
+from tests.support.mini_fork import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_gpt_core.py"
 
@@ -26,24 +28,19 @@ def square(number):
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         squares = pool.map(square, [2, 3])
-    facts = [sys.argv[1:], os.path.basename(sys.argv[0]), os.path.basename(__file__), neighbour.VALUE, squares]
-    print(json.dumps(facts))
-    sys.exit(7)
-"""
-#: Says how it was started, and fails.
-BROKEN = """
-import sys
+    main = vars(sys.modules["__main__"])
+    facts = [sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ is None, main is globals()]
+    print(json.dumps([facts, neighbour.VALUE, squares]))
+    if __package__:
+        sys.exit(7)
 
-main = vars(sys.modules["__main__"])
-print(sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ is None, main is globals())
+    def deep():
+        try:
+            {}["no such key"]
+        except KeyError as error:
+            raise ValueError("from the script") from error
 
-def deep():
-    try:
-        {}["no such key"]
-    except KeyError as error:
-        raise ValueError("from the script") from error
-
-deep()
+    deep()
 """
 
 
@@ -52,7 +49,6 @@ def folder(tmp_path: Path) -> Path:
     """A script with a module beside it, and a package."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("VALUE = 5\n")
-    (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "train.py").write_text(SCRIPT)
@@ -69,25 +65,21 @@ def _run(
 
 
 @pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
-def test_runner_when_a_target_runs_then_it_is_as_if_started_alone(is_module: bool, folder: Path) -> None:
-    """The script from another folder, with the rank that the DeepSpeed launcher puts first."""
-    (folder / "elsewhere").mkdir()
-    words = ["-m", "package.train"] if is_module else ["--local_rank=0", str(folder / "train.py")]
-    done = _run(*words, "--lr", "1", cwd=folder if is_module else folder / "elsewhere")
-    arguments = ["--lr", "1"] if is_module else ["--local_rank=0", "--lr", "1"]
-    assert json.loads(done.stdout) == [arguments, "train.py", "train.py", 5, [4, 9]], done.stderr
-    assert done.returncode == 7
-
-
-def test_runner_when_the_script_raises_then_the_traceback_is_the_scripts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_runner_when_a_target_runs_then_output_traceback_and_status_are_as_if_started_alone(
+    is_module: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    """The script from another folder, with the rank that the DeepSpeed launcher puts first."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    alone, ours = _run("broken.py", cwd=folder, program=()), _run("broken.py", cwd=folder)
-    assert (ours.stdout, ours.stderr) == (alone.stdout, alone.stderr)
-    assert "from the script" in ours.stderr
-    assert ours.returncode == alone.returncode == 1
+    (folder / "elsewhere").mkdir()
+    script, cwd = str(folder / "train.py"), folder if is_module else folder / "elsewhere"
+    alone, words = [script, "--local_rank=0"], ["--local_rank=0", script]
+    if is_module:
+        alone = words = ["-m", "package.train"]
+    wanted, ours = _run(*alone, "--lr", "1", cwd=cwd, program=()), _run(*words, "--lr", "1", cwd=cwd)
+    assert (ours.stdout, ours.stderr) == (wanted.stdout, wanted.stderr)
+    assert json.loads(ours.stdout)[1:] == [5, [4, 9]]
+    assert ours.returncode == wanted.returncode == (7 if is_module else 1)
+    assert ("from the script" in ours.stderr) is not is_module
 
 
 @pytest.fixture
@@ -116,12 +108,16 @@ def test_runner_when_there_is_no_target_then_refused(
 
 
 @pytest.mark.usefixtures("in_folder")
+@pytest.mark.parametrize("is_safe", [False, True])
 def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_safe: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By then the script's folder is the first of the path, but with PYTHONSAFEPATH."""
     monkeypatch.setenv("MEGATRON_DISTOPT", "maybe")
-    with pytest.raises(SystemExit) as ended:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "flags", SimpleNamespace(safe_path=is_safe))
         main(["train.py"])
+    assert (sys.path[0] == str(folder)) is not is_safe
     said = capsys.readouterr()
     assert said.err == ("megatron_distopt: MEGATRON_DISTOPT is 'maybe'. It must be one of 0, 1, require.\n")
     assert (ended.value.code, said.out) == (1, "")
@@ -141,19 +137,12 @@ def test_runner_when_torchrun_starts_it_then_an_unchanged_script_of_megatron_cor
     script.write_text(
         text.replace(line, "from types import SimpleNamespace\ninstallation = SimpleNamespace(is_active=True)")
     )
-    environment = {
-        **os.environ,
-        "MEGATRON_DISTOPT": "require",
-        "PYTHONPATH": str(EXAMPLE.parent),
-        "OMP_NUM_THREADS": "1",
-    }
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "1"]
+    environment = {"MEGATRON_DISTOPT": "require", "PYTHONPATH": str(EXAMPLE.parent)}
     words = [str(script), "--use-distributed-optimizer", "--bf16", "--train-iters", "3", "--data", str(EXAMPLE)]
-    command = [*torchrun, "-m", "megatron_distopt", *words]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+    done = launch(
+        "torchrun", 1, ["-m", "megatron_distopt", *words], environment=environment, seconds=240.0, folder=tmp_path
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"\| loss ([\d.]+) \|", done.stdout)]
+    assert done.status == 0, done.output
+    losses = [float(loss) for loss in re.findall(r"\| loss ([\d.]+) \|", done.output)]
     assert len(losses) == 3 and losses[-1] < losses[0]
-    assert "is active in megatron-core" in done.stdout + done.stderr
+    assert "is active in megatron-core" in done.output

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_distopt
-from tests.support.spawn import forget_groups
+from tests.support.spawn import forget_groups, run_ranks
 
 FOLDER = Path(__file__).parent.parent / "hosts" / "mini_fork"
 SCRIPT = FOLDER / "pretrain.py"
@@ -219,8 +221,11 @@ def launch(
     *,
     environment: Mapping[str, str] | None = None,
     seconds: float = 120.0,
+    folder: Path = FOLDER,
 ) -> Launched:
-    """Runs `words` (a script or -m module, and arguments) under "torchrun" or "deepspeed".
+    """Runs `words` (a script or -m module, and arguments) under "torchrun" or "deepspeed", in a folder.
+
+    The launcher's own script runs in a process that was forked with torch imported; its ranks are started anew.
 
     Args:
         launcher: its name; the one beside this Python is used.
@@ -239,12 +244,33 @@ def launch(
             command += ["--quiet", "--num_accelerators", str(ranks), "--master_port", port, *module]
         else:
             command += ["--nproc-per-node", str(ranks), "--master-port", port, *words]
-        done = subprocess.run(
-            command, env=base, capture_output=True, text=True, timeout=seconds, cwd=FOLDER, check=False
-        )
-        if "EADDRINUSE" not in done.stderr:  # another process was faster
+        (done,) = run_ranks(_launcher, 1, command, base, str(folder), seconds=seconds)
+        if "EADDRINUSE" not in done.output:  # another process was faster
             break
-    return Launched(done.returncode, done.stdout + done.stderr)
+    return done
+
+
+def _launcher(rank: int, size: int, command: list[str], environment: dict[str, str], folder: str) -> Launched:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = command
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        status = 0
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except Exception:  # noqa: BLE001 - torchrun's, of a rank that failed
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        out.seek(0)
+        err.seek(0)
+        return Launched(status, out.read() + err.read())
 
 
 def free_port() -> int:
