@@ -112,11 +112,10 @@ def _core() -> Cost:
     return found[-1]
 
 
-def _digests(path: Path, fraction: float) -> dict[int, object]:
-    """Collective: the digests of a training of the fork with a fraction of its state on the host, by step."""
-    asked = {"LOG_DIGESTS": "1", "DIGEST_FILE": str(path), "OFFLOAD_FRACTION": str(fraction)}
-    with variables(asked):
-        host_programs.train("fork", "bf16", "sim")
+def _digests(path: Path, device: str, **more: str) -> dict[int, object]:
+    """Collective: the digests of a training of the fork on a device, by step."""
+    with variables({"LOG_DIGESTS": "1", "DIGEST_FILE": str(path), **more}):
+        host_programs.train("fork", "bf16", device)
     dist.barrier()
     return {number: (step.digests, step.facts.get("updated")) for number, step in read_run(path).steps.items()}
 
@@ -130,7 +129,8 @@ def _collect(rank: int, size: int, host: str, names: Sequence[str], folder: Path
         costs = {f"torch {layers}": _torch(size, layers) for layers in LAYERS}
         costs["torch overlap"] = _torch(size, LAYERS[0], overlap_grad_reduce=True, overlap_param_gather=True)
         found["costs"] = {**costs, "fork": _fork()}
-        found["digests"] = [_digests(folder / f"{fraction}", fraction) for fraction in (0.0, 0.5)]
+        half = _digests(folder / "half", "sim", OFFLOAD_FRACTION="0.5")
+        found["digests"] = _digests(folder / "without", "cpu"), half
     machine.finish()
     dist.barrier()
     return found
@@ -174,7 +174,7 @@ def test_megatron_when_on_an_asynchronous_device_then_the_bits_are_those_of_the_
     assert [of_rank["wrong"][name] for of_rank in found[host]] == [[], []]
 
 
-def test_digests_in_a_megatron_when_state_is_on_the_host_then_they_are_those_without(
+def test_digests_in_a_megatron_when_state_is_on_the_host_then_they_are_those_of_the_cpu(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
     for of_rank in found["fork"]:
