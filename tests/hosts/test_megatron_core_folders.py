@@ -23,7 +23,6 @@ from tests.support.spawn import run_ranks
 DP2 = Case("distopt", dp=2, steps=2)
 SAVED = {
     "fp32": DP2,
-    "bf16, untied": DP2.of(precision="bf16", tied=False),
     "fp16": DP2.of(precision="fp16", initial_loss_scale=1024.0),
     "low": DP2.of(precision="bf16"),  # goes on at the other layout with state in fp32
 }

@@ -98,7 +98,6 @@ if core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm"):  # see 
     CASES["muon", "experts tp2"] = _muon(EXACT.of(tp=2, num_experts=4))
 if HAS_MUON:
     CASES |= {
-        ("muon", "fp32 tp2, the host's"): _hosts_muon(TP2),
         ("muon", "tp2, options of the host"): _hosts_muon(
             TP2,
             {

@@ -85,7 +85,6 @@ PROGRAMS: dict[str, Program] = {
     "nothing overlapped": Program(expect=NoEffect(), setting=OVERLAPPED),
     "weights_changed_overlapped": Program(promises.halve, setting=OVERLAPPED),
     "data_replaced": Program(promises.move, Refused(BOTH, MOVED), setting=BF16),
-    "data_replaced_in_fp32": Program(promises.move, Refused(BOTH, MOVED), setting=FP32),
     "data_replaced_on_one_rank": Program(
         promises.move_on_one_rank, Refused((OTHER, "LayoutError"), MOVED), setting=BF16
     ),

@@ -20,7 +20,8 @@ from tests.support.cases import Case
 from tests.support.mini_fork import MiniFork
 from tests.support.spawn import run_ranks
 
-HOSTS = ("torch", "megatron_2023", "megatron_core")
+#: Those of one spawn each.
+HOSTS = (("torch", "megatron_2023"), ("megatron_core",))
 FULL = Precision()
 IN_A_MEGATRON = (
     FULL,
@@ -32,7 +33,7 @@ IN_A_MEGATRON = (
 SOME = {
     "torch": (*IN_A_MEGATRON, Precision("remainder"), Precision("bfloat16", "float16", "float8_e5m2")),
     "megatron_2023": IN_A_MEGATRON[:3],
-    "megatron_core": IN_A_MEGATRON[:3],  # and others with its own fields
+    "megatron_core": IN_A_MEGATRON[:3],  # or those of its own fields
 }
 STEPS = 5
 #: Of the last losses, which are about 4 in the Megatrons and 1 here: what rounding of the state by 2**-3 at most leaves
@@ -81,10 +82,10 @@ def _train_fork(fork: MiniFork) -> Trained:
     return Trained(tuple(each.loss for each in run.iterations), run.params)
 
 
-def _train_core(fields: tuple[tuple[str, object], ...] = (), steps: int = STEPS) -> Trained:
+def _train_core(fields: tuple[tuple[str, object], ...] = ()) -> Trained:
     from tests.support.gpt import train
 
-    curve = train(Case("distopt", dp=2, steps=steps, precision="bf16", fields=fields))
+    curve = train(Case("distopt", dp=2, steps=STEPS, precision="bf16", fields=fields))
     return Trained(tuple(curve.losses), curve.params)
 
 
@@ -94,7 +95,7 @@ def _trainer(host: str) -> Callable[[], Trained]:
     return {"torch": _train_torch, "megatron_core": _train_core}[host]
 
 
-def train_all(rank: int, size: int, host: str, precisions: tuple[Precision, ...]) -> dict[Precision, Trained]:
+def train_all(host: str, precisions: tuple[Precision, ...]) -> dict[Precision, Trained]:
     """Collective: a training in each precision."""
     train = _trainer(host)
     found = {}
@@ -127,49 +128,43 @@ OWN_FIELDS = {
 }
 
 
-def _train_core_with_its_own_fields() -> dict[Precision, tuple[Trained, Trained]]:
-    """By what the host's fields mean: trained with them, and with ours. Empty where the host has no such fields."""
-    if not hasattr(import_module("tests.support.gpt").OptimizerConfig, "use_precision_aware_optimizer"):
-        return {}
-    found = {}
-    for precision, fields in OWN_FIELDS.items():
-        theirs = _train_core(tuple({**AWARE, **fields}.items()), 3)
-        with asked_for(precision):
-            found[precision] = theirs, _train_core(steps=3)
-    return found
-
-
 @dataclass(frozen=True)
 class Found:
-    """What the trainings of a host left: in `SOME` precisions, and with its own fields."""
+    """What the trainings of a host left: in some precisions, and with its own fields for them, where it has those."""
 
     trained: dict[Precision, Trained]
-    with_own_fields: dict[Precision, tuple[Trained, Trained]]
+    with_own_fields: dict[Precision, Trained]
 
 
-def _train_some(rank: int, size: int, host: str) -> Found:
-    """Collective."""
-    own = _train_core_with_its_own_fields() if host == "megatron_core" else {}
-    return Found(train_all(rank, size, host, SOME[host]), own)
+def _train_some(rank: int, size: int, hosts: tuple[str, ...]) -> dict[str, Found]:
+    """Collective: by host."""
+    if hosts == ("megatron_core",) and hasattr(
+        import_module("tests.support.gpt").OptimizerConfig, "use_precision_aware_optimizer"
+    ):
+        own = {each: _train_core(tuple({**AWARE, **fields}.items())) for each, fields in OWN_FIELDS.items()}
+        return {"megatron_core": Found(train_all("megatron_core", (FULL, *OWN_FIELDS)), own)}
+    return {host: Found(train_all(host, SOME[host]), {}) for host in hosts}
 
 
 @cache
-def _found(host: str) -> Found:
-    return run_ranks(_train_some, 2, host, seconds=300, core=host == "megatron_core")[0]
+def _found(hosts: tuple[str, ...]) -> dict[str, Found]:
+    return run_ranks(_train_some, 2, hosts, seconds=300, core="megatron_core" in hosts)[0]
 
 
 def test_megatron_core_when_its_own_fields_ask_for_a_precision_then_it_is_ours() -> None:
-    found = _found("megatron_core").with_own_fields
-    if not found:
+    found = _found(("megatron_core",))["megatron_core"]
+    if not found.with_own_fields:
         pytest.skip("this megatron-core has no precision-aware optimizer")
-    for precision, (theirs, ours) in found.items():
-        assert _are_equal(theirs, ours), precision
-    assert len({theirs.losses for theirs, _ in found.values()}) == len(OWN_FIELDS)
+    for precision, theirs in found.with_own_fields.items():
+        assert _are_equal(theirs, found.trained[precision]), precision
+    assert len({theirs.losses for theirs in found.with_own_fields.values()}) == len(OWN_FIELDS)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_training_when_state_is_kept_in_low_precision_then_it_follows_that_of_fp32(host: str) -> None:
-    trained = _found(host).trained
+@pytest.mark.parametrize(("host", "hosts"), [(host, hosts) for hosts in HOSTS for host in hosts])
+def test_training_when_state_is_kept_in_low_precision_then_it_follows_that_of_fp32(
+    host: str, hosts: tuple[str, ...]
+) -> None:
+    trained = _found(hosts)[host].trained
     last = trained[FULL].losses[-1]
     assert {each: trained[each].losses[-1] for each in trained} == {
         each: pytest.approx(last, abs=TOLERANCE) for each in trained
