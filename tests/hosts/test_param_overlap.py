@@ -1,7 +1,7 @@
 """Params gathered while forward runs: no code ever computes with, saves or reads old values.
 
-One spawn of two ranks runs every training twice, with `overlap_param_gather` and without. Every gather is made slow,
-so that whoever does not wait for one has old values and ends up with other bits.
+One spawn of two ranks runs every training twice, with `overlap_param_gather` and without. Every gather of the first is
+made slow, so that whoever does not wait for one has old values and ends up with other bits.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ class Case:
     head: str = ""  # which params are read by code that does not call their module, see `Net`
     dtype: torch.dtype = torch.float32  # of the params but the norm's
     norm: torch.dtype = torch.float32  # of the norm's
-    between: str = ""  # what happens between two steps
+    between: tuple[str, ...] = ()  # what happens after each step
     microbatches: int = 1  # of each step
     grads: bool = False  # grads are overlapped with backward as well
     is_late: bool = False  # `head` is read in the second microbatch alone, and in the first one of the last step
@@ -100,14 +100,10 @@ CASES = {
     "two dtypes": Case(_usual, dtype=BF16, norm=torch.float32),
     "several microbatches": Case(_usual, microbatches=2),
     "grads as well": Case(_changing, grads=True, microbatches=2),
-    "evaluation of another path": Case(lambda step, rank: [0], between="eval"),
-    "state_dict": Case(_usual, between="state_dict"),
-    "accessor": Case(_usual, between="accessor"),
-    "average of params": Case(_usual, between="average"),
-    "rolled back": Case(_usual, between="rolled back", dtype=BF16, norm=BF16),
-    "optimizer state": Case(_usual, between="optimizer"),
-    "copy of the model": Case(_usual, between="deepcopy"),
-    "pickled": Case(_usual, between="pickled"),
+    "evaluation of another path": Case(lambda step, rank: [0], between=("eval",) * STEPS),
+    "state_dict, accessor, average of params": Case(_usual, between=("state_dict", "accessor", "average")),
+    "rolled back": Case(_usual, between=("rolled back",) * STEPS, dtype=BF16, norm=BF16),
+    "optimizer state, copies": Case(_usual, between=("optimizer", "deepcopy", "pickled")),
 }
 
 
@@ -156,9 +152,8 @@ def _after(call: Callable[[Any], object]) -> Callable[[Net, Any], list[Tensor]]:
 
 
 WORDS_SEEN = torch.arange(6).view(2, 3)
-#: What happens between two steps, and what it has seen.
+#: What happens after a step, and what it has seen.
 BETWEEN: dict[str, Callable[[Net, Any], list[Tensor]]] = {
-    "": lambda model, _: [],
     "eval": _evaluated,
     "state_dict": lambda model, _: list(model.state_dict().values()),
     "accessor": _after(lambda optimizer: optimizer.finish_param_gather()),
@@ -199,7 +194,8 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
                 model(words, case.order(step, rank), case.head_of(step, number)).backward()
         optimizer.step()
         pending.append(_num_pending(optimizer))
-        seen += [value.detach().clone() for value in BETWEEN[case.between](model, optimizer)]
+        for between in case.between[step : step + 1]:
+            seen += [value.detach().clone() for value in BETWEEN[between](model, optimizer)]
     return Result([param.detach().clone() for param in model.parameters()], seen, pending, in_forward)
 
 
@@ -211,15 +207,12 @@ def _num_pending(optimizer: Any) -> int:
     return len(optimizer._model.communicator._params.under_way)
 
 
-def _slowly(gather: Callable[..., None]) -> Callable[..., None]:
-    """Delays gathers in the background; an eager gather is not delayed."""
+_gather = pairwise.all_gather
 
-    def slow(*args: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(SLOW * args[2].rank)  # the first rank has sent what it has before another one begins
-        gather(*args)
 
-    return slow
+def _slowly(*args: Any) -> None:
+    time.sleep(SLOW * args[2].rank)  # the first rank has sent what it has before another one begins
+    _gather(*args)
 
 
 def _resumed(rank: int, folder: Path) -> bool:
@@ -260,14 +253,14 @@ def _gathered_twice(rank: int) -> bool:
 
 def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    pairwise.all_gather = _slowly(pairwise.all_gather)
     for name, case in CASES.items():
-        with_it, without = (_train(case, rank, overlap=overlap) for overlap in (True, False))
+        without = _train(case, rank, overlap=False)
+        with mock.patch.object(pairwise, "all_gather", _slowly):
+            with_it = _train(case, rank, overlap=True)
         pairs = [*zip(with_it.params, without.params, strict=True), *zip(with_it.seen, without.seen, strict=True)]
         found[name] = all(torch.equal(*pair) for pair in pairs), with_it.pending, len(with_it.seen), with_it.in_forward
-    found["resumed"] = _resumed(rank, folder)
-    found["gathered twice"] = _gathered_twice(rank)
-    return found
+    with mock.patch.object(pairwise, "all_gather", _slowly):
+        return {**found, "resumed": _resumed(rank, folder), "gathered twice": _gathered_twice(rank)}
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,6 @@ CASES = {
     # Backward meets the layers in the order of registration, which is not that of the buffer.
     "order is not that of registration": Case(lambda step, rank: list(reversed(range(LAYERS)))),
     "several microbatches in bf16": Case(_usual, microbatches=2, dtype=torch.bfloat16),
-    "module used twice": Case(_twice),
     "recomputed": Case(_usual, recompute="not reentrant"),
     "recomputed in every microbatch": Case(_twice, recompute="reentrant", microbatches=2),
     "param without gradient": Case(lambda step, rank: [0, 1, 3]),
