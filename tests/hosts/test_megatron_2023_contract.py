@@ -27,7 +27,7 @@ from torch import Tensor
 import megatron_distopt
 from tests.support.fork_files import same
 from tests.support.fork_worlds import adam_of_the_fork, distance, raised
-from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun, core_folder
+from tests.support.mini_fork import InstalledFork, TrainingRun, core_folder
 from tests.support.spawn import run_ranks
 
 #: By what it is: what was found, and what is wanted.
@@ -46,8 +46,13 @@ NUMEL, NUMEL_OF_NORMS = 7744, 160
 WHO = {"ours": True, "host": False}
 
 
+def _in_turn(fork: InstalledFork) -> list[tuple[str, bool]]:
+    """`WHO`, first whoever trained last: to install the package takes as long as a training."""
+    return sorted(WHO.items(), key=lambda each: each[1] != bool(fork.kept))
+
+
 def _drive(
-    fork: MiniFork,
+    fork: InstalledFork,
     words: tuple[str, ...],
     look: Callable[[int, Any, Any], None] = lambda *_: None,
     steps: int = 0,
@@ -109,7 +114,7 @@ def _storages(tensors: Any) -> dict[int, int]:
     return found
 
 
-def memory(fork: MiniFork) -> Facts:
+def memory(fork: InstalledFork) -> Facts:
     """What lies where, with params of two dtypes. First of all: other trainings leave tensors in this process."""
     facts: Facts = {}
     made: list[Tensor] = []
@@ -159,7 +164,7 @@ def _large() -> list[int]:
     return sorted(nbytes for nbytes in alive.values() if nbytes >= NUMEL * 2)
 
 
-def attributes(fork: MiniFork) -> Facts:
+def attributes(fork: InstalledFork) -> Facts:
     from megatron.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.optimizer.optimizer import MegatronOptimizer
 
@@ -189,7 +194,7 @@ def attributes(fork: MiniFork) -> Facts:
     return facts
 
 
-def by_hand(fork: MiniFork) -> Facts:
+def by_hand(fork: InstalledFork) -> Facts:
     """The ten positional arguments, in a fork where nothing is installed, against the installed one."""
     words = ("--fp16", "--initial-loss-scale", "4096", "--train-iters", "2")
     params: dict[str, Tensor] = {}
@@ -215,10 +220,10 @@ def by_hand(fork: MiniFork) -> Facts:
     return {"every bit is that of the installed one": (same(params, installed.params), True)}
 
 
-def timers(fork: MiniFork) -> Facts:
+def timers(fork: InstalledFork) -> Facts:
     """What is timed in a step, with which log levels and barriers: as by the fork's own optimizer."""
     facts, by_who = Facts(), []
-    for who, ours in WHO.items():
+    for who, ours in _in_turn(fork):
         calls: list[tuple[Any, ...]] = []
         _drive(fork, FP16, steps=1, step=_step_with(_NotedTimers(calls)), ours=ours)
         # One child of the fork times multi-query grads as well; ours has them in the time of the norms.
@@ -262,7 +267,7 @@ def _step_with(noted: _NotedTimers | None) -> Step:
     return step
 
 
-def step_results(fork: MiniFork) -> Facts:
+def step_results(fork: InstalledFork) -> Facts:
     """What `step` returns, by flags; a first step at a loss scale of 2**32 overflows."""
     # By flags: those, (updated, has a norm, zeros are counted), and the scale afterwards: the overflow is the first of
     # two that --hysteresis 2 waits for.
@@ -286,8 +291,9 @@ def step_results(fork: MiniFork) -> Facts:
             optimizer.reduce_model_grads(get_args(), get_timers())
             results.append(optimizer.step(get_args(), get_timers()))  # noqa: B023 - called before the next one
 
-        runs = [_drive(fork, words, steps=1, step=step, ours=ours) for ours in WHO.values()]
-        (updated, norm, zeros), theirs = results
+        turns = [ours for _, ours in _in_turn(fork)]
+        runs = [_drive(fork, words, steps=1, step=step, ours=ours) for ours in turns]
+        (updated, norm, zeros), theirs = results if turns[0] else results[::-1]
         # The fork adds up squares in fp32.
         same_norm = norm is theirs[1] is None or norm == pytest.approx(theirs[1], rel=1e-6)
         facts[f"{name}: as the fork's"] = ((updated, same_norm, zeros), (theirs[0], True, theirs[2]))
@@ -298,7 +304,7 @@ def step_results(fork: MiniFork) -> Facts:
     return facts
 
 
-def parts_of_a_step(fork: MiniFork) -> Facts:
+def parts_of_a_step(fork: InstalledFork) -> Facts:
     """The calls of a step by themselves, in an fp16 run with half of the grads in each rank's shard."""
     facts: Facts = {}
     measured: list[Any] = []
@@ -340,7 +346,7 @@ def _alike_on_all_ranks(params: dict[str, Tensor]) -> bool:
     return torch.equal(whole, first)
 
 
-def ranges(fork: MiniFork) -> Facts:
+def ranges(fork: InstalledFork) -> Facts:
     """What the fork's own optimizer and ours say this rank owns of each param."""
     by_who: list[dict[str, Any]] = []
 
@@ -354,7 +360,7 @@ def ranges(fork: MiniFork) -> Facts:
             else:
                 by_who[-1][name] = {k: (s.start, s.end, s.size) for k, s in spans.items()}
 
-    for ours in WHO.values():
+    for _, ours in _in_turn(fork):
         _drive(fork, (*BF16, "--hidden-size", "12"), look, ours=ours)
     return {
         "the range map is the fork's": (by_who[0], by_who[1]),
@@ -362,11 +368,11 @@ def ranges(fork: MiniFork) -> Facts:
     }
 
 
-def optimizer_states(fork: MiniFork) -> Facts:
+def optimizer_states(fork: InstalledFork) -> Facts:
     """What --log-optimizer-states-to-tensorboard logs in a run of ours and of the fork's own distributed optimizer."""
     train, rows = fork.training.train, dict[bool, Any]()
     words = (DISTRIBUTED, "--log-optimizer-states-to-tensorboard", "--train-iters", "2")
-    for ours in WHO.values():
+    for _, ours in _in_turn(fork):
         noted = mock.Mock(side_effect=lambda *args, ours=ours: rows.setdefault(ours, train(*args)))
         with mock.patch.object(fork.training, "train", noted):
             fork.train(*words, ours=ours)
@@ -386,12 +392,12 @@ def optimizer_states(fork: MiniFork) -> Facts:
 
 SHORT = ("--train-iters", "2")
 #: For comparison to the last bit with torch's for-loop Adam.
-PLAIN = ("--clip-grad", "1e9", "--weight-decay", "0.1")
+PLAIN = ("--clip-grad", "1e9", "--weight-decay", "0.1", *SHORT)
 EXACT = (*PLAIN, "--distopt-adam", "torch_foreach")
 NOTHING = ("nothing", "")
 
 
-def decay_off_cuda(fork: MiniFork) -> Found:
+def decay_off_cuda(fork: InstalledFork) -> Found:
     """The original has apex's decoupled decay on CUDA, and off it torch.optim.Adam, which adds it to the gradient."""
     with adam_of_the_fork(torch.optim.AdamW):
         decoupled = fork.train(*PLAIN, ours=False)
@@ -406,7 +412,7 @@ def decay_off_cuda(fork: MiniFork) -> Found:
     yield "decay off CUDA is l2 where asked, ours", same(as_theirs.params, l2.params), True
 
 
-def storage_calls(fork: MiniFork) -> Found:
+def storage_calls(fork: InstalledFork) -> Found:
     """The original makes its param buffers from a typed storage, by a name that is deprecated in torch or gone.
 
     It also asks views of params for their grad. For ours, every warning of any kind in the whole run is an error. The
@@ -428,7 +434,7 @@ def storage_calls(fork: MiniFork) -> Found:
     yield "buffers need what torch deprecates, host", heard, [True, True]
 
 
-def nan_in_bf16(fork: MiniFork) -> Found:
+def nan_in_bf16(fork: InstalledFork) -> Found:
     """The original looks for inf and nan only where it has a loss scale: a bf16 run trains on with a model of nan.
 
     With --distopt-nonfinite skip the schedule waits, as for a step that fp16 skips.
@@ -472,7 +478,7 @@ def _deepspeed() -> Iterator[None]:
         yield
 
 
-def other_inner_optimizers(fork: MiniFork) -> Found:
+def other_inner_optimizers(fork: InstalledFork) -> Found:
     """The original asks isinstance(optimizer, Adam), and --ds-fused-adam rebinds `Adam` in another module.
 
     For --cpu-torch-adam it uses `torch` in a module that does not import it.
@@ -481,21 +487,20 @@ def other_inner_optimizers(fork: MiniFork) -> Found:
 
     not_adam = ("AssertionError", "FusedAdam is not Adam, whose state the checkpoint has")
     no_torch = ("NameError", "name 'torch' is not defined")
-    for words, of_host, of_ours in (
-        (("--ds-fused-adam",), not_adam, ("FusedAdam", "deepspeed")),
-        (("--cpu-optimizer", "--cpu-torch-adam"), no_torch, ("AdamW", "torch_fused")),
-    ):
+    fused, torchs = ("--ds-fused-adam",), ("--cpu-optimizer", "--cpu-torch-adam")
+    for words, of_host in ((fused, not_adam), (torchs, no_torch)):
         with _deepspeed():
             found = raised(lambda: fork.train(DISTRIBUTED, *words, *SHORT, ours=False))  # noqa: B023 - called at once
-            optimizer = fork.train(DISTRIBUTED, *words, *SHORT).optimizer
         yield f"{words[-1]}, host", found, of_host
-        built = type(optimizer.optimizer).__name__, optimizer.sharded.plan.choice.name
-        yield f"{words[-1]}, ours", built, of_ours
-    fork.train(*SHORT, ours=False)  # the package is taken out for it
+    for words, of_ours in ((fused, ("FusedAdam", "deepspeed")), (torchs, ("AdamW", "torch_fused"))):
+        with _deepspeed():
+            optimizer = fork.train(DISTRIBUTED, *words, *SHORT).optimizer
+        yield f"{words[-1]}, ours", (type(optimizer.optimizer).__name__, optimizer.sharded.plan.choice.name), of_ours
+    fork.uninstall()
     yield "torch is left behind in the fork's module", hasattr(host, "torch"), False
 
 
-def changed_before_the_first_step(fork: MiniFork) -> Found:
+def changed_before_the_first_step(fork: InstalledFork) -> Found:
     """A tool writes the params after the optimizer is built: the original overwrites them with its main params.
 
     One step with a learning rate of 0 follows.
@@ -509,13 +514,13 @@ def changed_before_the_first_step(fork: MiniFork) -> Found:
         return []
 
     with mock.patch.object(fork.training, "train", loop):
-        for who, ours in WHO.items():
+        for who, ours in _in_turn(fork):
             params = fork.train(*BF16, "--fp32-norms", "--lr", "0", ours=ours).params.values()
             kept = [bool((param == 0.5).all()) for param in params if param.dtype is torch.bfloat16]
             yield f"params that were changed before the first step stay, {who}", (all(kept), any(kept)), (ours, ours)
 
 
-def fine_tuning(fork: MiniFork, folder: Path) -> Found:
+def fine_tuning(fork: InstalledFork, folder: Path) -> Found:
     """The original with per-rank files reloads its main params in fp16 alone: a bf16 run goes on from random ones.
 
     In fp16 it calls `reload_model_params`, whose second half it never got. Weights are of a run with another seed; the
@@ -527,7 +532,7 @@ def fine_tuning(fork: MiniFork, folder: Path) -> Found:
         "finetune": ("--finetune", "--train-iters", "1"),
         "no-load-optim": ("--no-load-optim", "--train-iters", "3"),
     }.items():
-        for who, ours in WHO.items():
+        for who, ours in _in_turn(fork):
             run = fork.train(*BF16, *load, *words, ours=ours)
             yield f"--{name} starts from the weights, {who}", same(run.params, saved.params), ours
     half = ("--fp16", DISTRIBUTED, "--loss-scale", "64")
@@ -539,13 +544,13 @@ def fine_tuning(fork: MiniFork, folder: Path) -> Found:
     yield "--finetune in fp16 starts from the weights, ours", same(fork.train(*load).params, saved.params), True
 
 
-def empty_groups(fork: MiniFork) -> Found:
+def empty_groups(fork: InstalledFork) -> Found:
     """The original drops such groups from per-rank files: a group's number means other things on other ranks.
 
     The word embeddings of this model fill some ranks' shards.
     """
     words = (*BF16, "--vocab-size", "2048", "--num-layers", "1", *SHORT)
-    for who, ours in WHO.items():
+    for who, ours in _in_turn(fork):
         groups = fork.train(*words, ours=ours).optimizer.param_groups
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, [(group["name"], len(group["params"]), group["lr"]) for group in groups])
@@ -558,7 +563,7 @@ def empty_groups(fork: MiniFork) -> Found:
             yield "learning rates, which the scheduler writes, ours", len({g[2] for each in by_rank for g in each}), 1
 
 
-def a_rank_with_nothing(fork: MiniFork) -> Found:
+def a_rank_with_nothing(fork: InstalledFork) -> Found:
     """The original with per-rank files has no group there, and the log asks for the lr of the first.
 
     Four elements train, of which the last of three ranks owns none. The fork's own is only built: it would hang.

@@ -23,7 +23,7 @@ from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for
 from tests.hosts.test_promise_2023 import AdamW
 from tests.support import fork_trees
 from tests.support.fork_worlds import raised
-from tests.support.mini_fork import MiniFork
+from tests.support.mini_fork import InstalledFork, MiniFork
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
@@ -49,15 +49,21 @@ class Attempts:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.fork = MiniFork.imported(file_layout="gathered")
+        self.fork = InstalledFork.imported(file_layout="gathered")
+        self.apart = MiniFork(self.fork.training, self.fork.script, entered=self.fork.entered)
         self.factory = sys.modules["megatron.optimizer"]
         self.parser = sys.modules["megatron.arguments"]
 
-    def train(self, words: str = "", change: _CHANGE = lambda chunks: chunks) -> Refused:
+    def train(self, words: str = "", change: _CHANGE = lambda chunks: chunks, *, apart: bool = False) -> Refused:
         """With `words` beside the flag, and the model changed after it was wrapped."""
-        return self.attempt(lambda: self.fork.train(_FLAG, *words.split()), change)
+        fork = self.apart if apart else self.fork
+        return self.attempt(lambda: fork.train(_FLAG, *words.split()), change, apart=apart)
 
-    def attempt(self, run: Callable[[], object], change: _CHANGE = lambda chunks: chunks) -> Refused:
+    def attempt(
+        self, run: Callable[[], object], change: _CHANGE = lambda chunks: chunks, *, apart: bool = False
+    ) -> Refused:
+        """`apart`: the package is installed for this one alone, if it is; that takes as long as all the rest."""
+        (self.fork.uninstall if apart else self.fork.install)()
         before, models, build = _attributes(), [], self.fork.training.get_model
 
         def get_model(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +100,7 @@ class Attempts:
     @contextlib.contextmanager
     def fork_with(self, source: str) -> Iterator[None]:
         """A fork that has `source` instead, which may define the factory and the class."""
+        self.fork.uninstall()
         scope = vars(self.factory)
         before = {name: scope[name] for name in ("DistributedOptimizer", "get_megatron_optimizer")}
         try:
@@ -106,7 +113,7 @@ class Attempts:
 
     def install_with(self, source: str) -> Refused:
         with self.fork_with(source):
-            return self.attempt(megatron_distopt.install)
+            return self.attempt(megatron_distopt.install, apart=True)
 
     def parse_leniently(self, words: str) -> Refused:
         """As scripts parse that have flags of their own: what is not known is dropped."""
@@ -119,12 +126,12 @@ class Attempts:
             finally:
                 installation.undo()
 
-        return self.attempt(parse)
+        return self.attempt(parse, apart=True)
 
     def built_by(self, what: str, parameters: str) -> Refused:
         """With a class of these parameters and a factory that returns `what`."""
         with self.fork_with(_FACTORY.format(parameters=parameters, what=what)):
-            return self.train()
+            return self.train(apart=True)
 
     def without_count(self, words: str = "") -> Refused:
         with pytest.MonkeyPatch.context() as patch:
@@ -142,11 +149,11 @@ class Attempts:
     def with_underscores(self) -> Refused:
         """A fork whose flags have underscores is given ours with hyphens."""
         with mock.patch.object(self.parser, "FLAGS", "underscore"):
-            return self.train()
+            return self.train(apart=True)
 
     def with_other_variable(self) -> Refused:
         with mock.patch.dict(os.environ, {"MEGATRON_DISTOPT_DECAY": "l2"} if self.rank == 1 else {}):
-            return self.train()
+            return self.train(apart=True)
 
 
 _FACTORY = """
@@ -366,7 +373,7 @@ def run_all(rank: int, size: int) -> dict[str, Refused]:
     found["float64 on one rank"] = at.train(change=_as(torch.float64) if rank == 1 else lambda chunks: chunks)
     # Last of all: no collective is possible any more where one rank has left.
     with mock.patch.dict(os.environ, {"MEGATRON_DISTOPT": "0"} if rank == 1 else {}):
-        found["off on one rank"] = at.train()
+        found["off on one rank"] = at.train(apart=True)
     return found
 
 

@@ -17,7 +17,7 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precis
 from tests.hosts import promises, test_promise_2023, test_promise_core
 from tests.hosts.promises import Act, Outcome, Program
 from tests.hosts.test_state_precision import asked_for
-from tests.support.mini_fork import MiniFork, core_folder
+from tests.support.mini_fork import InstalledFork, core_folder
 from tests.support.spawn import run_ranks
 
 REMAINDER = Precision("remainder")
@@ -80,9 +80,11 @@ class Compared:
 def act_in(rank: int, size: int, host: str) -> dict[str, Compared]:
     """Collective: each program with remainders, and once what it comes to with fp32 main params."""
     with redirect_stdout(io.StringIO()):
+        leave: Callable[[], object] = bool
         if host == "megatron_2023":
-            fork = MiniFork.imported(file_layout="gathered", adam="fused")
+            fork = InstalledFork.imported(file_layout="gathered", adam="fused")
             train: Callable[[Program], Outcome] = partial(test_promise_2023._train, fork, ours=True)
+            leave = fork.uninstall  # what is asked for is read when the package is installed
             options = {"setting": test_promise_2023.BF16, "base": import_module("megatron.optimizer").Adam}
         else:
             train, options = partial(test_promise_core._train, ours=True), {"setting": test_promise_core.BF16}
@@ -91,6 +93,7 @@ def act_in(rank: int, size: int, host: str) -> dict[str, Compared]:
             for name in (ALIKE.get(name, name) for name in PROGRAMS if name not in REFUSED):
                 plain[name] = plain.get(name) or train(Program(PROGRAMS.get(name), at=1, **options))
         assert {outcome.error for outcome in plain.values()} == {""}
+        leave()
         with asked_for(REMAINDER):
             return {
                 name: Compared.of(plain.get(ALIKE.get(name, name)), train(Program(act, at=1, **options)))

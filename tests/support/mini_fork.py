@@ -11,7 +11,6 @@ Through a launcher, for what depends on how a process starts: `launch("torchrun"
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import shutil
@@ -26,8 +25,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -107,8 +106,7 @@ class MiniFork:
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective: the fork's own `pretrain` with these flags, with the package installed meanwhile or not."""
         self._forget((dist.group.WORLD, *_layout_in(words)))
-        curves = Path(tempfile.mkdtemp(prefix="mini_fork_")) / "curves.json"
-        sys.argv = [str(SCRIPT), *words, "--curves", str(curves)]
+        sys.argv = [str(SCRIPT), *words, "--curves", "kept"]
         installation = megatron_distopt.install() if ours else None
         kept: dict[str, Any] = {}
         setup = self.training.setup_model_and_optimizer
@@ -117,22 +115,25 @@ class MiniFork:
             kept["all"] = setup(*args, **kwargs)
             return kept["all"]
 
-        self.training.setup_model_and_optimizer = keep
+        def keep_curves(file: str, records: list[Any], *_: Any) -> None:
+            """Collective: what the last rank has logged, on the first; digests of params and a file take longer."""
+            everyones: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyones, records)
+            kept["rows"] = everyones[-1] if dist.get_rank() == 0 else []
+
+        script, replaced = self.script, {"setup_model_and_optimizer": keep, "write_curves": keep_curves}
         try:
-            script = self.script
-            self.training.pretrain(script.train_data, script.model_provider, None, script.forward_step)
+            with mock.patch.multiple(self.training, **replaced):
+                self.training.pretrain(script.train_data, script.model_provider, None, script.forward_step)
         except BaseException:
             self.entered.clear()  # whatever is under way in its groups, the next training does not meet it
             raise
         finally:
-            self.training.setup_model_and_optimizer = setup
             if installation is not None:
                 installation.undo()
-        return self._result(curves, *kept["all"][:2])
+        return self._result(kept["rows"], *kept["all"][:2])
 
-    def _result(self, curves: Path, model: Any, optimizer: Any) -> TrainingRun:
-        rows = json.loads(curves.read_text())["iterations"] if curves.exists() else []
-        shutil.rmtree(curves.parent)
+    def _result(self, rows: list[dict[str, Any]], model: Any, optimizer: Any) -> TrainingRun:
         iterations = tuple(
             Iteration(
                 row["loss"], row["grad_norm"], row["loss_scale"], bool(row["skipped"]), row["num_zeros"], row["lr"]
@@ -150,7 +151,6 @@ class MiniFork:
         """A process trains once in a fork; here it forgets its arguments, and groups of another layout."""
         state = import_module("megatron.global_vars")._STATE
         state.args = state.timers = None
-        torch.manual_seed(0)
         if layout and self.entered == [layout]:
             return
         self.entered[:] = [layout]
@@ -177,11 +177,14 @@ class InstalledFork(MiniFork):
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective: as `MiniFork.train`."""
         if ours:
-            if not self.kept:
-                self.kept.append(megatron_distopt.install())
-            return super().train(*words, ours=False)
-        self.uninstall()
+            self.install()
+        else:
+            self.uninstall()
         return super().train(*words, ours=False)
+
+    def install(self) -> None:
+        if not self.kept:
+            self.kept.append(megatron_distopt.install())
 
     def uninstall(self) -> None:
         while self.kept:

@@ -14,6 +14,11 @@ from megatron.core.tensor_parallel import layers, mappings
 from .module import MegatronModule
 
 
+def _seed(seed):
+    """On the CPU alone: `torch.manual_seed` keeps a stack trace for CUDA, which takes longer than to make a layer."""
+    torch.default_generator.manual_seed(seed)
+
+
 def _init(weight):
     return torch.nn.init.normal_(weight, std=get_args().init_method_std)
 
@@ -114,7 +119,7 @@ class Expert(MegatronModule):
     def __init__(self, seed):
         super().__init__()
         args = get_args()
-        torch.manual_seed(seed + 1000 * mpu.get_expert_model_parallel_rank())
+        _seed(seed + 1000 * mpu.get_expert_model_parallel_rank())
         self.weight = torch.nn.Parameter(_init(torch.empty(args.hidden_size, args.hidden_size)))
         self.weight.allreduce = False
         self.weight.group_name = f"ep_size_{args.expert_model_parallel_size}"
@@ -127,7 +132,7 @@ class Layer(MegatronModule):
     def __init__(self, layer_number):
         super().__init__()
         args = get_args()
-        torch.manual_seed(args.seed + layer_number)
+        _seed(args.seed + layer_number)
         self.layer_number = layer_number  # from 1, over all stages
         self.hidden_dropout = args.hidden_dropout
         self.input_layernorm, self.self_attention = LayerNorm(), Attention()
@@ -144,7 +149,7 @@ class Embedding(MegatronModule):
     def __init__(self):
         super().__init__()
         args = get_args()
-        torch.manual_seed(args.seed)
+        _seed(args.seed)
         self.sequence_parallel, self.hidden_dropout = args.sequence_parallel, args.hidden_dropout
         self.word_embeddings = _word_embeddings()
         self.position_embeddings = torch.nn.Embedding(args.max_position_embeddings, args.hidden_size)
