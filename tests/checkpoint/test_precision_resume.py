@@ -17,7 +17,6 @@ from tests.support.spawn import run_ranks
 
 PRECISIONS = {
     "fp32": Precision(),
-    "remainder": Precision("remainder"),
     "bf16": Precision("remainder", "bfloat16", "bfloat16"),
     "fp16": Precision("float16", "float16", "float16"),
     "fp8": Precision("remainder", "float8_e4m3fn", "float8_e5m2"),

@@ -29,7 +29,6 @@ LAYOUTS: dict[str, Layout] = {
     "dp2 tp2": {"dp": 2, "tp": 2},
     "dp3 tp2 in buckets": {"dp": 3, "tp": 2, "bucket_size": 64},
     "dp2 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2},
-    "dp3 pp4": {"dp": 3, "pp": 4, "bucket_size": 70},
     "dp2 fp32 model": {"dp": 2, "plain_dtype": torch.float32},
     "dp2 another adam": {"dp": 2, "adam": "torch_foreach"},
 }

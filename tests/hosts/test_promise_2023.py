@@ -251,7 +251,7 @@ SHORT = tuple(name for name in PROGRAMS if name not in LONG)
 def _collect(rank: int, size: int, names: tuple[str, ...]) -> dict[str, Result]:
     programs = {name: PROGRAMS[name] for name in names}
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
-    with slow_gathers(0.01):
+    with slow_gathers():
         return promises.run_programs(programs, lambda program, ours: _train(fork, program, ours))
 
 
