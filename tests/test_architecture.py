@@ -209,8 +209,8 @@ def test_package_when_imported_then_nothing_heavy_is_loaded() -> None:
     assert heavy_after(f"import {NAME}") == []
 
 
-def test_package_when_a_layer_with_torch_is_imported_then_the_probe_sees_it() -> None:
-    assert "torch" in heavy_after(f"import {NAME}.buffers")
+def test_probe_when_something_heavy_is_imported_then_it_sees_it() -> None:
+    assert heavy_after("import numpy") == ["numpy"]
 
 
 BAD: list[tuple[Rule, str, str, str]] = [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import math
 import multiprocessing
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from tests.support.refusals import assert_says
 from tests.support.simulated import World
-from tests.support.spawn import run_ranks
+from tests.support.spawn import RankError, run_ranks
 from tests.support.stored import TINY, Numbered, leftovers, number_in
 
 ONE_RANK = Group(None, 0, 1)
@@ -254,58 +252,53 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
 
 # The end of the process.
 
-SCRIPT = """
-    import sys, time
-    from pathlib import Path
-    from megatron_distopt.checkpoint import disk, is_checkpoint
-    from tests.checkpoint.test_background import Training, _full
 
+def _hold_until(printed: threading.Event) -> None:
+    """Nothing is written before that; later writes take long enough for the process to end before they have."""
     write = disk.write
 
-    def slow_or_full(file, data):
+    def slow_or_full(file: Any, data: bytes | memoryview) -> None:
         if "full" in str(file.name):
             _full()
-        time.sleep(0.01)
+        printed.wait()
+        time.sleep(0.001)
         write(file, data)
 
     disk.write = slow_or_full
-    trainings = [Training.of(Path(sys.argv[1]) / name) for name in ("slow", "full")]
+
+
+def _end_as_a_script(rank: int, size: int, folder: Path) -> None:
+    """The interpreter is taken down, as it is after the last line of a script, with two saves under way."""
+    for descriptor, name in ((1, "out"), (2, "error")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
+    printed = threading.Event()
+    _hold_until(printed)
+    trainings = [Training.of(folder / name) for name in ("slow", "full")]
     for training in trainings:
         training.save(1)
         training.numbered.become(2)
-    print([is_checkpoint(training.folder) for training in trainings])
-"""
+    os.write(1, f"{[is_checkpoint(training.folder) for training in trainings]}".encode())
+    printed.set()
+    ctypes.pythonapi.Py_Exit(0)
 
 
 def test_exit_when_saves_are_under_way_then_waits_for_them_and_says_what_failed(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "[False, False]\n")
+    with pytest.raises(RankError, match=r"left no result on ranks \[0\]; exit codes \{0: 0\}"):
+        run_ranks(_end_as_a_script, 1, tmp_path)
+    assert (tmp_path / "out").read_text() == "[False, False]"
     assert number_in(tmp_path / "slow", World.of(TINY)) == 1
     assert not is_checkpoint(tmp_path / "full")
     said = f"checkpoint {tmp_path / 'full'} was not saved: Invalid file {tmp_path / 'full'}"
-    assert [line[: len(said)] for line in done.stderr.splitlines()] == [said]
+    lines = (tmp_path / "error").read_text().splitlines()
+    assert [line[: len(said)] for line in lines if "checkpoint" in line] == [said]
 
 
 def _save_and_end(folder: str) -> None:
-    write = disk.write
-
-    def slow(file: Any, data: bytes | memoryview) -> None:
-        time.sleep(0.005)
-        write(file, data)
-
-    disk.write = slow
+    printed = threading.Event()
+    _hold_until(printed)
     Training.of(Path(folder)).save(1)
     os.write(2, f"{is_checkpoint(Path(folder))}".encode())
+    printed.set()
 
 
 def test_exit_when_multiprocessing_started_the_process_then_waits_for_the_save(

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distopt.cli import doctor
+from megatron_distopt.cli import doctor, doctor_machine
 from megatron_distopt.cli.main import main
 from megatron_distopt.cli.show import ok, problem
+from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fork_source import BLOCK, GROUP
+from megatron_distopt.optimizer.accelerator import Accelerator
 from tests.support.fork_trees import neox, per_rank_2023
 from tests.support.refusals import assert_mentions
 
@@ -82,12 +84,16 @@ def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_sam
     assert (status, json.loads(out)["can_start"], json.loads(out)["findings"][1]) == (1, False, row)
 
 
-def test_doctor_when_json_is_asked_for_then_stdout_is_one_document_whatever_others_print(tmp_path: Path) -> None:
+def test_doctor_when_json_is_asked_for_then_stdout_is_one_document_whatever_others_print(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DeepSpeed, where it is installed, logs while it is imported."""
-    command = "import sys; from megatron_distopt.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", command, "doctor", "--no-trial", str(per_rank_2023(tmp_path)), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
-    assert json.loads(done.stdout)["can_start"] is (done.returncode == 0), done.stderr
+    monkeypatch.setattr(
+        doctor_machine, "find_accelerator", lambda choice: sys.stdout.write("log\n") and Accelerator(CPU, "torch")
+    )
+    status, out, err = run(capsys, "doctor", "--no-trial", per_rank_2023(tmp_path), "--json")
+    assert json.loads(out)["can_start"] is (status == 0)
+    assert "log" in err.splitlines()
 
 
 def test_command_when_it_only_reads_files_then_torch_is_not_imported(tmp_path: Path) -> None:
