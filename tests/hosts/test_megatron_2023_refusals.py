@@ -18,6 +18,7 @@ import torch
 
 import megatron_distopt
 from megatron_distopt import DistOptConfig
+from megatron_distopt.comm import agree
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for
 from tests.hosts.test_promise_2023 import AdamW
@@ -372,7 +373,8 @@ def run_all(rank: int, size: int) -> dict[str, Refused]:
     found = {name: at.train(act) if isinstance(act, str) else act(at) for name, (act, *_) in CASES.items()}
     found["float64 on one rank"] = at.train(change=_as(torch.float64) if rank == 1 else lambda chunks: chunks)
     # Last of all: no collective is possible any more where one rank has left.
-    with mock.patch.dict(os.environ, {"MEGATRON_DISTOPT": "0"} if rank == 1 else {}):
+    off = mock.patch.dict(os.environ, {"MEGATRON_DISTOPT": "0"} if rank == 1 else {})
+    with off, mock.patch.object(agree, "SECONDS_TO_LOOK", 0.25):
         found["off on one rank"] = at.train(apart=True)
     return found
 
