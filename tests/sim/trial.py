@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ def many(name: str) -> range:
 
 def begin(personality: Personality = Personality.FULL, *, carries_cpu: bool = True) -> None:
     """Collective: the device and its group in this process, whose collectives average and are coalesced as NCCL's."""
+    sys.modules["deepspeed"] = None  # type: ignore[assignment] # to ask for its Adam takes a second
     install(personality)
     collectives._LIKE_NCCL = ("nccl", NAME)
     take_over_world(carries_cpu=carries_cpu)
