@@ -599,7 +599,7 @@ def a_rank_with_nothing(fork: InstalledFork) -> Found:
 #: By layout of the files. `memory` first, see there, then `storage_calls`: a process shows some warnings once.
 COLLECTORS: dict[str, tuple[Callable[..., Facts | Found], ...]] = {
     "gathered": (
-        *(memory, storage_calls, attributes, by_hand, timers, ranges, step_results),
+        *(memory, storage_calls, attributes, by_hand, timers, step_results),
         *(parts_of_a_step, optimizer_states, changed_before_the_first_step, decay_off_cuda, nan_in_bf16),
         other_inner_optimizers,
     ),

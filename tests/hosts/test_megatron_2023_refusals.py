@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,12 +45,19 @@ class Refused:
 TRAINED = Refused("nothing", "it trained")
 
 
+class _Entered(list[tuple[object, ...]]):
+    """Keeps process groups: every refusal comes before anything is under way in them, and new ones take longest."""
+
+    def clear(self) -> None:
+        """Not after an error, see `MiniFork.train`."""
+
+
 class Attempts:
     """Starts trainings of the small fork that must not come about."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.fork = InstalledFork.imported(file_layout="gathered")
+        self.fork = replace(InstalledFork.imported(file_layout="gathered"), entered=_Entered())
         self.apart = MiniFork(self.fork.training, self.fork.script, entered=self.fork.entered)
         self.factory = sys.modules["megatron.optimizer"]
         self.parser = sys.modules["megatron.arguments"]
@@ -76,7 +83,6 @@ class Attempts:
             with mock.patch.object(self.fork.training, "get_model", get_model):
                 run()
         except Exception as error:  # noqa: BLE001 - compared with what is wanted
-            self.fork._forget()
             moved = [place for chunks, places in models for place in places.items() - _places(chunks).items()]
             changed = [name for name, value in _attributes().items() if before.get(name, value) is not value]
             return Refused(type(error).__name__, str(error), (*changed, *(str(place) for place in moved)))
