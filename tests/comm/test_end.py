@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 #: Arguments: for each case its folder, how it ends, and the mode in which it communicates.
 PROGRAM = """
-import atexit, os, sys, time
+import atexit, gc, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import megatron_distopt.comm.pending as pending
@@ -57,6 +57,7 @@ import megatron_distopt
 from megatron_distopt.comm import Group, allow_shared_memory
 from megatron_distopt.comm.collectives import all_gather
 
+gc.freeze()  # or every child visits all of that as it ends
 if not is_child_of(False):
     for _ in range(len(children)):
         child, status = os.wait()
@@ -179,7 +180,8 @@ def test_end_when_a_collective_of_gloo_was_not_waited_for_then_no_rank_is_aborte
 def test_end_when_the_program_raises_then_status_1_and_its_error(ended: Found) -> None:
     for rank in ended[RAISES]:
         assert (rank.status, rank.out) == (1, "handlers ran\n")
-        assert rank.error.rstrip().endswith("RuntimeError: the program's own")
+        error, _, _ = rank.error.partition("nanobind: leaked")  # Triton's objects, because they are frozen
+        assert error.rstrip().endswith("RuntimeError: the program's own")
 
 
 @pytest.mark.parametrize("mode", ALONE)
