@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
-import runpy
 import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from peers.overlap_readings import WiredReading, exposed_part, lines, processor_
 from peers.report import Rounds
 from peers.train_readings import TrainReading
 
+from tests.support.mini_fork import run_script
 from tests.support.spawn import run_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -98,21 +96,11 @@ def test_why_not_when_not_root_then_says_what_to_type(monkeypatch: pytest.Monkey
     assert said.startswith("Invalid user: id 1000.") and "sudo -E python benchmarks/overlap.py --quick" in said
 
 
-def _script(rank: int, size: int) -> tuple[object, str, str]:
-    """Status, stdout and stderr; in a process of its own, whose environment it changes."""
-    out, err = io.StringIO(), io.StringIO()
-    sys.path.insert(0, str(BENCHMARKS))
-    sys.argv = [str(BENCHMARKS / "overlap.py"), "--quick"]
-    os.environ["PATH"] = ""
-    with pytest.raises(SystemExit) as end, redirect_stdout(out), redirect_stderr(err):
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    return end.value.code, out.getvalue(), err.getvalue()
-
-
-def test_script_when_there_is_no_ip_then_says_so_in_a_line_and_exits_with_2() -> None:
-    ((status, out, err),) = run_ranks(_script, 1)
-    assert (status, out) == (2, "")
-    assert err.splitlines()[-1].startswith("Invalid programs: no 'ip'.")
+def test_script_when_there_is_no_ip_then_says_so_in_a_line_and_exits_with_2(tmp_path: Path) -> None:
+    command, environment = [str(BENCHMARKS / "overlap.py"), "--quick"], {**os.environ, "PATH": str(tmp_path)}
+    (done,) = run_ranks(run_script, 1, command, environment, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith("Invalid programs: no 'ip'.")
 
 
 def _names() -> str:

@@ -21,7 +21,6 @@ STATE_NBYTES = 3 * NUM_PARAMS * TENSOR_NBYTES
 #: memory would be 4 MiB more.
 SLACK_NBYTES = 3 << 20
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def status(field: str) -> int:
@@ -43,7 +42,7 @@ def extra_nbytes(action: Callable[[], object]) -> int:
 def measure(rank: int, size: int, folder: Path) -> dict[str, int]:
     """In a process of its own: nothing was allocated and freed before that could be used again unseen."""
     # What is freed goes back to the system at once, so that it is counted again when it is needed again.
-    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16) == 1
+    assert ctypes.CDLL(None).mallopt(-3, 1 << 16) == 1, "M_MMAP_THRESHOLD"
     one_rank = Group(None, 0, 1)
     params = tuple(Param(f"w{number}", (1024, 1024), dim=0) for number in range(NUM_PARAMS - 1))
     params += (Param("column", (1024, 1024), dim=1, stride=2),)  # its two parts do not lie in one piece

@@ -247,20 +247,24 @@ def launch(
             command += ["--quiet", "--num_accelerators", str(ranks), "--master_port", port, *module]
         else:
             command += ["--nproc-per-node", str(ranks), "--master-port", port, *words]
-        (done,) = run_ranks(_launcher, 1, command, base, str(folder), seconds=seconds)
-        if "EADDRINUSE" not in done.output:  # another process was faster
+        (done,) = run_ranks(run_script, 1, command, base, folder, seconds=seconds)
+        if "EADDRINUSE" not in done.stderr:  # another process was faster
             break
-    return done
+    return Launched(done.returncode, done.stdout + done.stderr)
 
 
-def _launcher(rank: int, size: int, command: list[str], environment: dict[str, str], folder: str) -> Launched:
+def run_script(
+    rank: int, size: int, command: list[str], environment: dict[str, str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """A script of Python in this process, which a rank's is: it was forked with torch imported."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = command
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
+    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+    with tempfile.TemporaryDirectory() as left:
+        files = [Path(left, name) for name in ("out", "error")]
+        for number, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
         status = 0
         try:
             runpy.run_path(command[0], run_name="__main__")
@@ -271,9 +275,7 @@ def _launcher(rank: int, size: int, command: list[str], environment: dict[str, s
             status = 1
         sys.stdout.flush()
         sys.stderr.flush()
-        out.seek(0)
-        err.seek(0)
-        return Launched(status, out.read() + err.read())
+        return subprocess.CompletedProcess(command, status, *(file.read_text() for file in files))
 
 
 def free_port() -> int:
