@@ -229,6 +229,13 @@ REFUSED = {
         program("weights_on_one_rank", dtype="bfloat16", options=(("main_params_dtype", "remainder"),)),
         "",
     ),
+    **{
+        f"a gradient kept over a step and dropped on one rank, then {name}": (
+            _run(2, Iteration(zero="kept"), Iteration(grads=_one("grad_dropped_on_one_rank", name), step="none")),
+            "LayoutError",
+        )
+        for name in ("clip_grad_norm", "full_grad")
+    },
     "an infinite gradient": (program(Iteration(microbatches=(Microbatch(infinite=1),))), "NonFiniteGradError"),
 }
 

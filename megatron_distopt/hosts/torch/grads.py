@@ -246,15 +246,15 @@ class Grads:
         """
         # By slot, whether `param.grad` is what the buffer holds, and not zeroed.
         shown = [slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots]
-        kept = _mark_of(shown) if self.phase is Phase.REDUCED else self._mark()
+        kept = self._mark() if self.phase is Phase.LOCAL else _mark_of(shown)
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
         sum_over(sums, self._data)
         local, total, squares = sums.tolist()
-        if self._was_reduced and self._data.size * squares != total**2:
+        if self._data.size * squares != total**2:
             self._complain(
-                "Gradients were cleared on some ranks after clip_grad_norm_ or full_grad. Clear gradients before, or "
-                "on all ranks alike."
+                "Gradients were cleared on some ranks after they were summed, by step(), clip_grad_norm_ or full_grad. "
+                "Clear gradients before, or on all ranks alike."
             )
         return bool(local)
 

@@ -22,7 +22,7 @@ from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
-from megatron_distopt.hosts.torch.step import announce_drop, step_model
+from megatron_distopt.hosts.torch.step import announce_drop, reduce_ahead, step_model
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
 from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now
@@ -182,6 +182,7 @@ class TorchDistributedOptimizer(StateCalls):
 
         Raises:
             ConfigError: another norm, or a `max_norm` that is not a positive number.
+            LayoutError: gradients were cleared on some ranks and kept on others, or assigned after they were summed.
         """
         if norm_type != 2.0:
             raise ConfigError(refusal("norm_type", norm_type, "be 2.0", "Leave norm_type out"))
@@ -189,7 +190,7 @@ class TorchDistributedOptimizer(StateCalls):
             raise ConfigError(refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)"))
         model = self._model
         model.admit()
-        model.grads.reduce_ahead()
+        reduce_ahead(model)
         norm = measure_now([model.sharded], [model.sharded.main_grads()], model.everyone).norm(model.grads.divisor)
         model.grads.clip(clip_divisor(norm, float(max_norm)))
         return torch.tensor(norm, device=model.device)
@@ -207,7 +208,7 @@ class TorchDistributedOptimizer(StateCalls):
             fp32, in the shape of the param; None where it has no gradient on any rank.
 
         Raises:
-            LayoutError: it is no param of this optimizer.
+            LayoutError: it is no param of this optimizer, or as of `clip_grad_norm_`.
         """
         model = self._model
         model.admit()
@@ -215,7 +216,7 @@ class TorchDistributedOptimizer(StateCalls):
         if slot is None:
             rule, remedy = "be in a param group", "Unfreeze it and call optimizer.add_param_group({'params': [param]})"
             raise LayoutError(refusal("param", "one that this optimizer does not update", rule, remedy))
-        model.grads.reduce_ahead()
+        reduce_ahead(model)
         return model.grads.averaged(slot)
 
     def finish_param_gather(self) -> None:

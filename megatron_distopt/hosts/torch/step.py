@@ -71,6 +71,15 @@ def step_model(model: ShardedModel) -> StepDecision:
     return decision
 
 
+def reduce_ahead(model: ShardedModel) -> None:
+    """Collective: reduces gradients before the step, for calls that read them; raises what a step would, everywhere."""
+    model.grads.reduce_ahead()
+    complaints = torch.tensor([float(len(model.grads.complaints))], device=model.device)
+    sum_over(complaints, model.everyone)
+    if complaints.item():
+        raise_together(model.grads.raise_complaint, model.everyone, "step")
+
+
 def settle(model: ShardedModel) -> CommTime:
     """Takes over what the user did to params and param groups since the last step; what is wrong is raised in the step.
 
