@@ -373,7 +373,8 @@ _GRADIENTS = {
         _GRADS,
         """
         world.average_now()
-        world.see("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+        # In the dtype of the gradients, which is that of the params where a program has assigned them all.
+        world.see("norm", float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)))
         """,
         _SEVERAL,
         needs=("no loss scale",),
