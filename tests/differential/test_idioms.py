@@ -222,6 +222,7 @@ FOUND = {
     ),
 }
 EQUAL |= FOUND
+_READS = ("clip_grad_norm", "full_grad")
 #: With the class of the error; what tests/hosts/test_torch_refusals.py has as well is not here.
 REFUSED = {
     "a tie that was cut": (program("untied", kind="Tied"), "LayoutError"),
@@ -229,13 +230,15 @@ REFUSED = {
         program("weights_on_one_rank", dtype="bfloat16", options=(("main_params_dtype", "remainder"),)),
         "",
     ),
+    # What a step refuses is no gradient before it either.
     **{
-        f"a gradient kept over a step and dropped on one rank, then {name}": (
+        f"a gradient that one rank alone kept, then {name}": (
             _run(2, Iteration(zero="kept"), Iteration(grads=_one("grad_dropped_on_one_rank", name), step="none")),
             "LayoutError",
         )
-        for name in ("clip_grad_norm", "full_grad")
+        for name in _READS
     },
+    **{f"a model converted, then {name}": (program("other_dtype", grads=[name]), "LayoutError") for name in _READS},
     "an infinite gradient": (program(Iteration(microbatches=(Microbatch(infinite=1),))), "NonFiniteGradError"),
 }
 

@@ -73,6 +73,7 @@ def step_model(model: ShardedModel) -> StepDecision:
 
 def reduce_ahead(model: ShardedModel) -> None:
     """Collective: reduces gradients before the step, for calls that read them; raises what a step would, everywhere."""
+    settle(model)
     model.grads.reduce_ahead()
     complaints = torch.tensor([float(len(model.grads.complaints))], device=model.device)
     sum_over(complaints, model.everyone)
