@@ -16,17 +16,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Collecting doctests imports a module, and these import megatron, which only spawned ranks should do.
 collect_ignore_glob = ["megatron_distopt/hosts/megatron_core/*", "megatron_distopt/hosts/megatron_2023/*"]
 
-#: Files that take longest, in this order: none of them is to begin when all others have ended.
+#: Files that take long, in this order: none of them is to begin when all others have ended.
 _FIRST = (
     "test_megatron_core_versions",
     "test_megatron_2023_checkpoints",
     "test_megatron_2023_install_methods",
-    "test_configs",
+    "test_recipes",
+    "test_idioms",
     "test_megatron_2023_owners",
     "test_megatron_core_owners",
-    "test_low_precision_kernel",
     "test_promise_2023",
-    "test_end",
+    "test_runner",
+    "test_quickstart",
 )
 
 

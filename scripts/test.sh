@@ -10,11 +10,14 @@ cd "$root"
 export PATH="$venv/bin:$PATH"
 echo "ruff check" && ruff check .
 echo "ruff format" && ruff format --check --quiet .
-echo "mypy" && mypy &
-types=$!
-# Meanwhile the first run imports everything once: the processes of the tests then find it compiled.
-[ -d "$PYTHONPYCACHEPREFIX$root/tests" ] || python -m pytest --collect-only -q >/dev/null 2>&1 || true
-wait "$types"
+# At first, what the tests import and what only their processes do is imported beside mypy: it is compiled once then.
+[ -d "$PYTHONPYCACHEPREFIX$root/tests" ] || { python -m pytest --collect-only -q >/dev/null 2>&1 & }
+collecting=${!:-}
+echo "mypy" && mypy
+if [ "$collecting" ]; then
+    PYTHONPATH=examples python -c "import deepspeed, recipes.lightning_module, recipes.huggingface_trainer" >/dev/null 2>&1 || true
+    wait "$collecting" || true
+fi
 # Two files at a time, each with ranks of its own: two cores have no more to give. Files are taken in the order of
 # conftest.py, those that take longest first.
 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not long" "$@"
