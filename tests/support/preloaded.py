@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+gc.disable()  # it would look through a million objects again and again
+
 import pytest  # noqa: F401
 import torch._dynamo
 import torch._inductor.compile_fx
@@ -17,3 +19,5 @@ import megatron_distopt.plugin.install  # noqa: F401
 
 # Forked processes share these objects as long as no collection of garbage writes to them.
 gc.freeze()
+gc.set_threshold(10_000, 10, 10)
+gc.enable()

@@ -63,21 +63,13 @@ class _Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What all ranks do.
+    """What all ranks do."""
 
-    Args:
-        folder: for what they leave.
-        size: the number of ranks.
-        seconds: the time limit.
-        environment: a process that was forked has that of another time.
-        call: the pickled function and its arguments, which are not imported before the environment is set.
-    """
-
-    folder: str
-    size: int
-    seconds: float
-    environment: dict[str, str]
-    call: bytes
+    folder: str  # for what they leave
+    size: int  # the number of ranks
+    seconds: float  # the time limit
+    environment: dict[str, str]  # a process that was forked has that of another time
+    call: bytes  # the pickled function and its arguments, which are not imported before the environment is set
 
 
 def run_ranks(
