@@ -195,7 +195,7 @@ def test_checks_when_they_end_in_any_way_then_the_others_are_run_and_what_was_fo
 @pytest.mark.long
 def test_command_when_run_on_a_cpu_then_everything_passes(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "MINI_FORK_CORE": str(mini_fork.core_folder())}
-    command = [str(ROOT / "scripts" / "gpu_check.sh"), "--device", "cpu", "--minutes", "3", "--out", str(tmp_path)]
+    command = [str(ROOT / "scripts" / "gpu_check.sh"), "--device", "cpu", "--minutes", "6", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "report.json").read_text())["outcomes"]

@@ -209,7 +209,7 @@ FOUND = {
         Iteration(zero="model, not to None"),
         Iteration(microbatches=(Microbatch(idle=1),), grads=_all(["grad_dropped_on_one_rank"])),
     ),
-    "gradient read after clipping": _run(1, Iteration(grads=_one("clip_grad_norm", "grads_read")), _PLAIN),
+    "gradient read after clipping on one rank": _run(1, Iteration(grads=_one("clip_grad_norm", "grads_read")), _PLAIN),
     "kept gradients dropped where a rank has no data": _run(
         2, Iteration(zero="kept"), Iteration(microbatches=(Microbatch(idle=0),), grads=_one("grad_dropped"))
     ),
