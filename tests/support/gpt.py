@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -93,7 +92,6 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.steps_taken = 0
-        os.environ.setdefault("MEGATRON_DISTOPT_ACCELERATOR", "torch")  # DeepSpeed takes a second to be asked
         enter_layout(case)
         self.chunks = build_chunks(case)
         factory = host_optimizer.get_megatron_optimizer
