@@ -61,9 +61,21 @@ def _as_megatron_core_does(optimizer: Any) -> None:
     optimizer.restore_from_cpu()
 
 
-WAYS: tuple[Callable[[Any], object], ...] = (_as_verl_does, _as_nemo_does, _as_megatron_core_does)
+def _as_roll_does(optimizer: Any) -> None:
+    """ROLL's offload_states.py copies everything of a kind into one tensor, and gives each a part of it."""
+    for part in _parts(optimizer):
+        mains = [param for group in part.shard_fp32_from_float16_groups for param in group]
+        states = [state for state in part.optimizer.state.values() if type(state["exp_avg"]) is Tensor]
+        for tensors in (mains, [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]):
+            whole, start = torch.empty(sum(tensor.numel() for tensor in tensors)), 0
+            for tensor in tensors:
+                part_of = whole.narrow(0, start, tensor.numel()).copy_(tensor.view(-1))
+                tensor.data, start = part_of.view(tensor.shape), start + tensor.numel()
+
+
+WAYS: tuple[Callable[[Any], object], ...] = (_as_verl_does, _as_nemo_does, _as_megatron_core_does, _as_roll_does)
 #: After each step but the last: a loss that differs tells which. The first again, which moves what the others left.
-MOVES = (*WAYS, WAYS[0])
+MOVES = (*WAYS, *WAYS[::-1])
 
 
 def _storages(optimizer: Any) -> Iterator[torch.UntypedStorage]:
@@ -172,7 +184,9 @@ NAMES = (
 
 def collect(rank: int, size: int, folder: str) -> dict[str, str]:
     checks = (
-        partial(_moved_and_back, BF16),
+        partial(
+            _moved_and_back, BF16.of(dp=1, pp=SIZE, vp=2, num_microbatches=SIZE)
+        ),  # two grad buffers of one optimizer
         variables(FORMS)(partial(_moved_and_back, BF16)),
         partial(_freed, BF16),
         partial(_freed, FP32),

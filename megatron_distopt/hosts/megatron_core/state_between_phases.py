@@ -30,7 +30,8 @@ _base_data: Any = Tensor.data
 class MainParams(Tensor):
     """All main params of a grad buffer on this rank: fp32 1-D. See [Note: one allocation]."""
 
-    _views: list[Tensor]  # 1-D and contiguous
+    #: 1-D and contiguous, each with the elements that it shows: where a view lies in memory changes with each move.
+    _views: list[tuple[Tensor, slice]]
 
     # What is computed with it is a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -40,7 +41,7 @@ class MainParams(Tensor):
         """Stands for the allocation in which all of these lie, which follow it."""
         numel = views[0].untyped_storage().nbytes() // views[0].element_size()
         made: MainParams = Tensor._make_subclass(cls, views[0].detach().as_strided((numel,), (1,), 0))
-        made._views = list(views)
+        made._views = [(view, slice(view.storage_offset(), view.storage_offset() + view.numel())) for view in views]
         return made
 
     @property
@@ -56,10 +57,9 @@ class MainParams(Tensor):
                 f"Main params are {self.dtype} {list(self.shape)} and cannot become {new.dtype} {list(new.shape)}. "
                 "Assign a copy of them on another device."
             )
-        spans = [slice(view.storage_offset(), view.storage_offset() + view.numel()) for view in self._views]
         _base_data.__set__(self, new)
-        for view, span in zip(self._views, spans, strict=True):
-            view.data = new[span]
+        for view, elements in self._views:
+            view.data = new[elements]
 
 
 def main_params_of(sharded: ShardedOptimizer, published: Iterable[Tensor]) -> list[MainParams]:
