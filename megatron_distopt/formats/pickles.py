@@ -158,22 +158,12 @@ def as_number(thing: Any) -> Any:
     return thing.item() if torch.is_tensor(thing) and thing.numel() == 1 else thing
 
 
-def load_file(path: Path) -> Any:
-    """Reads a file of another software, or of `save_whole`; tensors are read when their values are used."""
-    return _load(path, f"File {path}")
+def load_file(source: Path | io.BytesIO, what: str = "") -> Any:
+    """Reads a file of another software, or of `save_whole`; tensors are read when their values are used.
 
-
-def load_bytes(data: bytes, what: str) -> Any:
-    """Reads from memory what `load_file` reads from a file; errors call it `what`."""
-    return _load(io.BytesIO(data), what)
-
-
-def _load(source: Path | io.BytesIO, what: str) -> Any:
-    if not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
-        raise CheckpointError(
-            f"torch is {torch.__version__}, and files of other software are read with torch 2.6 or later, which can "
-            "say what a file names. Convert with a newer torch."
-        )
+    Of what is in memory already `what` is the name in errors.
+    """
+    what = what or f"File {source}"
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
         stand_ins = list(_stand_ins(names, what))
@@ -262,14 +252,13 @@ def load_metadata(path: Path) -> Inert:
 
 
 @contextmanager
-def understood(where: Path, rule: str) -> Iterator[None]:
+def understood(where: Path, rule: str, remedy: str = "Give a checkpoint as it was written") -> Iterator[None]:
     """Turns what missing keys and other types raise into a refusal; `rule` is what a checkpoint must be."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"Checkpoint {where} could not be understood: {type(error).__name__}({error}). It must {rule}. Give a "
-            "checkpoint as it was written."
+            f"Checkpoint {where} could not be understood: {type(error).__name__}({error}). It must {rule}. {remedy}."
         ) from error
 
 

@@ -14,6 +14,7 @@ for scripts of the user, and holds plain containers:
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
 from megatron_distopt.checkpoint.param_groups import check_groups, group_from_json, group_to_json
 from megatron_distopt.checkpoint.source import DAMAGED, Source, read_chunks
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.pickles import attribute, load_bytes, load_file, load_metadata, save_whole
+from megatron_distopt.formats.pickles import attribute, load_file, load_metadata, save_whole, understood
 from megatron_distopt.layout import Box
 
 METADATA = ".metadata"
@@ -55,24 +56,20 @@ class DcpFolder:
         path = self.folder / self.files[stored.file]
         with disk.refused(f"file {path}", f"be readable. {DAMAGED}"), open(path, "rb") as file:
             file.seek(stored.start)
-            data = file.read(stored.nbytes)
-        return load_bytes(data, f"object {key!r} in {path}")
+            data = io.BytesIO(file.read(stored.nbytes))
+        return load_file(data, f"object {key!r} in {path}")
 
 
 def open_dcp(folder: Path) -> DcpFolder:
     """Reads the metadata."""
     metadata = load_metadata(folder / METADATA)
-    try:
+    with understood(folder / METADATA, "say of every tensor where it is", DAMAGED):
         files: dict[str, int] = {}
         stored = dict(_stored_in(attribute(metadata, "storage_data"), files))
         kept = attribute(metadata, "state_dict_metadata")
         sizes = {key: attribute(entry, "size") for key, entry in kept.items()}
         tensors = {key: _tensor_of(key, kept[key], stored) for key, size in sizes.items() if size is not None}
         objects = {key: Chunk(Box.whole(()), *stored[key, None]) for key, size in sizes.items() if size is None}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"File {folder / METADATA} does not say of every tensor where it is: {error!r}. {DAMAGED}."
-        ) from error
     return DcpFolder(folder, tuple(files), tensors, objects)
 
 
@@ -121,7 +118,7 @@ def open_torch_file(path: Path) -> Source:
             f"File {path} has format {found!r}. It has to be {_FORMAT!r} of version {_VERSION}, which 'convert --to "
             "torch' writes. Give the iteration folder for a Megatron's file."
         )
-    try:
+    with understood(path, "hold what 'convert --to torch' writes", "Convert it again"):
         tensors = {str(key): value for key, value in state["tensors"].items()}
         strange = next((key for key, value in tensors.items() if not isinstance(value, Tensor)), None)
         if strange is not None:
@@ -130,10 +127,6 @@ def open_torch_file(path: Path) -> Source:
         scale = {str(key): float(value) for key, value in state["loss_scale"].items()}
         skipped, about = int(state["num_skipped"]), dict(state["about"])
         head = Manifest("", (), {}, groups, str(state["inner"]), scale, skipped, about, resting=resting)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"File {path} does not hold what 'convert --to torch' writes: {error!r}. Convert it again."
-        ) from None
     check_groups((*head.groups, *head.resting), f"file {path}")
     infos = {key: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
     return Source(head, infos, lambda key, box: tensors[key][box.as_slices()].clone())

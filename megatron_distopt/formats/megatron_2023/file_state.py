@@ -55,7 +55,8 @@ class ForkEntries:
 
     groups: tuple[Mapping[str, Any], ...] = ()  # options, with keys that mean nothing to anybody else
     grad_scaler: Mapping[str, Any] | None = None
-    also_saved: tuple[tuple[str, Any], ...] = ()  # the scheduler, which forks save with the model or the optimizer
+    #: The scheduler, which forks save with the model or the optimizer.
+    also_saved: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ def entries_in(state: Mapping[str, Any]) -> ForkEntries:
     entry = entry if isinstance(entry, Mapping) else {}
     inner = entry.get("optimizer", entry)
     groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
-    also_saved = tuple((key, state[key]) for key in _ALSO_SAVED if key in state)
+    also_saved = {key: state[key] for key in _ALSO_SAVED if key in state}
     return ForkEntries(tuple(map(_options_in, groups)), entry.get("grad_scaler"), also_saved)
 
 
@@ -324,16 +325,12 @@ class Slices:
         self.progress(local.numel() * local.element_size())
         return local
 
-    def also_saved(self) -> dict[str, Any]:
-        """Entries that forks save with the optimizer or with the model."""
-        return dict(self.entries.also_saved)
-
     def model_state(self, ranks: int | None = None) -> dict[str, Any]:
         """The entries of the model file that are the model's.
 
         Where files fit one number of data-parallel ranks only, `ranks`, its arguments say it.
         """
-        left_out = {"optimizer", OURS, *self.also_saved()}
+        left_out = {"optimizer", OURS, *self.entries.also_saved}
         state = {key: value for key, value in self.file.state.items() if key not in left_out}
         if ranks is not None and "args" in state:
             state["args"] = Namespace(**{**vars(state["args"]), "data_parallel_size": ranks})

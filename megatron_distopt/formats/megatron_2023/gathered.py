@@ -122,14 +122,6 @@ def _table(table: object, key: object) -> Mapping[Any, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def open_gathered(path: str, origin: Origin) -> GatheredFile:
-    """Opens a file with any torch that knows `weights_only`; values are read when they are used."""
-    try:
-        return GatheredFile(torch.load(path, map_location="cpu", weights_only=True, mmap=True), origin)
-    except Exception as error:  # whatever a damaged file makes torch raise
-        raise origin.refused(error, "be readable") from error
-
-
 def is_gathered(file: ModelFile) -> bool:
     """Whether there is a gathered file in the folder of a model file."""
     return (file.folder / _GATHERED).is_file()
@@ -194,4 +186,4 @@ def _gathered(slices: Slices, layout: BufferLayout, moments: Sequence[str]) -> d
 def head_gathered(slices: Slices, ranks: int | None = None) -> dict[str, Any]:
     """The model file with the param groups of a gathered file; also for a checkpoint of this package."""
     head = {"optimizer": {"param_groups": [group.as_saved for group in slices.groups]}, **slices.grad_scaler()}
-    return {**slices.model_state(ranks), "optimizer": head, **slices.also_saved()}
+    return {**slices.model_state(ranks), "optimizer": head, **slices.entries.also_saved}

@@ -251,7 +251,7 @@ def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
     for rank in range(ranks):
         owned = [(group, _owned(slices.file, group.members, buffers.values(), rank)) for group in slices.groups]
         state = _state_of_rank(slices, [(group, shards) for group, shards in owned if shards])
-        save_whole({"optimizer": state, **slices.also_saved(), **slices.ours()}, _file(folder, rank))
+        save_whole({"optimizer": state, **slices.entries.also_saved, **slices.ours()}, _file(folder, rank))
     save_whole(slices.model_state(ranks), folder / MODEL_PER_RANK)
 
 

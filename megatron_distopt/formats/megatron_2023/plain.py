@@ -183,4 +183,6 @@ def write_plain(slices: Slices, folder: Path) -> None:
         has_main = {number for number in numbers if slices.file.params[number].has_main}
         of_groups = [[mains[number] for number in group.members if number in has_main] for group in slices.groups]
         entry = {"optimizer": inner, **slices.grad_scaler(), _MAINS: of_groups}
-    save_whole({**slices.model_state(), "optimizer": entry, **slices.also_saved(), **slices.ours()}, folder / MODEL)
+    save_whole(
+        {**slices.model_state(), "optimizer": entry, **slices.entries.also_saved, **slices.ours()}, folder / MODEL
+    )

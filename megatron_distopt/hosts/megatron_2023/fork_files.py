@@ -24,7 +24,7 @@ from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_2023.file_state import described, identity
-from megatron_distopt.formats.megatron_2023.gathered import GatheredFile, gathered_state, moments_in_file, open_gathered
+from megatron_distopt.formats.megatron_2023.gathered import GatheredFile, gathered_state, moments_in_file
 from megatron_distopt.formats.megatron_2023.per_rank import (
     SavedShard,
     in_file_order,
@@ -35,7 +35,7 @@ from megatron_distopt.formats.megatron_2023.per_rank import (
     rank_state,
 )
 from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin, ParamEntry, plain_state
-from megatron_distopt.formats.pickles import save_whole
+from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
 from megatron_distopt.hosts.saving import check_own_entry, is_of_other_class, own_entry, take_own_entry
@@ -467,7 +467,7 @@ def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | Non
     """
 
     def read() -> tuple[list[dict[str, Tensor]], int | None, int]:
-        file = open_gathered(filename, Origin(f"optimizer file {filename}", _OF_OTHER_SAVE))
+        file = GatheredFile(load_file(Path(filename)), Origin(f"optimizer file {filename}", _OF_OTHER_SAVE))
         found = [_checked_tensors(optimizer, file, buffer) for buffer in optimizer.grad_buffers]
         return found, check_update_count(optimizer, file.step if head_step is None else head_step), file.num_skipped
 
