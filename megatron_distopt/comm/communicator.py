@@ -124,18 +124,20 @@ class Arrivals:
         self._names: list[frozenset[str]] = []
         #: Arrivals of each gradient in a microbatch; empty before the first step has ended.
         self._each: Counter[str] = Counter()
-        #: Gradients that do not arrive as often in every microbatch, and those that are changed after backward.
-        self._irregular: set[str] = set()
+        #: Gradients that do not arrive as often in every microbatch, and those that are changed after backward: their
+        #: buckets are never complete before the step asks.
+        self.irregular: set[str] = set()
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forgets the gradients of the step before, but not what was learned from them."""
-        self._arrived: Counter[str] = Counter()
+        self.arrived: Counter[str] = Counter()
         self._num_arrived = 0
         self._microbatches = 1
         #: By bucket, the number of arrivals when its last gradient so far arrived.
         self._last: dict[int, int] = {}
-        self._num_missing = [len(names) for names in self._names]
+        #: By bucket, the number of gradients that have not arrived.
+        self.num_missing = [len(names) for names in self._names]
 
     def add(self, names: Sequence[frozenset[str]]) -> None:
         """Takes over further buckets.
@@ -144,12 +146,7 @@ class Arrivals:
             names: by bucket, of the params whose gradients it waits for.
         """
         self._names += names
-        self._num_missing += [len(each) for each in names]
-
-    @property
-    def has_any(self) -> bool:
-        """Whether a gradient has arrived in this step."""
-        return bool(self._arrived)
+        self.num_missing += [len(each) for each in names]
 
     def count(self, name: str, bucket: int) -> bool:
         """Counts a gradient.
@@ -157,31 +154,23 @@ class Arrivals:
         Returns:
             Whether it was the last one expected of this param, so that its bucket may be complete.
         """
-        if not self._arrived:
+        if not self.arrived:
             self._microbatches = self._num_microbatches()
-        self._arrived[name] += 1
+        self.arrived[name] += 1
         self._num_arrived += 1
         self._last[bucket] = self._num_arrived
-        is_last = self._arrived[name] == self._each[name] * self._microbatches and name not in self._irregular
+        is_last = self.arrived[name] == self._each[name] * self._microbatches and name not in self.irregular
         if is_last:
-            self._num_missing[bucket] -= 1
+            self.num_missing[bucket] -= 1
         return is_last
-
-    def is_complete(self, bucket: int) -> bool:
-        """Whether all gradients of a bucket have arrived."""
-        return self._num_missing[bucket] == 0
-
-    def defer(self, name: str) -> None:
-        """Notes that a gradient is changed after backward: its bucket is never complete before the step asks."""
-        self._irregular.add(name)
 
     def learn(self) -> None:
         """Learns from a step that has ended how often each gradient arrives in a microbatch."""
-        for name, times in self._arrived.items():
+        for name, times in self.arrived.items():
             each, rest = divmod(times, self._microbatches)
             self._each[name] = max(self._each[name], each)
             if rest:
-                self._irregular.add(name)
+                self.irregular.add(name)
 
     def order(self) -> list[int]:
         """The buckets in the order in which this step completed them, after `learn`.
@@ -191,7 +180,7 @@ class Arrivals:
 
         def turn(bucket: int) -> tuple[bool, int, int]:
             names = self._names[bucket]
-            is_early = names <= self._each.keys() and not names & self._irregular
+            is_early = names <= self._each.keys() and not names & self.irregular
             return not is_early, self._last.get(bucket, 0), bucket
 
         return sorted(range(len(self._names)), key=turn)
@@ -286,7 +275,7 @@ class Communicator:
     @property
     def has_arrived(self) -> bool:
         """Whether a gradient arrived since the last `finish_grads`; always False where grads are not overlapped."""
-        return self._arrivals.has_any
+        return bool(self._arrivals.arrived)
 
     @property
     def num_reducing(self) -> int:
@@ -333,7 +322,7 @@ class Communicator:
             self._streams[bucket].add(current_stream(self._grads.transfers[bucket].whole.device))
             if not self.is_paused and self._arrivals.count(name, bucket):
                 for number in self._grads.order[len(self._grads.under_way) :]:
-                    if not self._arrivals.is_complete(number):
+                    if self._arrivals.num_missing[number]:
                         return
                     self._launch(number)
 
@@ -368,7 +357,7 @@ class Communicator:
                 f"The gradient of {name!r} was changed after backward, when its bucket was under way. Write "
                 "--distopt-overlap-grad-reduce no, or overlap_grad_reduce=False."
             )
-        self._arrivals.defer(name)
+        self._arrivals.irregular.add(name)
 
     def finish_grads(self) -> CommTime:
         """Collective: completes the sums of every rank's shards, and sets the order of launches of later steps."""

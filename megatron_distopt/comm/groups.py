@@ -135,6 +135,15 @@ class Message:
     work: dist.Work  # torch's
     rank: int  # at its other end, of all ranks
 
+    def wait(self) -> None:
+        """Waits until it has ended.
+
+        Raises:
+            RanksDisagreeError: another rank ended, or did not come within the group's time limit.
+        """
+        with named_losses(self.rank):
+            self.work.wait()
+
 
 def receive(into: Tensor, rank: int, tag: int, group: Group) -> Message:
     """Begins to receive from a rank of the group."""
@@ -156,14 +165,8 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 
 def wait(messages: Sequence[Message]) -> None:
-    """Waits until all have ended.
-
-    Raises:
-        RanksDisagreeError: another rank ended, or did not come within the group's time limit.
-    """
     for message in messages:
-        with named_losses(message.rank):
-            message.work.wait()
+        message.wait()
 
 
 def swap(mine: Tensor, tag: int, group: Group) -> list[Tensor]:

@@ -207,8 +207,7 @@ class Parcel:
 class UnderWay:
     """Tensors that are being sent and received."""
 
-    works: Sequence[dist.Work]
-    messages: Sequence[Message]
+    pending: Sequence[dist.Work | Message]
 
     def wait(self) -> None:
         """Waits until all have arrived: the CPU over gloo, the current stream of the device elsewhere.
@@ -216,9 +215,8 @@ class UnderWay:
         Raises:
             RanksDisagreeError: another rank ended, or did not come within the group's time limit.
         """
-        wait(self.messages)
-        for work in self.works:
-            work.wait()
+        for each in self.pending:
+            each.wait()
 
 
 def begin_travel(outgoing: Sequence[Parcel], incoming: Sequence[Parcel], number: int, group: Group) -> UnderWay:
@@ -231,13 +229,13 @@ def begin_travel(outgoing: Sequence[Parcel], incoming: Sequence[Parcel], number:
         group: of the ranks; all of them begin in the same order of numbers.
     """
     if not outgoing and not incoming:
-        return UnderWay((), ())
+        return UnderWay(())
     device = (*outgoing, *incoming)[0].tensor.device
     if carrier_of(device, group) == _MESSAGES_OVER:
         messages = [receive(each.tensor, each.rank, _TRAVEL_TAG + number, group) for each in incoming]
         messages += [send(each.tensor, each.rank, _TRAVEL_TAG + number, group) for each in outgoing]
-        return UnderWay((), messages)
+        return UnderWay(messages)
     handle = group.own_handle
     operations = [dist.P2POp(dist.irecv, each.tensor, group.global_rank(each.rank), handle) for each in incoming]
     operations += [dist.P2POp(dist.isend, each.tensor, group.global_rank(each.rank), handle) for each in outgoing]
-    return UnderWay(dist.batch_isend_irecv(operations), ())
+    return UnderWay(dist.batch_isend_irecv(operations))

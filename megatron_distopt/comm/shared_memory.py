@@ -114,7 +114,10 @@ class Lane:
     def __init__(self, segments: Sequence[_Segment], collective: int, group: Group) -> None:
         self.lock = threading.Lock()
         self._segments, self._collective = segments, collective
-        self._rank, self._timeout = group.rank, _timeout_of(group)
+        # The timeout that was given to init_process_group or new_group.
+        options = getattr(group.own_handle._get_backend(torch.device("cpu")), "options", None)
+        self._timeout = getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
+        self._rank = group.rank
         self._names = [group.global_rank(rank) for rank in range(group.size)]
         self._written = _LINE * (1 + collective)
         self._turn = 0  # that has begun on this rank
@@ -166,13 +169,6 @@ class Lane:
                     remedy = f"Read what rank {name} wrote last; its error is the first one"
                     raise RanksDisagreeError(refusal("collective", got, "be called by every rank of its group", remedy))
             time.sleep(min(max(waited / 8, _LEAST_SLEEP), _MOST_SLEEP))
-
-
-def _timeout_of(group: Group) -> float:
-    """The timeout that was given to init_process_group or new_group, in seconds."""
-    backend = group.own_handle._get_backend(torch.device("cpu"))
-    options = getattr(backend, "options", None)
-    return getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
 
 
 @dataclass(eq=False)

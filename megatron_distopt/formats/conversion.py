@@ -81,7 +81,13 @@ def convert(
         write_torch_file(dst, opened.source, progress)
         return Converted(opened.found, to, dst, is_iteration=False)
     is_iteration = to != "distopt" or (bool(opened.files) and dst.suffix != ".distopt")
-    ranks = _ranks(opened, src, dp) if to in ("per-rank", "gathered") else 0
+    ranks = dp  # data-parallel ones, of the run that will read the files
+    if ranks is None:
+        ranks = opened.files[0].number("data_parallel_size") if opened.files else 1
+    if to in ("per-rank", "gathered") and ranks < 1:
+        raise CheckpointError(
+            f"dp for {src} is {dp}, and has to be at least 1. Write --dp 8 for a run on 8 data-parallel ranks."
+        )
     unfinished = dst.with_name(f"{dst.name}.{new_save_id()}")
     try:
         if is_iteration:
@@ -127,16 +133,6 @@ def _check_fits(source: Source, src: Path, to: str) -> None:
             f"Updates in {src} are {other or 0} of {second!r} and {one or 0} of {first!r}, and {to} holds one count "
             "for all params. Convert to distopt or torch, which hold a count for each param."
         )
-
-
-def _ranks(opened: Opened, src: Path, dp: int | None) -> int:
-    """Data-parallel, of the run that will read the files."""
-    known = dp if dp is not None else opened.files[0].number("data_parallel_size") if opened.files else 1
-    if known < 1:
-        raise CheckpointError(
-            f"dp for {src} is {dp}, and has to be at least 1. Write --dp 8 for a run on 8 data-parallel ranks."
-        )
-    return known
 
 
 def _write_iteration(

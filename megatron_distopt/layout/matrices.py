@@ -126,18 +126,13 @@ class MatrixSpec:
         """
         sizes = (self.sizes or ((self.rows, self.cols)[self.dim],)) * self.repeats
         bands = [(number % (len(self.sizes) or 1), band) for number, band in enumerate(_one_after_the_other(sizes))]
-        if self.dim == 0:
-            for number, rows in bands:
-                stretch = Span(rows.start * self.cols, rows.stop * self.cols).intersect(in_param)
-                if stretch is not None:
-                    yield MatrixPiece(number, stretch, (1, stretch.numel), Box.whole((1, stretch.numel)))
-            return
         start = in_param.start
         for box in boxes((self.rows, self.cols), in_param):
             stretch = Span(start, start + box.numel)
             start = stretch.stop
-            for number, cols in bands:
-                inside = box.intersect(Box((0, cols.start), (self.rows, cols.numel)))
+            for number, band in bands:
+                rows, cols = (band, Span(0, self.cols)) if self.dim == 0 else (Span(0, self.rows), band)
+                inside = box.intersect(Box((rows.start, cols.start), (rows.numel, cols.numel)))
                 if inside is not None:
                     yield MatrixPiece(number, stretch, box.sizes, inside.relative_to(box.offsets))
 

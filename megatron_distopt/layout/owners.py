@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heappop, heappush
 from itertools import groupby
 
 from megatron_distopt.errors import LayoutError
@@ -164,9 +163,6 @@ def _choose_ranks(stretches: Sequence[tuple[Bucket, Span]], costs: Sequence[int]
         if len(holders) == 1 and loads[holders[0]] + costs[number] <= bound:
             ranks[number] = holders[0]
             loads[holders[0]] += costs[number]
-    # A heap of ranks by cost. A rank stays in it with its old cost until it comes to the top.
-    by_load = [(load, rank) for rank, load in enumerate(loads)]
-    heapify(by_load)
     for number in costliest_first:
         if number in ranks:
             continue
@@ -175,10 +171,7 @@ def _choose_ranks(stretches: Sequence[tuple[Bucket, Span]], costs: Sequence[int]
             if loads[rank] + costs[number] <= bound:
                 break
         else:
-            while by_load[0][0] != loads[by_load[0][1]]:
-                _, rank = heappop(by_load)
-                heappush(by_load, (loads[rank], rank))
-            rank = by_load[0][1]
+            rank = min(range(num_ranks), key=loads.__getitem__)
         ranks[number] = rank
         loads[rank] += costs[number]
     return [ranks[number] for number in range(len(costs))]

@@ -140,20 +140,9 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
     )
 
 
-def _groups_to_write(file: ModelFile, records: Sequence[GroupRecord], entries: ForkEntries) -> list[FileGroup]:
-    """The groups of a model file, without those that it has no param of."""
-
-    def rank(record: GroupRecord) -> tuple[bool, bool]:
-        """A fork makes those that decay first, and of these those without a factor of the learning rate."""
-        return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
-
-    groups = []
-    for record in sorted(records, key=rank):
-        names = set(record.names)
-        members = tuple(number for number, param in enumerate(file.params) if param.name in names)
-        if members:
-            groups.append(FileGroup(_options_to_write(record, entries), record.step, members))
-    return groups
+def _turn(record: GroupRecord) -> tuple[bool, bool]:
+    """A fork makes groups that decay first, and of these those without a factor of the learning rate."""
+    return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
 
 
 def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, Any]:
@@ -281,8 +270,14 @@ class Slices:
 
     @cached_property
     def groups(self) -> list[FileGroup]:
-        """Param groups of this file, in the order in which a fork makes them."""
-        return _groups_to_write(self.file, self.source.head.groups, self.entries)
+        """Param groups of this file, in the order in which a fork makes them; without those that it has no param of."""
+        groups = []
+        for record in sorted(self.source.head.groups, key=_turn):
+            names = set(record.names)
+            members = tuple(number for number, param in enumerate(self.file.params) if param.name in names)
+            if members:
+                groups.append(FileGroup(_options_to_write(record, self.entries), record.step, members))
+        return groups
 
     @cached_property
     def trained(self) -> tuple[int, ...]:

@@ -135,7 +135,10 @@ def read_gathered(file: ModelFile) -> FileState:
         got = "no gathered state, or a model file without param groups"
         raise origin.refused(got, "be what a fork's distributed optimizer saves")
     gathered = GatheredFile(state, origin)
-    buffers = buffers_of(file, range(len(file.params)), 1, in_fp32=_adds_up_in_fp32(state))
+    # Gradients that are all fp32 are those of an fp32 model, or of a run that adds them up in fp32.
+    chunks = [dtypes for key, dtypes in state.items() if key != OURS]
+    in_fp32 = all(isinstance(dtypes, Mapping) and set(dtypes) == {torch.float32} for dtypes in chunks)
+    buffers = buffers_of(file, range(len(file.params)), 1, in_fp32=in_fp32)
     tensors = {place: gathered.tensors(*place, layout.buckets[0].numel_unpadded) for place, layout in buffers.items()}
     if len({frozenset(each) for each in tensors.values()}) > 1:
         raise origin.refused("other tensors in one grad buffer than in another", "hold the same of all params")
@@ -154,12 +157,6 @@ def read_gathered(file: ModelFile) -> FileState:
 
     kinds = {kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != MAIN}
     return FileState(file, groups, kinds, read, entries_in(file.state), gathered.num_skipped)
-
-
-def _adds_up_in_fp32(state: Mapping[Any, Any]) -> bool:
-    """Gradients that are all fp32 are those of an fp32 model, or of a run that adds them up in fp32."""
-    chunks = [dtypes for key, dtypes in state.items() if key != OURS]
-    return all(isinstance(dtypes, Mapping) and set(dtypes) == {torch.float32} for dtypes in chunks)
 
 
 def write_gathered(slices: Slices, folder: Path, ranks: int) -> None:

@@ -49,16 +49,11 @@ def is_nameless(path: Path) -> bool:
     """Whether a folder is an iteration with such state."""
     if (path / METADATA).is_file():
         folder = open_dcp(path)
-        return any(map(_is_nameless_key, (*folder.tensors, *folder.objects))) and not any(
-            map(_BY_PARAM.fullmatch, folder.tensors)
-        )
+        objects = filter(None, map(_OBJECT.fullmatch, folder.objects))
+        is_flat = any(map(_BUCKET.fullmatch, folder.tensors)) or any(each["what"] == "param_state" for each in objects)
+        return is_flat and not any(map(_BY_PARAM.fullmatch, folder.tensors))
     first = next(iter(sorted(path.glob(f"mp_rank_*/{_OPTIMIZER}"))), None)
     return first is not None and any(state.get(_COALESCED) for state in _states_in(load_file(first)))
-
-
-def _is_nameless_key(key: str) -> bool:
-    match = _OBJECT.fullmatch(key)
-    return bool(_BUCKET.fullmatch(key) or (match and match["what"] == "param_state"))
 
 
 def refused(path: Path) -> CheckpointError:
@@ -136,7 +131,7 @@ def _with_head(
 
 
 def _of_folder(folder: DcpFolder, place: OptimizerPlace) -> NamelessOptimizer:
-    objects = {what: folder.read_object(key)[0] for what, key in _mine(folder.objects, _OBJECT, place, "what")}
+    objects = {match["what"]: folder.read_object(key)[0] for match, key in _mine(folder.objects, _OBJECT, place)}
     if "param_state" in objects:
         buffers = _coalesced(objects["param_state"], place, str(folder.folder))
     else:
@@ -147,21 +142,19 @@ def _of_folder(folder: DcpFolder, place: OptimizerPlace) -> NamelessOptimizer:
 
 
 def _mine(
-    keys: Mapping[str, Any], pattern: re.Pattern[str], place: OptimizerPlace, part: str
-) -> Iterator[tuple[str, str]]:
-    """Keys of the optimizer, each with one part of it. A chain of one optimizer may have no number."""
+    keys: Mapping[str, Any], pattern: re.Pattern[str], place: OptimizerPlace
+) -> Iterator[tuple[re.Match[str], str]]:
+    """Keys of the optimizer, each with its parts. A chain of one optimizer may have no number."""
     for key in keys:
         match = pattern.fullmatch(key)
         if match and int(match["group"]) == place.group and int(match["chain"] or place.chain) == place.chain:
-            yield match[part], key
+            yield match, key
 
 
 def _in_buckets(folder: DcpFolder, place: OptimizerPlace) -> list[NamelessBuffer]:
     keys: dict[tuple[int, int], dict[str, str]] = {}
-    for _, key in _mine(folder.tensors, _BUCKET, place, "kind"):
-        match = _BUCKET.fullmatch(key)
-        if match:
-            keys.setdefault((int(match["buffer"]), int(match["bucket"])), {})[_kind(match["kind"])] = key
+    for match, key in _mine(folder.tensors, _BUCKET, place):
+        keys.setdefault((int(match["buffer"]), int(match["bucket"])), {})[_kind(match["kind"])] = key
     shapes = {number: folder.tensors[of_kind[MAIN]].shape for number, of_kind in keys.items() if MAIN in of_kind}
     expected = {
         (buffer, bucket): (numel,) for buffer, row in enumerate(place.numels) for bucket, numel in enumerate(row)

@@ -161,12 +161,9 @@ def _records(
             if names:
                 yield GroupRecord(tuple(names), options_of(group)[0], step)
     else:
-        shared = {key: value for key, value in groups[0].items() if all(_same(each, key, value) for each in groups)}
+        first, *others = [{key: as_number(value) for key, value in group.items()} for group in groups]
+        shared = {key: value for key, value in first.items() if all((key, value) in each.items() for each in others)}
         yield GroupRecord(tuple(shapes), options_of(shared)[0], step)
-
-
-def _same(group: Mapping[str, Any], key: str, value: Any) -> bool:
-    return key in group and bool(as_number(group[key]) == as_number(value))
 
 
 @dataclass(frozen=True, eq=False)
