@@ -73,7 +73,7 @@ class ShardedBuffer:
 
     def param_of(self, in_buffer: Span) -> Tensor:
         """The elements of `param` that belong to a stretch of this rank's shard, 1-D."""
-        return view_of(self.param.detach(), in_buffer)
+        return view_of(self.param.detach(), in_buffer).data  # autograd's views would keep memory that `param` has left
 
     @cached_property
     def reduces(self) -> tuple[tuple[Tensor, Tensor], ...]:

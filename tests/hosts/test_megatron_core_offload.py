@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_distopt.errors import LayoutError, RanksDisagreeError
+from megatron_distopt.layout import Span
 from tests.support.cases import Case
 from tests.support.exact_core import variables
 from tests.support.spawn import outcomes, run_ranks
@@ -62,8 +63,9 @@ def _as_megatron_core_does(optimizer: Any) -> None:
 
 
 def _as_roll_does(optimizer: Any) -> None:
-    """ROLL's offload_states.py copies everything of a kind into one tensor, and gives each a part of it."""
+    """ROLL's offload_states.py copies all of a kind into one tensor, and gives each a part; then the host's buffers."""
     for part in _parts(optimizer):
+        _move_buffers(part)
         mains = [param for group in part.shard_fp32_from_float16_groups for param in group]
         states = [state for state in part.optimizer.state.values() if type(state["exp_avg"]) is Tensor]
         for tensors in (mains, [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]):
@@ -73,14 +75,32 @@ def _as_roll_does(optimizer: Any) -> None:
                 tensor.data, start = part_of.view(tensor.shape), start + tensor.numel()
 
 
+def _move_buffers(part: Any) -> None:
+    """ROLL's offload_states_patch.py: params move with their buffer, gradients are dropped and made anew."""
+    for buffer in part.buffers:
+        buffer.param_data.data = buffer.param_data.data.clone()
+        usual, numel = buffer.grad_data.dtype, buffer.grad_data.numel()
+        buffer.grad_data.data = torch.tensor(1, dtype=usual)
+        buffer.grad_data.data = torch.zeros(numel, dtype=usual)
+        for param, (start, stop, _) in buffer.param_index_map.items():
+            param.data = buffer.param_data[start:stop].view(param.shape)
+            param.main_grad = buffer.grad_data[start:stop].view(param.shape)
+        for bucket in buffer.buckets:
+            elements = slice(bucket.offset, bucket.offset + bucket.grad_data.numel())
+            bucket.param_data.data, bucket.grad_data.data = buffer.param_data[elements], buffer.grad_data[elements]
+
+
 WAYS: tuple[Callable[[Any], object], ...] = (_as_verl_does, _as_nemo_does, _as_megatron_core_does, _as_roll_does)
 #: After each step but the last: a loss that differs tells which. The first again, which moves what the others left.
 MOVES = (*WAYS, *WAYS[::-1])
 
 
 def _storages(optimizer: Any) -> Iterator[torch.UntypedStorage]:
-    """All that is ours: main params of 16-bit params, and moments."""
+    """All that we see of the host's buffers, main params of 16-bit params, and moments."""
     for part in _parts(optimizer):
+        yield from (
+            tensor.untyped_storage() for buffer in part.sharded.buffers for tensor in (buffer.param, buffer.grad)
+        )
         for flat in part.sharded.flat_params:
             if flat.owns_memory:
                 yield flat.main.untyped_storage()
@@ -106,19 +126,23 @@ def _moved_and_back(case: Case) -> None:
 
 
 def _freed(case: Case) -> None:
-    """After verl's way the old memory is free, and what the host publishes of it follows."""
+    """After ROLL's way the old memory is free, and what the host publishes of it follows."""
     from tests.support import gpt
 
     with contextlib.closing(gpt.Training(case)) as training:
         training.step()
         before = [StorageWeakRef(storage) for storage in _storages(training.optimizer)]
-        _as_verl_does(training.optimizer)
+        _as_roll_does(training.optimizer)
         gc.collect()
         assert all(storage.expired() for storage in before)
         published = [getattr(param, "main_param", None) for _, param in training.named_params()]
         mains = [main.untyped_storage().data_ptr() for main in published if main is not None]
         assert bool(mains) == (case.precision == "bf16")
         assert set(mains) <= {storage.data_ptr() for storage in _storages(training.optimizer)}
+        if case.precision == "fp32":  # as the host's own `buffer.offload_to_cpu()`: what a save reads is not there
+            _parts(training.optimizer)[0].buffers[0].param_data.untyped_storage().resize_(0)
+            with pytest.raises(LayoutError, match="a main param has no values"):
+                training.optimizer.save("unused")
 
 
 def _refused_meanwhile(rank: int, folder: Path) -> None:
@@ -154,12 +178,21 @@ def _empty_a_moment(part: Any) -> None:
     next(iter(part.optimizer.state.values()))["exp_avg"] = torch.empty(0)
 
 
-def _replace_grads(part: Any) -> None:
-    """ROLL's offload_states_patch.py assigns to `data` of the host's buffers."""
+def _drop_grads(part: Any) -> None:
+    """ROLL, before it loads them again."""
+    part.buffers[0].grad_data.data = torch.tensor(1.0)
+
+
+def _move_grads_alone(part: Any) -> None:
+    """What params and buckets have is in the memory before."""
     part.buffers[0].grad_data.data = torch.zeros_like(part.buffers[0].grad_data)
 
 
-CHANGES: dict[Callable[[Any], None], str] = {_empty_a_moment: "exp_avg", _replace_grads: "grad buffer"}
+CHANGES: dict[Callable[[Any], None], str] = {
+    _empty_a_moment: "exp_avg",
+    _drop_grads: "grad buffer was emptied",
+    _move_grads_alone: "grad buffer was given other memory.* bucket 0",
+}
 
 
 def _refused_elsewhere() -> None:
@@ -167,6 +200,7 @@ def _refused_elsewhere() -> None:
     from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 
     flat = SimpleNamespace(main=torch.zeros(2), model=torch.zeros(2, device="meta"), owns_memory=True, on_host=None)
+    flat.plan = SimpleNamespace(in_buffer=Span(0, 2))
     sharded = SimpleNamespace(flat_params=[flat], inner=torch.optim.SGD([flat.main]))
     with pytest.raises(LayoutError, match=r"is on cpu.* on meta.*restore_from_cpu\(\)"):
         OffloadedState(cast("Any", sharded), []).check_is_back()

@@ -2,13 +2,21 @@
 
 The host's layout is adopted as it is: its own collectives (reduce-scatter in backward, all-gather in forward) go on
 using it.
+
+[Note: buffers that move] Frameworks that generate between steps give a buffer other memory (`buffer.param_data.data =
+...`) and cut params, gradients and buckets from it anew, as ROLL does. What flat params show has to follow at once:
+views of the old memory would keep it, and the next step would read gradients that are no more. So the two tensors of a
+buffer become a `FollowedBuffer`, which takes its views along.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer
@@ -53,30 +61,97 @@ def layout_of(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
     return adopt(slots, spans, num_shards=num_shards, numel_unpadded=numel_unpadded)
 
 
-def check_params_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
-    """Refuses params that have left their place in a buffer of the host; see [Note: params that have left].
+class FollowedBuffer(Tensor):
+    """A param or grad buffer of the host, 1-D, whose views go where it goes; see [Note: buffers that move]."""
 
-    The host's own optimizer goes on updating the buffer, and such a param would never change again.
+    _views: Sequence[tuple[Tensor, slice]]  # each with the elements that it shows
+    _moved: Callable[[], None]
+    is_back = True  # whether it has the elements that it had
+    has_moved = False
+
+    # What is computed with it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, buffer: Tensor, views: Sequence[tuple[Tensor, slice]], moved: Callable[[], None]) -> FollowedBuffer:
+        """The same memory; `moved` is called when it has got another one."""
+        made: FollowedBuffer = Tensor._make_subclass(cls, buffer.detach())
+        made._views, made._moved = views, moved
+        return made
+
+    @property
+    def data(self) -> Tensor:
+        """The buffer; while others have something else there, as a number for an emptied one, its views are empty."""
+        buffer: Tensor = _torchs_data.__get__(self)
+        return buffer.as_subclass(Tensor)
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        usual, numel = self._views[0][0].dtype, self._views[0][1].stop
+        self.is_back, self.has_moved = new.shape == (numel,) and new.dtype == usual, True
+        _torchs_data.__set__(self, new)
+        for view, elements in self._views:
+            view.data = new[elements] if self.is_back else torch.empty(0, dtype=usual, device=new.device)
+        self._moved()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return deepcopy(self.data, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Tensor.__reduce_ex__(self.data, protocol)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+_torchs_data: Any = Tensor.data
+
+
+def follow_buffers(
+    buffers: Sequence[Any], adopted: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], chunks: Iterable[Any]
+) -> None:
+    """Makes flat params follow the buffers of the host that they are in."""
+
+    def forget_shards() -> None:
+        """The host keeps views of what it sends."""
+        for group in (each for chunk in chunks for each in chunk.bucket_groups + chunk.expert_parallel_bucket_groups):
+            for name in ("cached_param_buffer_shard_list", "cached_grad_buffer_shard_list"):
+                if hasattr(group, name):  # from 0.12 on
+                    setattr(group, name, [None] * len(group.buckets))
+
+    for buffer, ours in zip(buffers, adopted, strict=True):
+        address = ours.param.data_ptr()
+        members = [flat for flat in flat_params if flat.model.untyped_storage().data_ptr() == address]
+        for name, whole, views in (
+            ("param_data", ours.param, [flat.model for flat in members]),
+            ("grad_data", ours.grad, [flat.grad for flat in members]),
+        ):
+            spans = [flat.plan.in_buffer.as_slice() for flat in members]
+            shown = [(whole, slice(0, whole.numel())), *zip(views, spans, strict=True)]
+            setattr(buffer, name, FollowedBuffer.of(whole, shown, forget_shards))
+
+
+def check_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
+    """Refuses params and buckets that are not in their place in a buffer of the host, and a buffer that is not there.
+
+    The host's own optimizer goes on updating the buffer, and such a param would never change again; see
+    [Note: params that have left]. Of a grad buffer that has moved the gradients of params are looked at as well, unless
+    the host has given them memory of their own.
     """
     start_of = {param: start for param, (start, _, _) in buffer.param_index_map.items()}
-    first, nbytes = buffer.param_data.data_ptr(), buffer.param_data.element_size()
-    for name, param in named.items():
-        if param in start_of and param.data_ptr() != first + start_of[param] * nbytes:
-            found = f"The param {name!r} was given other memory (param.data = ..., or a conversion)"
-            remedy = "Write param.data.copy_(...), or change the model before it is wrapped"
-            raise LayoutError(f"{found}, and must stay in the host's param buffer. {remedy}.")
-
-
-def check_buffers_stay(adopted: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam]) -> None:
-    """Refuses buffers of the host that were given other memory (`buffer.grad_data.data = ...`).
-
-    Flat params are views of the memory before: gradients would not reach them, nor their updates the model.
-    """
-    for kind, buffers, views in (
-        ("param", [buffer.param for buffer in adopted], [flat.model for flat in flat_params]),
-        ("grad", [buffer.grad for buffer in adopted], [flat.grad for flat in flat_params]),
-    ):
-        live = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-        if any(view.untyped_storage().data_ptr() not in live for view in views):
-            remedy = "Free and fill it with storage().resize_(...), as the host's offload_grad_buffers() does"
-            raise LayoutError(f"A {kind} buffer was given other memory (buffer.data = ...). {remedy}.")
+    own = {param for each in buffer.buckets for param in getattr(each, "params_with_extra_main_grads", ())}
+    for kind, whole in (("param", buffer.param_data), ("grad", buffer.grad_data)):
+        if not whole.is_back:
+            raise LayoutError(
+                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). Load it again before that."
+            )
+        first, nbytes = whole.data_ptr(), whole.element_size()
+        for number, bucket in enumerate(buffer.buckets):
+            if getattr(bucket, f"{kind}_data").data_ptr() != first + bucket.offset * nbytes:
+                found = f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket {number} was not"
+                raise LayoutError(f"{found}. Cut bucket.{kind}_data, params and main_grads from it anew.")
+        for name, param in named.items() if kind == "param" or whole.has_moved else ():
+            tensor = param if kind == "param" else getattr(param, "main_grad", None)
+            is_ours = param in start_of and (kind == "param" or param not in own)
+            if is_ours and (tensor is None or tensor.data_ptr() != first + start_of[param] * nbytes):
+                where = "param.data" if kind == "param" else "param.main_grad"
+                found = f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion)"
+                remedy = f"Write {where}.copy_(...), or change the model before it is wrapped"
+                raise LayoutError(f"{found}, and must stay in the host's {kind} buffer. {remedy}.")

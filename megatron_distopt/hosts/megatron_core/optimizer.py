@@ -40,8 +40,8 @@ from megatron_distopt.hosts.inner_optimizers import (
 )
 from megatron_distopt.hosts.megatron_core.buffers import (
     adopt_buffer,
-    check_buffers_stay,
-    check_params_are_in,
+    check_are_in,
+    follow_buffers,
     groups_by_name,
 )
 from megatron_distopt.hosts.megatron_core.checkpoint import HEAD, CheckpointCalls, check_head, head_of, load_head
@@ -90,6 +90,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         # A param that was frozen after it was wrapped keeps its place in the buffer and is left as it is.
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self.sharded = self._build(names, optimizer, merged)
+        follow_buffers(self.buffers, self.sharded.buffers, self.sharded.flat_params, self.model_chunks)
         MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
         self.prepared: PreparedStep | None = None
         self.is_started = False
@@ -152,9 +153,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         """Refuses params that left the host's buffers, groups with other params, and state that is not there."""
         self._members.check()
         self.offloaded.check_is_back()
-        check_buffers_stay(self.sharded.buffers, self.sharded.flat_params)
         for buffer in self.buffers:
-            check_params_are_in(buffer, self.named)
+            check_are_in(buffer, self.named)
         self.written.check()
 
     @property

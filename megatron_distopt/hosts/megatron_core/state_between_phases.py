@@ -78,6 +78,14 @@ def _on_device(sharded: ShardedOptimizer) -> list[FlatParam]:
     return [flat for flat in sharded.flat_params if flat.on_host is None]
 
 
+def _is_emptied(tensor: Tensor, numel: int) -> bool:
+    """Whether something of a flat param of `numel` elements has no values; fp32 main params are in a host's buffers."""
+    if isinstance(tensor, LowPrecisionTensor):
+        tensor = tensor.stored.parts[0]
+    is_freed = tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
+    return tensor.is_meta or is_freed or (tensor.numel() == 0 and numel > 0)
+
+
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -121,8 +129,11 @@ class OffloadedState:
 
     def check_is_there(self) -> None:
         """Refuses state that other code has emptied: a save and a load need its values, wherever they are."""
-        for flat, state, name in self._entries(self._sharded.flat_params):
-            if (state[name].numel() == 0 and flat.main.numel() > 0) or state[name].is_meta:
+        flat_params = self._sharded.flat_params
+        mains = [(flat, "a main param", flat.main) for flat in flat_params if type(flat.main) is not LowPrecisionTensor]
+        entries = [(flat, name, state[name]) for flat, state, name in self._entries(flat_params)]
+        for flat, name, tensor in (*mains, *entries):
+            if _is_emptied(tensor, flat.plan.in_buffer.numel):
                 raise LayoutError(
                     f"Optimizer state was emptied: {name} has no values. Call what your framework has to load it "
                     "again first."
