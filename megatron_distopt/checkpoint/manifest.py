@@ -281,16 +281,13 @@ def _check_chunks(key: str, record: TensorRecord, files: Sequence[FileRecord]) -
 
 
 def metadata_of(manifest: Manifest) -> bytes:
-    """The content of `.metadata`, for torch's own reader; empty where this torch has no distributed checkpoints.
+    """The content of `.metadata`, for torch's own reader.
 
     torch's modules take seconds to import, so only a save imports them.
     """
-    try:
-        dcp = import_module("torch.distributed.checkpoint.metadata")
-        place = import_module("torch.distributed.checkpoint.filesystem")._StorageInfo
-        meta = dcp.StorageMeta(save_id=manifest.save_id)
-    except (ImportError, AttributeError):  # torch before 2.3 has no reader for it either
-        return b""
+    dcp = import_module("torch.distributed.checkpoint.metadata")
+    place = import_module("torch.distributed.checkpoint.filesystem")._StorageInfo
+    meta = dcp.StorageMeta(save_id=manifest.save_id)
     tensors, storage = {}, {}
     for key, record in manifest.tensors.items():
         chunks = []

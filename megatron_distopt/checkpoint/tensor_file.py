@@ -107,8 +107,7 @@ class TensorWriter:
         large, self._large = self._large, None
         if large is None:
             return
-        has_checksums = getattr(torch.serialization, "get_crc32_options", lambda: True)  # before 2.6 it always has
-        if following[:4] == _DESCRIPTOR and has_checksums():
+        if following[:4] == _DESCRIPTOR and torch.serialization.get_crc32_options():
             self._crc32 = joined(self._crc32, int.from_bytes(following[4:8], "little"), len(large))
         else:
             self._crc32 = zlib.crc32(large, self._crc32)

@@ -68,7 +68,7 @@ _METADATA = frozenset(
         "pathlib.PosixPath",
     )
 )
-_REMEDY = "Give a file that the training wrote, unchanged."
+_REMEDY = "Give a file that the training wrote, unchanged, or start from the weights with --no-load-optim."
 
 
 class Inert:

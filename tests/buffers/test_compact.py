@@ -88,7 +88,7 @@ def _runs(layout: BufferLayout, rank: int, params: Params) -> tuple[FlatParamPla
 
 @settings(max_examples=40, deadline=None)
 @given(MODELS, SHARDS, BUCKETS, ALIGNMENTS, DTYPES)
-def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_once(
+def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_once_and_publish_all_changes(
     model: list[tuple[tuple[int, ...], bool]], shards: int, bucket: int | None, alignment: int, dtype: torch.dtype
 ) -> None:
     shapes = {f"param{index}": shape for index, (shape, _) in enumerate(model)}
@@ -113,17 +113,6 @@ def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_onc
     expected = Counter(float(value) for param in params.values() for value in param.detach().flatten())
     assert held == expected
     assert set(expected.values()) == {1} or dtype is not torch.float32  # 16 bits cannot tell 2,744 values apart
-
-
-@settings(max_examples=40, deadline=None)
-@given(MODELS, SHARDS, BUCKETS, ALIGNMENTS, DTYPES)
-def test_publish_when_every_rank_changed_its_own_part_then_all_params_have_all_changes(
-    model: list[tuple[tuple[int, ...], bool]], shards: int, bucket: int | None, alignment: int, dtype: torch.dtype
-) -> None:
-    shapes = {f"param{index}": shape for index, (shape, _) in enumerate(model)}
-    layout = _layout(shapes, shards, bucket_size=bucket, alignment_numel=alignment)
-    params = _minority(model, dtype)
-    buffers = _packed(params, layout)
     _all_gathered(buffers)
     for buffer in buffers:
         buffer.publish()

@@ -78,8 +78,8 @@ NO_VECTORS = f"no param group with {VECTORS} | has {DECAYED}. | {OTHER_MODEL}"
 #: What a refusal names, between bars; two texts where the ranks differ. `_bad_files` and the like make what is given.
 REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
     "file": {
-        "truncated": SAME_PARALLEL,
-        "pickle": f"posix.mkdir | {SAME_PARALLEL}",
+        "truncated": "is damaged | --no-load-optim",
+        "pickle": "posix.mkdir | --no-load-optim",
         "missing": "bad missing.distopt/manifest.json | bad missing.pt | --no-load-optim",
         "chunk": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
         "short": f"exp_avg of [7743] | {CHUNK}",
@@ -769,7 +769,7 @@ def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(
     folder = gathered.folder / "tp2 dp2" / LOADED
     first, second, third, fourth = gathered.of_world("slice")
     file = folder / "mp_rank_01/nowhere.pt"
-    _check_refused(second, f"optimizer file {file}:  | No such file or directory | {SAME_PARALLEL}")
+    _check_refused(second, f"File {file} | No such file or directory | --no-load-optim")
     assert fourth == second
     for refused in (first, third):
         _check_told(refused, second, size=4)

@@ -24,26 +24,6 @@ LAYOUTS = st.builds(
 )
 
 
-@pytest.mark.parametrize(
-    ("numels", "num_shards", "owned"),
-    [
-        pytest.param([3, 4], 2, [[("p0", 0, 3), ("p1", 0, 1)], [("p1", 1, 4)]], id="a param cut in two"),
-        pytest.param([8], 4, [[("p0", i, i + 2)] for i in (0, 2, 4, 6)], id="a param cut by every shard"),
-        pytest.param([1, 1, 1, 1], 2, [[("p0", 0, 1), ("p1", 0, 1)], [("p2", 0, 1), ("p3", 0, 1)]], id="none is cut"),
-        pytest.param([1], 3, [[("p0", 0, 1)], [], []], id="ranks that own nothing"),
-        pytest.param([2, 1], 1, [[("p0", 0, 2), ("p1", 0, 1)]], id="one rank owns everything"),
-    ],
-)
-def test_owned_shards_when_given_an_example_then_each_rank_owns_these(
-    numels: list[int], num_shards: int, owned: list[list[tuple[str, int, int]]]
-) -> None:
-    params = [ParamSpec(f"p{index}", numel) for index, numel in enumerate(numels)]
-    layout = lay_out(params, num_shards=num_shards, alignment_numel=1)
-    for rank, expected in enumerate(owned):
-        found = [(shard.name, shard.in_param.start, shard.in_param.stop) for shard in owned_shards(layout, rank)]
-        assert found == expected
-
-
 def test_owned_shards_when_the_rank_is_none_of_the_group_then_refused() -> None:
     layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2)
     for rank in (-1, 2):

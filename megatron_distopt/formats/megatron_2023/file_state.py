@@ -289,12 +289,6 @@ class Slices:
         """Updates so far."""
         return max((record.step for record in self.source.head.groups if record.step is not None), default=None)
 
-    @property
-    def is_16_bit(self) -> bool:
-        """Whether the fork keeps main params apart from the model's."""
-        is_asked_for = self.file.option("fp16") or self.file.option("bf16")
-        return bool(is_asked_for) or any(self.file.params[number].has_main for number in self.trained)
-
     @torch.no_grad()
     def read(self, kind: str, number: int) -> Tensor:
         """This file's part of a tensor, contiguous, in the param's shape; zeros where nothing was kept."""

@@ -179,8 +179,8 @@ def write_plain(slices: Slices, folder: Path) -> None:
         ],
     }
     entry = inner
-    if slices.is_16_bit:
-        has_main = {number for number in numbers if slices.file.params[number].has_main}
+    has_main = {number for number in numbers if slices.file.params[number].has_main}
+    if has_main or slices.file.option("fp16") or slices.file.option("bf16"):
         of_groups = [[mains[number] for number in group.members if number in has_main] for group in slices.groups]
         entry = {"optimizer": inner, **slices.grad_scaler(), _MAINS: of_groups}
     save_whole(

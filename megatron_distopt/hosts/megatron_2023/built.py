@@ -161,16 +161,13 @@ class BuiltOptimizer(HostDistributedOptimizer):
         phase = phases(args, timers)
         with phase("layernorm-grads-all-reduce"):
             self.allreduce_layernorm_grads(args)
-            if self._must_add_up_key_values(args):
+            # One child has multi-query attention; its method relies on its callers to ask whether it is to be called.
+            is_multi_query = getattr(args, "attention_head_type", None) == "multiquery"
+            is_partial = getattr(args, "sequence_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
+            if is_multi_query and is_partial and hasattr(self, "allreduce_key_value_grads"):
                 self.allreduce_key_value_grads(args)
         with phase("embedding-grads-all-reduce"):
             self.allreduce_embedding_grads(args)
-
-    def _must_add_up_key_values(self, args: Any) -> bool:
-        """One child has multi-query attention; its method relies on its callers to ask whether it is to be called."""
-        is_multi_query = getattr(args, "attention_head_type", None) == "multiquery"
-        is_partial = getattr(args, "sequence_parallel", False) and mpu.get_tensor_model_parallel_world_size() > 1
-        return is_multi_query and is_partial and hasattr(self, "allreduce_key_value_grads")
 
     def finish_param_gather(self) -> None:
         """With --distopt-overlap-param-gather: until all params are there.

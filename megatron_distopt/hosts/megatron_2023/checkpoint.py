@@ -19,6 +19,7 @@ from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of, remove_checkpoint
 from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.plain import is_plain
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.fork_files import (
@@ -34,7 +35,6 @@ from megatron_distopt.hosts.megatron_2023.fork_files import (
     open_rank_state,
     rank_state_dict,
     save_gathered,
-    saved_step,
 )
 from megatron_distopt.hosts.megatron_2023.forks import has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import expert_place, is_expert
@@ -89,7 +89,7 @@ class ForkCheckpoints(BuiltOptimizer):
             if not is_of_other_kind(self, state_dict):
                 load_groups(self.param_groups, state_dict["optimizer"]["param_groups"])
             load_loss_scale(self, state_dict)
-            self._head_step = saved_step(state_dict["optimizer"]["param_groups"])
+            self._head_step = the_step(state_dict["optimizer"]["param_groups"], "the checkpoint")
             return
 
         def opened() -> RankState:

@@ -23,6 +23,7 @@ from megatron_distopt.checkpoint import WholeModel
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
 from megatron_distopt.errors import CheckpointError
+from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.file_state import described, identity
 from megatron_distopt.formats.megatron_2023.gathered import GatheredFile, gathered_state, moments_in_file
 from megatron_distopt.formats.megatron_2023.per_rank import (
@@ -138,14 +139,6 @@ def load_loss_scale(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None
         _log.warning("the checkpoint has no loss scale; it starts from the initial one")
     elif scaler is None and saved:
         _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
-
-
-def saved_step(groups: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str, Any]] = ()) -> int | None:
-    """The update count of a saved optimizer, wherever its class kept it; None where it was lost.
-
-    apex leaves it out in groups that had no param on the rank that wrote them.
-    """
-    return max((int(holder["step"]) for holder in [*groups, *states] if "step" in holder), default=None)
 
 
 def check_update_count(optimizer: BuiltOptimizer, step: int | None) -> int | None:
@@ -324,14 +317,14 @@ def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: 
     owned = {name: shard.in_param for name, (_, shard) in shards_of(optimizer.sharded).items()}
     is_same = {name: shard.in_param for name, shard in shards.items()} == owned
     has_begun = any(shard.tensors.keys() - {MAIN} for shard in shards.values())
-    step = saved_step(saved_groups)
+    step = the_step(saved_groups, "the checkpoint")
     checked = check_update_count(optimizer, step) if step is not None or has_begun else 0
     return RankState(dict(enumerate(saved_groups)), shards, checked, is_same)
 
 
 def _step_in(optimizer: BuiltOptimizer, state: OptimizerEntry) -> int | None:
     """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag says more."""
-    step = saved_step(state.groups, list(state.inner["state"].values()))
+    step = the_step([*state.groups, *state.inner["state"].values()], "the checkpoint")
     is_known = step is not None or optimizer.sharded.config.resume_step is not None
     return check_update_count(optimizer, step) if is_known or state.has_begun else 0
 
