@@ -43,6 +43,7 @@ class FlatParamKey:
 
     group: int  # index of the param group
     excluded_from_norm: bool  # whether another rank has them, too, and adds them to the gradient statistics
+    param: str = ""  # name of its only param, where each param has a main param of its own
 
 
 @dataclass(eq=False)
@@ -145,7 +146,10 @@ def build_flat_params(
         plans = plan_flat_params(owned_shards(buffer.layout, buffer.rank), keys.get)
         models = [buffer.param_of(plan.in_buffer) for plan in plans]
         hosts = _on_host(plans, models, buckets)
-        mains = models if buffer.param.dtype == torch.float32 else _mains_by_place(models, hosts, precision)
+        are_apart = any(plan.key.param for plan in plans)
+        mains = models
+        if buffer.param.dtype != torch.float32:
+            mains = _mains_by_place(models, hosts, precision, are_apart=are_apart)
         grads = [view_of(buffer.grad, plan.in_buffer) for plan in plans]
         flat_params += [FlatParam(*parts) for parts in zip(plans, mains, models, grads, hosts, strict=True)]
     return tuple(flat_params)
@@ -171,13 +175,16 @@ def _on_host(
     return hosts
 
 
-def _mains_by_place(models: Sequence[Tensor], hosts: Sequence[OnHost | None], precision: Precision) -> list[Tensor]:
+def _mains_by_place(
+    models: Sequence[Tensor], hosts: Sequence[OnHost | None], precision: Precision, *, are_apart: bool
+) -> list[Tensor]:
     """Main params that begin as their model params: on the host in fp32, on the device in the form of `precision`."""
     here = [model for model, host in zip(models, hosts, strict=True) if host is None]
     is_full = precision.main_params_dtype == FULL.main_params_dtype
-    on_device = iter(_copy_flat(here, here) if is_full else map(precision.main, here))
+    copies = _copy_apart if are_apart else _copy_flat
+    on_device = iter(copies(here, here) if is_full else map(precision.main, here))
     there = [host.model for host in hosts if host is not None]
-    on_host = iter(_copy_flat(there, there))
+    on_host = iter(copies(there, there))
     return [next(on_device if host is None else on_host) for host in hosts]
 
 
@@ -221,6 +228,11 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tens
     copies = [flat[span.as_slice()].detach() for span in spans]
     torch._foreach_copy_(copies, list(tensors))
     return copies
+
+
+def _copy_apart(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:
+    """fp32 copies, each in memory of its own: who frees one of them keeps the others."""
+    return [tensor.to(torch.float32, copy=True) for tensor in tensors]
 
 
 def _phase(tensor: Tensor) -> int:

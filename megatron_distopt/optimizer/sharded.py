@@ -81,6 +81,8 @@ class StepPlan:
     # whether the CPU reads the non-finite check one step later, where possible, see [Note: deferred check] in
     # deferred.py. None: yes, if the device is not the CPU.
     deferred_check: bool | None = None
+    # whether every param shard is a flat param, as where a host's users look for one main param a model param
+    are_apart: bool = False
 
 
 class ShardedOptimizer:
@@ -243,7 +245,9 @@ def _flatten(
     group_of = {name: index for index, group in enumerate(groups) for name in group.names}
 
     def key_of(name: str) -> FlatParamKey | None:
-        return FlatParamKey(group_of[name], plan.excluded_from_norm(name)) if name in group_of else None
+        if name not in group_of:
+            return None
+        return FlatParamKey(group_of[name], plan.excluded_from_norm(name), name if plan.are_apart else "")
 
     layouts = [(buffer.layout, buffer.param.dtype) for buffer in buffers]
     on_host = buckets_on_host(layouts, plan.config.offload_fraction, plan.loss_scale.scale.device)

@@ -2,6 +2,13 @@
 
 Both are subclasses of the host's, because the host's training loop asks `isinstance`, and do not run the host's
 constructor, which allocates on CUDA by name.
+
+[Note: aligned lists] Frameworks take the host's own optimizer apart: they save and swap `optimizer.state` by main
+param, clip gradients of some params, move main params away, write them into the model. All of it rests on one main
+param a model param, the same object in `optimizer.param_groups`, as a key of `optimizer.state`, in the host's lists
+and in `param.main_param`. So a flat param is one param shard here, and those are what the inner optimizer updates:
+there is no second view that could differ. Methods of the host's that go by these lists work as they are.
+tests/hosts/test_megatron_core_aligned.py.
 """
 
 from __future__ import annotations
@@ -48,11 +55,12 @@ from megatron_distopt.hosts.megatron_core.checkpoint import HEAD, CheckpointCall
 from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
-from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState, main_params_of
+from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.hosts.megatron_core.step import grads_of_group, groups_on_all_ranks, norm_group_of, prepared_of
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
 
@@ -91,15 +99,13 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self.sharded = self._build(names, optimizer, merged)
         follow_buffers(self.buffers, self.sharded.buffers, self.sharded.flat_params, self.model_chunks)
-        MegatronOptimizer.__init__(self, self.sharded.inner, config, init_state_fn)
+        # The host has none on a rank that trains nothing.
+        MegatronOptimizer.__init__(self, None if self.is_stub_optimizer else self.sharded.inner, config, init_state_fn)
         self.prepared: PreparedStep | None = None
         self.is_started = False
         self.norm_groups: tuple[str, ...] = ()
-        published = _publish_main_params(self.sharded, self.named)
-        main_params = main_params_of(self.sharded, published)
-        #: By the name under which frameworks look for what they offload, see state_between_phases.py.
-        self.shard_fp32_from_float16_groups = [[main] for main in main_params]
-        self.offloaded = OffloadedState(self.sharded, main_params)
+        self._publish()
+        self.offloaded = OffloadedState(self.sharded)
         self._members = GroupMembers(self.sharded.inner)
         self.written = RemainderWatch(self.sharded, self.named)
 
@@ -122,9 +128,48 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             config=config,
             loss_scale=loss_scale_of(self.grad_scaler, device),
             stats_group=lambda: self.stats_group,
+            are_apart=True,
             excluded_from_norm=lambda name: self.is_duplicate(name) or norm_group_of(self.named[name]) is not None,
         )
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
+
+    def _publish(self) -> None:
+        """Shows frameworks what they know of the host's own optimizer; see [Note: aligned lists]."""
+        trained = frozenset(self.named.values())
+        self.gbuf_ranges: list[Any] = [self._build_gbuf_range_map(buffer) for buffer in self.buffers]
+        for buckets in chain.from_iterable(of_buffer.values() for of_buffer in self.gbuf_ranges):
+            for bucket in buckets:
+                owned = bucket["param_map"].items()
+                bucket["param_map"] = {param: where for param, where in owned if param in trained}
+        self.model_param_gbuf_map = self._build_model_param_gbuf_map(self.gbuf_ranges)
+        for param in trained:
+            if param.dtype != torch.float32:
+                param.main_param, param.main_param_sharded = None, True
+        groups = self.sharded.inner.param_groups
+        self.opt_group_ranges: list[Any] = [
+            {"params": [], "orig_group": group, "orig_group_idx": group} for group in groups
+        ]
+        self.model_param_group_index_map: dict[Parameter, tuple[int, int]] = {}
+        lists: list[list[list[Any]]] = [[[] for _ in groups] for _ in range(5)]
+        self.model_float16_groups, self.model_fp32_groups, self.shard_float16_groups, *of_shards = lists
+        self.shard_fp32_groups, self.shard_fp32_from_float16_groups = of_shards
+        for flat in self.sharded.flat_params:
+            group, param = flat.plan.key.group, self.named[flat.plan.key.param]
+            in_group = self.opt_group_ranges[group]["params"]
+            self.model_param_group_index_map[param] = group, len(in_group)
+            in_group.append(param)
+            _mark(flat.main, param)
+            if not flat.owns_memory:
+                self.model_fp32_groups[group].append(param)
+                self.shard_fp32_groups[group].append(flat.main)
+                continue
+            _mark(flat.model, param)
+            param.main_param = flat.main
+            self.model_float16_groups[group].append(param)
+            self.shard_float16_groups[group].append(flat.model)
+            # None where the host's own has None as well: main params that are stored in another form than fp32.
+            is_plain = not isinstance(flat.main, LowPrecisionTensor)
+            self.shard_fp32_from_float16_groups[group].append(flat.main if is_plain else None)
 
     def is_duplicate(self, name: str) -> bool:
         """Whether another rank counts the param of that name in its statistics, by the host's own marks and rules."""
@@ -343,21 +388,9 @@ def _is_hosts_offloading(optimizer: Optimizer) -> bool:
     return is_hosts and optimizer.defaults["cpu_optimizer_cls"] in (torch.optim.AdamW, torch.optim.SGD)
 
 
-def _publish_main_params(sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> list[Tensor]:
-    """Sets and returns `param.main_param`: live views, which the host's parameter norm and qk-clip read and write."""
-    published = []
-    for param in named.values():
-        if param.dtype != torch.float32:
-            param.main_param, param.main_param_sharded = None, True  # type: ignore[attr-defined]
-    for flat in sharded.flat_params:
-        # Where a chain of the host's measures our params, its filters exclude those that are shared.
-        flat.main.tensor_model_parallel = True  # type: ignore[attr-defined]
-        flat.main.shared = flat.plan.key.excluded_from_norm  # type: ignore[attr-defined]
-        for shard in flat.plan.shards if flat.owns_memory else ():
-            param, main_param = named[shard.name], flat.cut(flat.main, shard)
-            copy_tensor_model_parallel_attributes(main_param, param)
-            if hasattr(param, "shared"):
-                main_param.shared = param.shared  # type: ignore[attr-defined]
-            param.main_param = main_param  # type: ignore[attr-defined]
-            published.append(main_param)
-    return published
+def _mark(shard: Tensor, param: Parameter) -> None:
+    """Copies what the host's layers wrote on a param to the part of it that this rank owns."""
+    copy_tensor_model_parallel_attributes(shard, param)
+    for name in ("shared", "allreduce", "grad_norm_group"):
+        if hasattr(param, name):
+            setattr(shard, name, getattr(param, name))

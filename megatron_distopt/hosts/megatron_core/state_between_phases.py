@@ -2,17 +2,14 @@
 
 Frameworks for reinforcement learning need the memory of the device while they generate. megatron-core since 0.15 has
 `offload_to_cpu` and `restore_from_cpu`; verl moves the tensors of `shard_fp32_from_float16_groups` and the moments by
-assigning to their `data` and to the entries of `optimizer.state`. Both end here.
-
-[Note: one allocation] The main params of a grad buffer lie in one allocation, of which the flat params and every
-`param.main_param` are views. It can only be freed as a whole. So it moves as a whole: `MainParams` stands for all of
-it, and whoever assigns to its `data` gives all views of it a new place. fp32 params are their own main params and stay
-in the host's param buffers, which the host and these frameworks offload by themselves.
+assigning to their `data` and to the entries of `optimizer.state`. Both move the same tensors, each of which has memory
+of its own. fp32 params are their own main params and stay in the host's param buffers, which the host and these
+frameworks offload by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,54 +20,6 @@ from megatron_distopt.errors import LayoutError
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
-
-_base_data: Any = Tensor.data
-
-
-class MainParams(Tensor):
-    """All main params of a grad buffer on this rank: fp32 1-D. See [Note: one allocation]."""
-
-    #: 1-D and contiguous, each with the elements that it shows: where a view lies in memory changes with each move.
-    _views: list[tuple[Tensor, slice]]
-
-    # What is computed with it is a plain tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, views: Sequence[Tensor]) -> MainParams:
-        """Stands for the allocation in which all of these lie, which follow it."""
-        numel = views[0].untyped_storage().nbytes() // views[0].element_size()
-        made: MainParams = Tensor._make_subclass(cls, views[0].detach().as_strided((numel,), (1,), 0))
-        made._views = [(view, slice(view.storage_offset(), view.storage_offset() + view.numel())) for view in views]
-        return made
-
-    @property
-    def data(self) -> Tensor:
-        """The allocation; a new one moves there whatever lies in the old one."""
-        allocation: Tensor = _base_data.__get__(self)
-        return allocation.as_subclass(Tensor)
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
-        if new.shape != self.shape or new.dtype != self.dtype:
-            raise LayoutError(
-                f"Main params are {self.dtype} {list(self.shape)} and cannot become {new.dtype} {list(new.shape)}. "
-                "Assign a copy of them on another device."
-            )
-        _base_data.__set__(self, new)
-        for view, elements in self._views:
-            view.data = new[elements]
-
-
-def main_params_of(sharded: ShardedOptimizer, published: Iterable[Tensor]) -> list[MainParams]:
-    """One for each allocation on the device; `published` are views of main params that others hold."""
-    on_host = {_address(flat.main) for flat in sharded.flat_params if flat.on_host is not None}
-    owning = [flat.main for flat in _on_device(sharded) if flat.owns_memory]
-    views: dict[int, list[Tensor]] = {}
-    for view in (*owning, *published):
-        if not isinstance(view, LowPrecisionTensor) and _address(view) not in on_host:
-            views.setdefault(_address(view), []).append(view)
-    return [MainParams.of(members) for members in views.values()]
 
 
 def _on_device(sharded: ShardedOptimizer) -> list[FlatParam]:
@@ -97,8 +46,8 @@ class OffloadedState:
     shows its values follows. What is on the host in every phase (optimizer/offload.py) stays there.
     """
 
-    def __init__(self, sharded: ShardedOptimizer, main_params: Sequence[MainParams]) -> None:
-        self._sharded, self._main_params = sharded, main_params
+    def __init__(self, sharded: ShardedOptimizer) -> None:
+        self._sharded = sharded
         # Where tensors of the state were before they were moved, by main param and name.
         self._homes: dict[tuple[Tensor, str], torch.device] = {}
 
@@ -118,9 +67,9 @@ class OffloadedState:
         self._homes.clear()
 
     def _move_main_params_and_forms(self, device: torch.device) -> None:
-        for main in self._main_params:
-            main.data = main.data.to(device)
         for flat in _on_device(self._sharded):
+            if flat.owns_memory and not isinstance(flat.main, LowPrecisionTensor):
+                flat.main.data = flat.main.data.to(device)
             tensors = (flat.main, *self._sharded.inner.state.get(flat.main, {}).values())
             for stored in [tensor.stored for tensor in tensors if isinstance(tensor, LowPrecisionTensor)]:
                 # A main param in bf16 is the model param itself, which stays.
@@ -128,7 +77,7 @@ class OffloadedState:
                     stored.move(lambda part: part.to(device))
 
     def check_is_there(self) -> None:
-        """Refuses state that other code has emptied: a save and a load need its values, wherever they are."""
+        """Refuses state that other code has emptied or cut: a save and a load need its values, wherever they are."""
         flat_params = self._sharded.flat_params
         mains = [(flat, "a main param", flat.main) for flat in flat_params if type(flat.main) is not LowPrecisionTensor]
         entries = [(flat, name, state[name]) for flat, state, name in self._entries(flat_params)]
@@ -137,6 +86,11 @@ class OffloadedState:
                 raise LayoutError(
                     f"Optimizer state was emptied: {name} has no values. Call what your framework has to load it "
                     "again first."
+                )
+            if tensor is flat.main and (tensor.numel() != flat.plan.in_buffer.numel or tensor.dtype != torch.float32):
+                raise LayoutError(
+                    f"A main param of {flat.plan.in_buffer.numel} elements is {tensor.dtype} {list(tensor.shape)} now, "
+                    "and must stay as it was. Assign a copy of it on another device only."
                 )
 
     def check_is_back(self) -> None:
