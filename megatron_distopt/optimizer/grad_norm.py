@@ -95,12 +95,12 @@ def local_numbers(
     zero = torch.zeros((), dtype=stats_dtype(device), device=device)
     included = [number for number, flat in enumerate(flat_params) if not flat.plan.key.excluded_from_norm]
     duplicated = [number for number, flat in enumerate(flat_params) if flat.plan.key.excluded_from_norm]
-    total = sum((sums[number] for number in included), zero)
+    total, others = (torch.stack([zero, *(sums[number] for number in of)]).sum() for of in (included, duplicated))
     zeros = zero
     for number in included if count_zeros else ():
         numel = grads[number].numel() - flat_params[number].plan.padding_numel
         zeros = zeros + (numel - torch.count_nonzero(grads[number]))
-    nonfinite = (~torch.isfinite(total + sum((sums[number] for number in duplicated), zero))).to(zero.dtype)
+    nonfinite = (~torch.isfinite(total + others)).to(zero.dtype)
     stats = torch.stack([total, zeros, nonfinite])
     return stats, (~torch.isfinite(torch.stack(sums))).to(stats.dtype) if sums else stats[:0]
 

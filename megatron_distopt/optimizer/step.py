@@ -264,10 +264,10 @@ def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecisio
 def write_model(optimizer: ShardedOptimizer) -> None:
     """The second half: rounds into this rank's shards of the param buffers, where that was not done by the update."""
     if not rounds_itself(optimizer.inner):
+        written = [flat for flat in optimizer.flat_params if flat.on_host is None and flat.owns_memory]
         with profiled("write model params"):
-            for flat in optimizer.flat_params:
-                if flat.on_host is None:
-                    flat.write_model()
+            if written:
+                torch._foreach_copy_([flat.model for flat in written], [flat.main for flat in written])
 
 
 # --- the variation: see [Note: deferred check] in deferred.py
@@ -279,8 +279,12 @@ def act_on_deferred_notice(optimizers: Sequence[ShardedOptimizer]) -> None:
         optimizers[0].deferred_check.act_on_notice()
 
 
-def finish_deferred_check(optimizers: Sequence[ShardedOptimizer], group: Group) -> None:
+def finish_deferred_check(
+    optimizers: Sequence[ShardedOptimizer], group: Group, when: str = ", in the step before"
+) -> None:
     """Collective: does what the policy says about a last step whose check is open. Waits for its statistics.
+
+    `when` says in an error which step that was.
 
     Raises:
         NonFiniteGradError: on all ranks, where its gradient was not finite and the policy is "raise".
@@ -294,4 +298,4 @@ def finish_deferred_check(optimizers: Sequence[ShardedOptimizer], group: Group) 
     if check is None or policy is NonFinitePolicy.SKIP or check.stats.is_finite:
         return
     raises = policy is NonFinitePolicy.RAISE
-    report_nonfinite(check.nonfinite_flat_params(), group, raises=raises, when=", in the step before")
+    report_nonfinite(check.nonfinite_flat_params(), group, raises=raises, when=when)

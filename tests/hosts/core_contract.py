@@ -23,7 +23,7 @@ from megatron.core.timers import Timers
 from torch import Tensor
 
 import megatron_distopt
-from megatron_distopt.errors import CheckpointError, HostError
+from megatron_distopt.errors import CheckpointError
 from tests.support.cases import Case
 from tests.support.gpt import Training, build_chunks, enter_layout, hosts_own_runs, optimizer_config, parts_of
 
@@ -209,11 +209,19 @@ def steps_in_parts() -> None:
 
 
 def chained_by_a_user() -> None:
-    """The host's own chain would clip gradients that our main params do not have; once installed, the chain is ours."""
-    with trained(FP32.of(clip_grad=0.5), steps=1) as training:
-        training.forward_backward()
-        with pytest.raises(HostError, match=r"Call clip_grad_norm\(.*megatron_distopt\.install\(\)"), hosts_own_runs():
-            ChainedOptimizer(parts_of(training.optimizer)).step()
+    """The host's own chain clips `grad` of our main params as it does of its own; once installed, the chain is ours."""
+    case = FP32.of(clip_grad=0.5)
+
+    def by_the_hosts_chain(training: Training) -> Any:
+        with hosts_own_runs(), training.type_strings():
+            return ChainedOptimizer(parts_of(training.optimizer)).step()
+
+    (loss, step), *others = _drive(case, by_the_hosts_chain)
+    wanted = _drive(case, lambda training: training.optimizer.step())
+    assert (loss, step[0]) == (wanted[0][0], True) and step[1] == pytest.approx(wanted[0][1][1], rel=1e-6)
+    # The host adds squares up in fp32.
+    assert [each[0] for each in others] == pytest.approx([each[0] for each in wanted[1:]], rel=1e-6)
+    with trained(case, steps=1) as training:
         installed = megatron_distopt.install()
         chain = ChainedOptimizer(parts_of(training.optimizer))
         installed.undo()

@@ -8,14 +8,13 @@ param, clip gradients of some params, move main params away, write them into the
 param a model param, the same object in `optimizer.param_groups`, as a key of `optimizer.state`, in the host's lists
 and in `param.main_param`. So a flat param is one param shard here, and those are what the inner optimizer updates:
 there is no second view that could differ. Methods of the host's that go by these lists work as they are.
-tests/hosts/test_megatron_core_aligned.py.
+tests/hosts/core_contract.py.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -56,7 +55,7 @@ from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
-from megatron_distopt.hosts.megatron_core.step import grads_of_group, groups_on_all_ranks, norm_group_of, prepared_of
+from megatron_distopt.hosts.megatron_core.step import groups_on_all_ranks, norm_group_of
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
@@ -209,36 +208,24 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return Group.of(find())
 
     def get_parameters(self) -> list[Tensor]:
-        """The flat main params.
+        """The main params of this rank, 1-D.
 
         Raises:
-            HostError: between `prepare_grads` and the update with clipping. A chain of the host's own clips `grad` of
-                what it gets here, and main params have none.
+            HostError: between `prepare_grads` and the update with clipping, where state is on the host: `grad` of main
+                params there is not set, and is what a caller would clip.
         """
-        if self.prepared is not None and self.config.clip_grad > 0:
+        if self.prepared is not None and self.config.clip_grad > 0 and self.sharded.host_updates is not None:
             raise HostError(
                 "get_parameters() was called between prepare_grads() and the update, to clip grads that main params "
-                "do not have. Call clip_grad_norm(...), or megatron_distopt.install() before optimizers are chained."
+                "on the host do not have. Call clip_grad_norm(...), or leave out --optimizer-cpu-offload."
             )
-        return [flat.main for flat in self.sharded.flat_params]
-
-    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """The main grads that are in the norm, divided by the loss scale, for a chain of the host's."""
-        grads, decision = prepared_of(self).grads, prepared_of(self).decision
-        if decision.divisor != 1.0 and grads:
-            torch._foreach_div_(list(grads), decision.divisor)
-            self.prepared = PreparedStep(grads, replace(decision, divisor=1.0))
-        pairs = zip(self.sharded.flat_params, grads, strict=True)
-        return [grad for flat, grad in pairs if not flat.plan.key.excluded_from_norm]
-
-    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
-        """The same by the name of megatron-core 0.19; of one norm group where it is given."""
-        if grad_norm_group is None:
-            return self.get_main_grads_for_grad_norm()
-        return list(grads_of_group(self, prepared_of(self).grads, grad_norm_group))
+        params: list[Tensor] = super().get_parameters()
+        return params
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
+        for flat in self.sharded.flat_params:
+            flat.main.grad = None
         for param in self.named.values():
             if set_to_none:
                 param.grad = None

@@ -2,8 +2,7 @@
 
 [Note: norm groups] megatron-core 0.19 and later give the heads of multi-token prediction `param.grad_norm_group =
 "mtp"`. Such params are excluded from the norm that all others are clipped by, and are clipped by a norm of their own.
-Here they are measured param shard by param shard, because a flat param may hold others beside them, and the CPU waits
-for their norms; models without groups pay nothing.
+The CPU waits for their norms; models without groups pay nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, Pr
 from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import Notice
+from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.step import (
     StepAction,
     StepDecision,
@@ -83,8 +83,8 @@ class StepCalls(MegatronOptimizer):
         """Collective: the whole step.
 
         Returns:
-            (updated, gradient norm, zeros or None), as the host's. Where the check is deferred "updated" is True, and
-            norm and zeros are 0-D tensors. A step whose norm is above `grad_norm_skip_threshold` is not made.
+            (updated, gradient norm, zeros or None), numbers as the host's. A step whose norm is above
+            `grad_norm_skip_threshold` is not made.
 
         Raises:
             LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they have to be on one.
@@ -96,9 +96,6 @@ class StepCalls(MegatronOptimizer):
         decision = decisions[0]
         if decision.action is StepAction.SKIP:
             return False, None, None
-        zeros = decision.zeros_to_log if config.log_num_zeros_in_grad else None
-        if zeros is not None and self._group_stats:
-            zeros += self._zeros_of_groups()
         if threshold < math.inf and decision.norm > threshold:
             for optimizer in ours:
                 optimizer.sharded.num_skipped += 1
@@ -108,16 +105,27 @@ class StepCalls(MegatronOptimizer):
                 )
             for hook in self.hooks:
                 hook.after(replace(decision, action=StepAction.SKIP))
-            return False, decision.norm, zeros
+            return False, decision.norm, self._zeros_of(decision)
         self._clip_groups(grads, decision, config.clip_grad)
         self._update(grads, decisions)
-        return True, decision.norm_to_log, zeros
+        # Where the check is deferred, the device goes on with the update while the CPU waits for the statistics.
+        finish_deferred_check([optimizer.sharded for optimizer in ours], group, when="")
+        return decision.updated, decision.grad_norm, self._zeros_of(decision) if decision.updated else None
 
     def prepare_grads(self) -> bool:
-        """Collective: measures all gradients and decides; True where the step must be skipped."""
+        """Collective: measures all gradients and decides; True where the step must be skipped.
+
+        Otherwise the main params have their unscaled gradients in `grad`, where they can be changed until the update.
+        """
         grads, decisions = self._measure_and_decide(clip_grad=0.0, needs_norm=True)
         for optimizer, of_one, decision in zip(self.ours(), grads, decisions, strict=True):
             optimizer.prepared = PreparedStep(of_one, decision)
+            if decision.action is not StepAction.SKIP and optimizer.sharded.host_updates is None:
+                if decision.divisor != 1.0 and of_one:
+                    torch._foreach_div_(list(of_one), decision.divisor)
+                optimizer.prepared = PreparedStep(of_one, replace(decision, divisor=1.0))
+                for flat, grad in zip(optimizer.sharded.flat_params, of_one, strict=True):
+                    flat.main.grad = grad
         return decisions[0].action is StepAction.SKIP
 
     def _measure_and_decide(
@@ -146,12 +154,23 @@ class StepCalls(MegatronOptimizer):
         return grads, decisions
 
     def get_grad_norm(self) -> float:
-        """Of the averaged, unscaled gradient; after `prepare_grads`."""
+        """Of the averaged, unscaled gradient; after `prepare_grads`.
+
+        Where other code has put a function of its own in the place of `get_parameters`, of those params alone.
+        """
+        if any("get_parameters" in vars(optimizer) for optimizer in self.ours()):
+            return float(super().get_grad_norm())
         return prepared_of(self.ours()[0]).decision.norm
 
     def count_zeros(self) -> int:
         """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
         return (prepared_of(self.ours()[0]).decision.stats.num_zeros or 0) + self._zeros_of_groups()
+
+    def _zeros_of(self, decision: StepDecision) -> int | None:
+        """Of the whole gradient; None where the host's config does not count them. May wait for the device."""
+        if not self.ours()[0].config.log_num_zeros_in_grad:
+            return None
+        return (decision.stats.num_zeros or 0) + self._zeros_of_groups()
 
     def _zeros_of_groups(self) -> int:
         return sum(stats.num_zeros for stats in self._group_stats.values())
@@ -181,12 +200,17 @@ class StepCalls(MegatronOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
         prepared = [prepared_of(optimizer) for optimizer in self.ours()]
-        for optimizer in self.ours():
+        grads: list[MainGrads] = [step.grads for step in prepared]
+        for number, optimizer in enumerate(self.ours()):
             optimizer.prepared = None
-        self._update([step.grads for step in prepared], [step.decision for step in prepared])
+            if optimizer.sharded.host_updates is None:
+                grads[number] = [flat.main.grad for flat in optimizer.sharded.flat_params]
+                for flat in optimizer.sharded.flat_params:
+                    flat.main.grad = None
+        self._update(grads, [step.decision for step in prepared])
         return True
 
-    def _update(self, grads: Sequence[Sequence[Tensor]], decisions: Sequence[StepDecision]) -> None:
+    def _update(self, grads: Sequence[MainGrads], decisions: Sequence[StepDecision]) -> None:
         """Collective: updates all, then gathers each chunk once, unless the host overlaps that with forward."""
         ours = self.ours()
         config = ours[0].config
@@ -275,9 +299,9 @@ def _measure_groups(
 def grads_of_group(
     optimizer: OneOptimizer, grads: Sequence[Tensor], name: str, *, with_copies: bool = False
 ) -> Iterator[Tensor]:
-    """The main grads of one norm group on this rank, views of param shards; `with_copies` that another rank counts."""
+    """The main grads of one norm group on this rank; `with_copies` those that another rank counts."""
     for flat, main_grad in zip(optimizer.sharded.flat_params, grads, strict=True):
-        for shard in flat.plan.shards:
-            is_in = norm_group_of(optimizer.named[shard.name]) == name
-            if is_in and (with_copies or not optimizer.is_duplicate(shard.name)):
-                yield flat.cut(main_grad, shard)
+        param = flat.plan.key.param
+        is_in = norm_group_of(optimizer.named[param]) == name
+        if is_in and (with_copies or not optimizer.is_duplicate(param)):
+            yield main_grad
