@@ -41,8 +41,7 @@ def _as_verl_does(optimizer: Any) -> None:
     for part in _parts(optimizer):
         for group in part.shard_fp32_from_float16_groups:
             for param in group:
-                if param is not None:
-                    param.data = param.data.clone()
+                param.data = param.data.clone()
         for state in part.optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 if name in state:

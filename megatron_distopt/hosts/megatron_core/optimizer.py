@@ -59,7 +59,6 @@ from megatron_distopt.hosts.megatron_core.step import groups_on_all_ranks, norm_
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
 
@@ -166,9 +165,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             param.main_param = flat.main
             self.model_float16_groups[group].append(param)
             self.shard_float16_groups[group].append(flat.model)
-            # None where the host's own has None as well: main params that are stored in another form than fp32.
-            is_plain = not isinstance(flat.main, LowPrecisionTensor)
-            self.shard_fp32_from_float16_groups[group].append(flat.main if is_plain else None)
+            self.shard_fp32_from_float16_groups[group].append(flat.main)
 
     def is_duplicate(self, name: str) -> bool:
         """Whether another rank counts the param of that name in its statistics, by the host's own marks and rules."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import LayoutError
+from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Span
 from megatron_distopt.layout.estimate import BLOCK_NUMEL, MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES
 from megatron_distopt.optimizer.low_precision.stored_values import (
@@ -40,6 +40,7 @@ class LowPrecisionTensor(Tensor):
     stored: StoredValues
     _span: Span  # which of the values
     _views: tuple[_Viewing, ...]  # what leads from those to this view, an operator after the other
+    is_model_param = False  # whether the values are the model param itself, which does not move with state
 
     @staticmethod
     def __new__(
@@ -64,6 +65,22 @@ class LowPrecisionTensor(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.values()
+
+    @property
+    def data(self) -> Tensor:
+        """The same values; one that others assign takes what is stored to its device, and its own values with it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if new.shape != self.shape or new.dtype != self.dtype:
+            rule = f"stay {self.dtype} {list(self.shape)}, as it is stored"
+            found = f"{new.dtype} {list(new.shape)}"
+            raise LayoutError(refusal("data of a low-precision tensor", found, rule, "Assign a copy on another device"))
+        if not isinstance(new, LowPrecisionTensor) and not torch.equal(values := self.values(), new.to(values.device)):
+            self._write(new.to(self.stored.device))
+        if not self.is_model_param:
+            self.stored.move(lambda part: part.to(new.device))
 
     def data_ptr(self) -> int:
         raise LayoutError(f"A low-precision tensor has no data_ptr(). {_CLONE}")
@@ -185,7 +202,9 @@ class Precision:
             second = stored_zeros(plain, self.exp_avg_sq_dtype, is_second=True, has_ties=True)
             return LowPrecisionTensor(RemainderValues(model, low, second))
         if self.main_params_dtype == "bfloat16":
-            return LowPrecisionTensor(plain)
+            shown = LowPrecisionTensor(plain)
+            shown.is_model_param = True
+            return shown
         return LowPrecisionTensor(stored_zeros(plain, self.main_params_dtype)).copy_(model)
 
     def first(self, main: Tensor) -> Tensor:
