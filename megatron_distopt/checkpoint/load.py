@@ -24,7 +24,7 @@ from megatron_distopt.checkpoint.load_plan import (
     plan_reads,
 )
 from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kind_of, no_collection, some_of
-from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
+from megatron_distopt.checkpoint.param_groups import not_options
 from megatron_distopt.checkpoint.source import DAMAGED, read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
@@ -38,7 +38,7 @@ from megatron_distopt.checkpoint.whole_model import (
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer.inner import moment_to_fill, part_for, restore, restore_group
+from megatron_distopt.optimizer.inner import counts_in_groups, moment_to_fill, part_for, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
 from megatron_distopt.optimizer.owners.whole_params import owned_params
@@ -207,9 +207,10 @@ def fill_groups(
     for match in matches:
         group = match.optimizer.inner.param_groups[match.number]
         for key, value in match.options.items():
-            if key not in NOT_OPTIONS and (key in group or match.is_same_class):
+            if key not in not_options(match.optimizer) and (key in group or match.is_same_class):
                 group[key] = as_kept(value, group.get(key))
-        restore_group(match.optimizer.inner, group, match.step)
+        if counts_in_groups(match.optimizer.plan.choice, match.optimizer.inner):
+            restore_group(match.optimizer.inner, group, match.step)
     for match, flat, saved in flat_params:
         inner = match.optimizer.inner
         step = saved.step if moments[flat] else None

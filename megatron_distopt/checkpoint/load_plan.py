@@ -24,7 +24,7 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box, Placement
-from megatron_distopt.optimizer.inner import is_torchs, part_for
+from megatron_distopt.optimizer.inner import counts_in_groups, part_for
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -323,7 +323,7 @@ def _check_kinds(
 def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], what: str) -> None:
     """Checks that the inner optimizer can count the updates of each param by itself, where those of a group differ."""
     name_by_step = {step: name for name, step in steps.items() if step is not None}
-    if len(name_by_step) > 1 and not is_torchs(optimizer.inner):
+    if len(name_by_step) > 1 and counts_in_groups(optimizer.plan.choice, optimizer.inner):
         (one, first), (other, second) = sorted(name_by_step.items())[:2]
         raise CheckpointError(
             f"Invalid {what}: {one} of {first!r} and {other} of {second!r}. Must be as many for all params of a group, "

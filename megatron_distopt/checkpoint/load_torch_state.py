@@ -14,11 +14,11 @@ from megatron_distopt.checkpoint.load import as_kept, fill_groups, separate
 from megatron_distopt.checkpoint.load_plan import GroupMatch, Read, SavedState, check_steps, needed_moments
 from megatron_distopt.checkpoint.manifest import Chunk, covering, key_of
 from megatron_distopt.checkpoint.param_groups import (
-    NOT_OPTIONS,
     GroupRecord,
     Scalar,
     check_types,
     check_values,
+    not_options,
     plain_option,
 )
 from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, ShardedValue, TorchParams, is_adam
@@ -78,7 +78,7 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
 
     _check_agreement(exchange_together(check, params.everyone, "load"))
     for current, saved in zip(params.groups, state_dict["param_groups"], strict=True):
-        for key, value in _options(saved).items():
+        for key, value in _options(params, saved).items():
             current[key] = as_kept(value, current.get(key))
     _take_states(params, checked[0])
 
@@ -130,7 +130,7 @@ def _check_form(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
 
 
 def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> None:
-    records = [GroupRecord((), _options(group)) for group in groups]
+    records = [GroupRecord((), _options(params, group)) for group in groups]
     check_values(records, "the state dict")
     for number, (record, current) in enumerate(zip(records, params.groups, strict=True)):
         place = f"of param group {number} in the state dict"
@@ -145,8 +145,9 @@ def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> 
             )
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: plain_option(value) for key, value in group.items() if key not in (*NOT_OPTIONS, "param_names")}
+def _options(params: TorchParams, group: Mapping[str, Any]) -> dict[str, Any]:
+    others = (*not_options(params.share.optimizer), "param_names")
+    return {key: plain_option(value) for key, value in group.items() if key not in others}
 
 
 def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:
@@ -252,7 +253,7 @@ def _to_agree_on(
     params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _GivenState]
 ) -> dict[str, tuple[object, ...]]:
     """What other ranks that own a part of the same param must be given alike: see `_ALIKE`."""
-    options = [repr(sorted(_options(group).items())) for group in state_dict["param_groups"]]
+    options = [repr(sorted(_options(params, group).items())) for group in state_dict["param_groups"]]
     return {
         params.share.placements[name].name: (state.step, sorted(state.values), options[params.number_of[name]])
         for name, state in given.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -196,9 +196,16 @@ def step_of(
     return int(scalars["step"].value) if "step" in scalars else None
 
 
-def options_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def not_options(optimizer: ShardedOptimizer) -> tuple[str, ...]:
+    """`NOT_OPTIONS` of a run: whatever a class that is no Adam of ours counts in its param group is as its options."""
+    return NOT_OPTIONS if optimizer.plan.choice.is_adam else tuple(key for key in NOT_OPTIONS if key != "step")
+
+
+def options_of(
+    group: Mapping[str, Any], others: Collection[str] = NOT_OPTIONS
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The options that a file can keep, and the names of the types of the others."""
-    given = {key: plain_option(value) for key, value in group.items() if key not in NOT_OPTIONS}
+    given = {key: plain_option(value) for key, value in group.items() if key not in others}
     unsaved = {key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)}
     for key, type_name in unsaved.items():
         _log.warning("param group option %r is a %s and is not saved", key, type_name)

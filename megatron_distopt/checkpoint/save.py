@@ -21,6 +21,7 @@ from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_values,
     join_groups,
+    not_options,
     options_of,
     scalars_of,
     step_of,
@@ -102,7 +103,7 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
     """The groups of which this rank owns something, once for each flat param; other ranks add the other groups."""
     optimizer = share.optimizer
     for number, group in enumerate(optimizer.inner.param_groups):
-        options, unsaved = options_of(group)
+        options, unsaved = options_of(group, not_options(optimizer))
         for flat in flat_params_of(optimizer, number):
             names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
             scalars = scalars_of(optimizer, flat)
@@ -111,7 +112,7 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
 
 def _resting_of(share: Share) -> Iterator[GroupRecord]:
     for number, names in share.resting.items():
-        options, unsaved = options_of(share.optimizer.inner.param_groups[number])
+        options, unsaved = options_of(share.optimizer.inner.param_groups[number], not_options(share.optimizer))
         yield GroupRecord(names, options, unsaved=unsaved)
 
 

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from megatron_distopt.checkpoint.load_plan import needed_moments
-from megatron_distopt.checkpoint.param_groups import step_of
+from megatron_distopt.checkpoint.param_groups import not_options, step_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import CheckpointError
@@ -209,7 +209,8 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
     """
     first, groups = 0, []
     for group, names in zip(params.groups, params.names, strict=True):
-        options = {key: value for key, value in group.items() if key not in ("params", STEP)}
+        hidden = {"params", STEP}.intersection(not_options(params.share.optimizer))
+        options = {key: value for key, value in group.items() if key not in hidden}
         groups.append({**options, "params": list(range(first, first + len(names)))})
         first += len(names)
     states = {number: _state_of(params, name) for number, name in enumerate(params.numbered)}
@@ -310,7 +311,7 @@ def _scalars(optimizer: ShardedOptimizer, flat: FlatParam, moments: Mapping[str,
     }
     number = flat.plan.key.group
     step = step_of(optimizer, optimizer.inner.param_groups[number], flat, {})
-    if STEP not in found and (step is not None or (is_adam(optimizer, number) and not moments)):
+    if STEP not in found and is_adam(optimizer, number) and (step is not None or not moments):
         found[STEP] = torch.tensor(float(step or 0))
     return found
 

@@ -23,7 +23,13 @@ from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, Inne
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.owners.given import build_alike, check_new
-from megatron_distopt.optimizer.owners.trial import Candidate, Updates, check_updates, find_updates
+from megatron_distopt.optimizer.owners.trial import (
+    Candidate,
+    Updates,
+    check_updates,
+    counts_in_groups,
+    find_updates,
+)
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams
 
 #: The call with which plain torch gets Muon.
@@ -95,7 +101,7 @@ def _by_updates(candidate: Candidate, config: DistOptConfig, params: TrainedPara
     dims = () if params is None else {len(shape) for shape in params.shapes.values()} or {1, 2}
     updates = find_updates(candidate, dims, config.updates)
     if params is None or updates is Updates.ELEMENTS:
-        return InnerChoice(candidate.name, candidate.build)
+        return InnerChoice(candidate.name, candidate.build, counts_in_groups=counts_in_groups(candidate))
     check_compatible(config, {Feature.WHOLE_PARAMS: candidate.name})
     build = partial(WholeParams, build=candidate.build, params=params)
     return InnerChoice(candidate.name, build, ("it updates whole params, each on one rank",), updates_whole_params=True)

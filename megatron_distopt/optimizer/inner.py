@@ -28,6 +28,22 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
+_MISSING = object()
+
+
+#: What a param group holds beside options.
+_PARAMS = ("params", "param_names")
+
+
+def option_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without its params."""
+    return {key: value for key, value in group.items() if key not in _PARAMS}
+
+
+def changed_options(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a param group that are other objects than before, as they were written since then."""
+    changed = {key: value for key, value in group.items() if value is not before.get(key, _MISSING)}
+    return {key: value for key, value in changed.items() if key not in (*_PARAMS, *IMPLEMENTATION)} if changed else {}
 
 
 class FlatOptimizer(Optimizer):
@@ -107,6 +123,7 @@ class InnerChoice:
     # builds the same for params on the host, with the same form of state; None where there is no such
     on_host: Build | None = None
     updates_whole_params: bool = False  # whether each param is updated whole, by one rank
+    counts_in_groups: bool = False  # whether it is a user's class that has one count of updates for a param group
 
     @property
     def is_adam(self) -> bool:
@@ -285,6 +302,11 @@ def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Ma
         stored = stored_of(tensor)
         if isinstance(stored, RemainderValues) and "exp_avg_sq" in state:
             inner.state[tensor]["exp_avg_sq"] = LowPrecisionTensor(stored.second)
+
+
+def counts_in_groups(choice: InnerChoice, inner: Optimizer) -> bool:
+    """Whether updates are counted once for a param group, as apex does, and not for each param, as torch does."""
+    return choice.counts_in_groups or (choice.is_adam and not is_torchs(inner))
 
 
 def restore_group(inner: Optimizer, group: dict[str, Any], step: int | None) -> None:

@@ -170,12 +170,12 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
 
 
 class Wordy(torch.optim.Optimizer):
-    """Keeps a text, a number of Python's, a list of moments under odd keys, and has a count from the start."""
+    """Keeps a number of Python's and a moment under odd keys, and has a count from the start."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
         for param in (param for group in self.param_groups for param in group["params"]):
-            self.state[param] = {"step": torch.zeros(1), "main": torch.zeros_like(param), "cut": 0, "whole": "a text"}
+            self.state[param] = {"step": torch.zeros(()), "main": torch.zeros_like(param), "cut": 0}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -195,7 +195,7 @@ def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
     for step in range(2):
         _train(model, optimizer, step)
     state = copy.deepcopy(optimizer.full_state_dict())
-    assert {(each["cut"], each["whole"]) for each in state["state"].values()} == {(4, "a text")}
+    assert {each["cut"] for each in state["state"].values()} == {4}
     other_model = Params(default=torch.bfloat16)
     other = distribute(other_model, Wordy(other_model.groups()))
     other_model.load_state_dict(model.state_dict())

@@ -21,7 +21,6 @@ from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.model import ShardedModel
-from megatron_distopt.optimizer.inner import IMPLEMENTATION
 from megatron_distopt.optimizer.step import act_on_deferred_notice
 
 
@@ -172,12 +171,11 @@ class StateCalls(Optimizer):
             self._model.grow_to(manifest.names)
         load_any(Path(folder), self._model.whole(), self._model.everyone)
         self._after_load()
-        for theirs, ours in zip(self.param_groups, self._model.sharded.inner.param_groups, strict=True):
-            theirs.update({key: ours[key] for key in ours if key != "params" and key not in IMPLEMENTATION})
         self._model.gather.gather_now()
         self._model.params.forget()
 
     def _after_load(self) -> None:
+        self._model.params.options.exchange()
         self._consolidated = None
         for step_hook in self._model.hooks:
             step_hook.loaded()

@@ -164,6 +164,7 @@ class ShardedModel:
         for each in sets:
             self.params.add(each.named)
             self.placements |= {name: self._plan.placement(name, param) for name, param in each.named.items()}
+        self.params.learn_groups()
         self.communicator.add(buffers, buffers)
         self.grads.add(buffers, slots)
         self.gather.add({name: param for each in sets for name, param in each.named.items()})

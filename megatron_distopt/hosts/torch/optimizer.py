@@ -122,7 +122,6 @@ class TorchDistributedOptimizer(StateCalls):
         described = raise_together(lambda: self._check_added(group), model.everyone, "add_param_group")
         raise_together(lambda: compare([described], model.data), model.everyone, "add_param_group")
         super().add_param_group(group)
-        model.params.learn_members()
         model.find_waiting()
         added = name_groups([group], model.waiting)[0].names
         model.grow([name for name in added if model.waiting[name].requires_grad and model.waiting[name].numel()])

@@ -9,18 +9,21 @@ element by element.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from numbers import Number
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.between_steps import PlacedParam, check_that_left, data_watch
-from megatron_distopt.optimizer.inner import IMPLEMENTATION
+from megatron_distopt.optimizer.inner import changed_options
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: By param, the watch of the optimizer that updates it.
@@ -61,7 +64,7 @@ class Params:
     """All params that an optimizer updates, as the user's modules have them, and the options of their groups."""
 
     def __init__(
-        self, chunks: Sequence[Module], groups: Sequence[Mapping[str, Any]], sharded: ShardedOptimizer
+        self, chunks: Sequence[Module], groups: Sequence[MutableMapping[str, Any]], sharded: ShardedOptimizer
     ) -> None:
         self._chunks, self._groups, self._sharded = chunks, groups, sharded
         self._params: list[TrainedParam] = []
@@ -69,11 +72,13 @@ class Params:
         self._doubtful: frozenset[str] = frozenset()
         #: Names of those whose values may have changed since `forget`, as `_collect` has found them so far.
         self._changed: frozenset[str] = frozenset()
-        self.learn_members()
+        self.options = GroupOptions(groups, sharded.inner)
+        self._members: list[list[int]] = []
 
-    def learn_members(self) -> None:
-        """Notes that the groups have the right params now."""
-        self._members = [list(map(id, group["params"])) for group in self._groups]
+    def learn_groups(self) -> None:
+        """Notes that groups which are not known yet have the right params and options."""
+        self._members += [list(map(id, group["params"])) for group in self._groups[len(self._members) :]]
+        self.options.learn()
 
     @property
     def _short(self) -> list[TrainedParam]:
@@ -121,8 +126,7 @@ class Params:
                 "The param_groups have other params than they were given. Call optimizer.add_param_group(...) for "
                 "more, and param.requires_grad_(False) for fewer."
             )
-        for ours, theirs in zip(self._sharded.inner.param_groups, self._groups, strict=True):
-            ours.update((key, theirs[key]) for key in theirs if key != "params" and key not in IMPLEMENTATION)
+        self.options.exchange()
         if before_step and self._doubtful:
             changed, self._doubtful = changed | self._doubtful, frozenset()
         if changed:
@@ -195,3 +199,73 @@ class Params:
     def doubt(self) -> None:
         """Has all values compared before the next step: main params were loaded, the model perhaps not."""
         self._doubtful = frozenset(each.name for each in self._short)
+
+
+class GroupOptions:
+    """The options of the user's param groups and of the inner optimizer's, which follow each other."""
+
+    def __init__(self, groups: Sequence[MutableMapping[str, Any]], inner: Optimizer) -> None:
+        self._groups, self._inner = groups, inner
+        #: What both have held last, by group.
+        self._last: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        #: By group and key a checksum of each option of the user's groups, or the option if it can change in place.
+        self._checksums: dict[tuple[int, str], int] = {}
+        self._mutable: dict[tuple[int, str], Any] = {}
+
+    def learn(self) -> None:
+        """Takes the options of further groups for known."""
+        for number in range(len(self._last), len(self._groups)):
+            self._last.append((dict(self._groups[number]), dict(self._inner.param_groups[number])))
+            self._note(number, changed_options(self._groups[number], {}))
+
+    def exchange(self) -> None:
+        """Takes over what the user has written since the last call, and shows the user what the inner optimizer has,
+        which may count there, or a load. Where both have written an option, it is the user's.
+        """
+        for number, (theirs, ours) in enumerate(zip(self._groups, self._inner.param_groups, strict=True)):
+            of_user, of_inner = self._last[number]
+            for key in of_user.keys() - theirs.keys():
+                ours.pop(key, None)
+                self._forget(number, key)
+            ours.update(changed_options(theirs, of_user))
+            theirs.update(changed_options(ours, of_inner))
+            if written := changed_options(theirs, of_user):
+                self._note(number, written)
+            self._last[number] = dict(theirs), dict(ours)
+
+    def _note(self, number: int, written: Mapping[str, Any]) -> None:
+        for key, value in written.items():
+            self._forget(number, key)
+            if value is None or isinstance(value, (Number, str, tuple)):
+                self._checksums[number, key] = _checksum((number, key), value)
+            else:
+                self._mutable[number, key] = value
+
+    def _forget(self, number: int, key: str) -> None:
+        self._checksums.pop((number, key), None)
+        self._mutable.pop((number, key), None)
+
+    def checksum(self, salt: int, modulus: int) -> int:
+        """The same on all ranks that have the same options; others that have the same have not with another salt."""
+        total = sum(self._checksums.values()) + sum(_checksum(*each) for each in self._mutable.items())
+        return zlib.crc32(b"%d %d" % (total, salt)) % modulus
+
+    def described(self) -> dict[str, str]:
+        """All options as texts that ranks can compare."""
+        numbered = [(number, *each) for number, of_group in enumerate(self._groups) for each in of_group.items()]
+        return {f"{key} of param group {number}": _text(value) for number, key, value in numbered if key != "params"}
+
+
+def _checksum(where: tuple[int, str], value: Any) -> int:
+    return zlib.crc32(f"{where} {_text(value)}".encode())
+
+
+def _text(value: Any) -> str:
+    """Says what an option is; of an object only of which kind, as its text may have an address."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text(member)}' for key, member in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if torch.is_tensor(value):
+        return f"tensor {value.tolist()}"
+    return repr(value) if value is None or isinstance(value, (Number, str)) else type(value).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from megatron_distopt.optimizer.step import (
 _MODULUS = 64
 #: Numbers of a census that all ranks sum; the same with those that only ranks with the same params sum. Then follows
 #: for each param whether the rank has a gradient of it.
-_COMMON_NUMEL, HEAD_NUMEL = 5, 7
+_COMMON_NUMEL, HEAD_NUMEL = 6, 10
 
 
 @torch.no_grad()
@@ -61,6 +62,7 @@ def step_model(model: ShardedModel) -> StepDecision:
             grads = model.sharded.leave_out({slot.name for slot, active in slots if not active})
     if is_updated:
         update(model.sharded, grads, decision)
+        model.params.options.exchange()
     for hook in model.hooks:
         hook.after(decision)
     if is_updated:
@@ -118,9 +120,11 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be summed over ranks."""
     grads = model.grads
     number, kept = (2 * grads.num_rounds + is_dropped) % _MODULUS, grads.kept
+    options = model.params.options.checksum(grads.num_rounds, _MODULUS)
     newcomers = len(model.newcomers()) if model.waiting else 0
     begun = 0 if model.module_buffers is None else len(model.module_buffers.begun())
-    numbers = [number, number**2, len(grads.complaints), newcomers, begun, kept, kept**2, *grads.present]
+    alike = kept, kept**2, options, options**2
+    numbers = [number, number**2, len(grads.complaints), newcomers, begun, 0, *alike, *grads.present]
     census = torch.tensor(numbers, dtype=model.sharded.stats_dtype)
     return census.to(model.device, non_blocking=True)
 
@@ -135,6 +139,7 @@ def _notice(model: ShardedModel, census: Tensor) -> Notice:
         flags = census[_COMMON_NUMEL:].clone()
         sum_over(flags, model.data)
         census[_COMMON_NUMEL:] = flags
+        census[_COMMON_NUMEL - 1] = _difference(model, flags[:4])
         common = census[:_COMMON_NUMEL]
     return Notice(common, census[:HEAD_NUMEL], partial(_act_on, model))
 
@@ -145,21 +150,43 @@ def _act_on(model: ShardedModel, head: Sequence[float]) -> None:
     `head` has the sums of the first numbers of the census. Ranks have said the same number where the mean of its
     squares is the square of its mean.
     """
-    rounds, squares, complaints, newcomers, begun, kept, squares_of_kept = map(int, head)
+    rounds, squares, complaints, newcomers, begun, elsewhere, *alike = map(int, head)
     _check_rounds(model, rounds, squares)
-    if model.data.size * squares_of_kept != kept**2:
-        odd, other = _two_that_differ(exchange(model.grads.kept, model.data))
-        raise RanksDisagreeError(
-            f"Gradients were cleared on rank {model.data.global_rank(odd)} otherwise than on rank "
-            f"{model.data.global_rank(other)} after they were summed. Call optimizer.zero_grad() on all ranks, or on "
-            "none."
-        )
+    if elsewhere or _difference(model, alike):
+        raise_together(partial(_check_alike, model), model.everyone, "step")
     if complaints:
         raise_together(model.grads.raise_complaint, model.everyone, "step")
     if begun and model.module_buffers is not None:
         model.module_buffers.learn(model.module_buffers.begun())
     if newcomers:
         model.grow(model.newcomers())
+
+
+def _difference(model: ShardedModel, alike: Any) -> Any:
+    """Above 0 where ranks with the same params differ, from the sums of what they have kept and of their options."""
+    kept, squares_of_kept, options, squares_of_options = alike
+    size = model.data.size
+    return size * squares_of_kept - kept**2 + size * squares_of_options - options**2
+
+
+def _check_alike(model: ShardedModel) -> None:
+    """Collective: raises on all ranks that have the same params where they differ."""
+    kept, said = zip(*exchange((model.grads.kept, model.params.options.described()), model.data), strict=True)
+    if len(set(kept)) > 1:
+        odd, other = map(model.data.global_rank, _two_that_differ(kept))
+        raise RanksDisagreeError(
+            f"Gradients were cleared on rank {odd} otherwise than on rank {other} after they were summed. Call "
+            "optimizer.zero_grad() on all ranks, or on none."
+        )
+    for option in {key: None for of_rank in said for key in of_rank}:
+        values = [of_rank.get(option, "nothing") for of_rank in said]
+        if len(set(values)) > 1:
+            odd, other = _two_that_differ(values)
+            raise RanksDisagreeError(
+                f"The {option} is {values[odd]} on rank {model.data.global_rank(odd)} and {values[other]} on rank "
+                f"{model.data.global_rank(other)}. Set it alike on all ranks, each of which updates a part of the "
+                "model: average what it is computed from, such as a loss, over ranks by torch.distributed.all_reduce."
+            )
 
 
 def announce_drop(model: ShardedModel) -> None:
@@ -172,9 +199,9 @@ def announce_drop(model: ShardedModel) -> None:
     _check_rounds(model, *map(int, census[:2].tolist()), is_dropped=True)
 
 
-def _two_that_differ(said: Sequence[int]) -> tuple[int, int]:
+def _two_that_differ(said: Sequence[Any]) -> tuple[int, int]:
     """Of what ranks said, a rank that said something unusual and one that said the usual; there are both."""
-    usual = max(set(said), key=said.count)
+    usual = max(dict.fromkeys(said), key=said.count)
     return next(rank for rank, each in enumerate(said) if each != usual), said.index(usual)
 
 

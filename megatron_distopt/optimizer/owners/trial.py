@@ -13,6 +13,7 @@ tests/optimizer/test_trial.py runs it on classes of all these kinds.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
 import warnings
@@ -30,8 +31,8 @@ from torch.optim import Optimizer
 
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer.inner import Build
-from megatron_distopt.optimizer.owners.whole_params import OwnedParam, option_values
+from megatron_distopt.optimizer.inner import Build, option_values
+from megatron_distopt.optimizer.owners.whole_params import OwnedParam
 
 
 class Updates(Enum):
@@ -158,6 +159,13 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
     )
 
 
+def counts_in_groups(candidate: Candidate) -> bool:
+    """Whether a class counts its updates in its param groups."""
+    with _undisturbed(candidate.device):
+        start = _random([(3,)], 0, candidate.device)
+        return "step" in _Trial(candidate, candidate.groups[0], _REGIMES[0], start).run(start).options
+
+
 class _Trial:
     """Steps of one class with one kind of options, from the same params every time."""
 
@@ -174,13 +182,19 @@ class _Trial:
 
     def check_elements(self, *, is_told: bool) -> None:
         start = self._start
-        whole = self._run(start)
+        whole = self.run(start)
         _check_state(whole.optimizer, is_cut=True)
+        for key, value in whole.options.items():
+            is_written = repr(value) != repr(self._options.get(key))
+            if is_written and not (value is None or isinstance(value, str) or _is_number(value)):
+                raise _Differs(f"it writes {value!r} as {key!r} into its param group")
+        if repr(self.run([], [()] * _NUM_STEPS).options) != repr(whole.options):
+            raise _Differs("it writes other options into a param group without params")
         if not is_told and all(map(torch.equal, start, whole.params)):
             raise _NothingChanged
         cut = int(_PIECE * _flat(start).numel())
         pieces = [
-            self._run([_flat(start)[piece]], [[_flat(of_step)[piece]] for of_step in whole.grads])
+            self.run([_flat(start)[piece]], [[_flat(of_step)[piece]] for of_step in whole.grads])
             for piece in (slice(cut), slice(cut, None))
         ]
         joined = torch.split(_flat([piece.params[0] for piece in pieces]), [param.numel() for param in start])
@@ -190,11 +204,11 @@ class _Trial:
         self._check_others(whole, [some, *(torch.zeros_like(param, dtype=torch.bool) for param in start[1:])])
         if any(whole.numbers_of_first() != piece.numbers_of_first() for piece in pieces):
             raise _Differs("it counts differently for a param and pieces of it")
-        _check_resumed(whole, self._run(start, whole.grads, is_saved=True))
+        _check_resumed(whole, self.run(start, whole.grads, is_saved=True))
 
     def check_params(self) -> None:
         start = self._start
-        together = self._run(start, without=_WITHOUT_GRAD)
+        together = self.run(start, without=_WITHOUT_GRAD)
         _check_state(together.optimizer, is_cut=False)
         for key, value in self._options.items():
             if repr(value) != repr(together.optimizer.param_groups[0][key]):
@@ -214,10 +228,10 @@ class _Trial:
             others = _random([param.shape for param in kept], 100 + step, kept[0].device)
             of_step = zip(grads, kept, others, strict=True)
             changed.append([None if grad is None else grad.where(stays, 50 * other) for grad, stays, other in of_step])
-        if not _is_same(self._run(self._start, changed).of_first(kept[0]), ran.of_first(kept[0])):
+        if not _is_same(self.run(self._start, changed).of_first(kept[0]), ran.of_first(kept[0])):
             raise _Differs("it updates the same gradients differently where others have another gradient")
 
-    def _run(
+    def run(
         self,
         start: Sequence[Tensor],
         grads: Sequence[_Grads] | None = None,
@@ -265,13 +279,16 @@ class _Ran:
 
     def of_first(self, kept: Tensor | None = None) -> dict[str, Any]:
         """The first param, its state and its group, by name; of tensors as large as `kept` the elements where it is."""
-        group = self.optimizer.param_groups[0]
-        of_group = {f"group {key}": value for key, value in option_values(group).items()}
-        found = {"param": self.params[0], **self.optimizer.state.get(group["params"][0], {}), **of_group}
+        state = self.optimizer.state.get(self.optimizer.param_groups[0]["params"][0], {})
+        found = {"param": self.params[0], **state, **{f"group {key}": value for key, value in self.options.items()}}
         return {
             key: value[kept] if isinstance(value, Tensor) and kept is not None and value.shape == kept.shape else value
             for key, value in found.items()
         }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return option_values(self.optimizer.param_groups[0])
 
     def numbers_of_first(self) -> dict[str, str]:
         """What the class keeps once for the first param and its group."""
@@ -285,15 +302,25 @@ class _Ran:
 def _check_state(optimizer: Optimizer, *, is_cut: bool) -> None:
     """Checks that all state is that of a param, and where that is cut, that it can be cut like the param or kept once.
 
-    A checkpoint holds nothing else.
+    Else no way of saving holds it exactly.
     """
     for owner, state in optimizer.state.items():
         if not any(owner is param for param in optimizer.param_groups[0]["params"]):
             raise _Differs(f"it keeps {owner!r} in its state beside that of its params")
         for key, value in state.items() if is_cut else ():
-            is_kept = value is None or isinstance(value, (bool, int, float, str))
-            if not is_kept and not (isinstance(value, Tensor) and (value.numel() == 1 or value.shape == owner.shape)):
-                raise _Differs(f"it keeps {key!r}, which is neither one number nor as large as the param")
+            is_like = isinstance(value, Tensor) and (value.shape, value.dtype) == (owner.shape, owner.dtype)
+            if not is_like and not _is_number(value):
+                raise _Differs(
+                    f"it keeps {key!r}, which is neither one finite number nor of shape and dtype of the param"
+                )
+
+
+def _is_number(value: object) -> bool:
+    """A finite one, by itself or in a tensor without dimensions."""
+    is_real = (
+        not value.dim() and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, (int, float))
+    )
+    return is_real and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _check_resumed(ran: _Ran, again: _Ran) -> None:

@@ -28,7 +28,7 @@ from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, plan_owners
-from megatron_distopt.optimizer.inner import Build, Groups, InParts
+from megatron_distopt.optimizer.inner import Build, Groups, InParts, changed_options, option_values
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues, exchange
 
@@ -36,12 +36,6 @@ from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues,
 _TENSOR, _ENTRIES, _LIST, _TUPLE, _PLAIN = "tensor", "entries", "list", "tuple", "plain"
 #: Parts of what is kept: of the param, and what the class has written into its param group.
 _STATE, _GROUP = "state", "group"
-_MISSING = object()
-
-
-def option_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without its params."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 class OwnedParam:
@@ -70,8 +64,7 @@ class OwnedParam:
         """
         now = option_values(options)
         # What the class itself has written into its group stays.
-        changed = {key: value for key, value in now.items() if not _is_same(value, self._options.get(key, _MISSING))}
-        self.optimizer.param_groups[0].update(changed)
+        self.optimizer.param_groups[0].update(changed_options(now, self._options))
         self._options = now
         self._param.data = main.view(self._shape)
         self._param.grad = None if grad is None else grad.view(self._shape)
@@ -119,12 +112,6 @@ class OwnedParam:
     @property
     def state_nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.split()[1].values())
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other or torch.is_tensor(one) or torch.is_tensor(other):
-        return one is other
-    return type(one) is type(other) and bool(one == other)
 
 
 def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
