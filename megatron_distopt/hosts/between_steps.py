@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 from weakref import ReferenceType, WeakSet, finalize, ref
 
@@ -30,6 +30,8 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: torch's own `param.data`, which `DataWatch` replaces.
 _torch_data: Any = torch._C.TensorBase.data
+#: Elements that a digest of weights adds up.
+_ROW = 256
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
@@ -242,10 +244,11 @@ class _Writes:
 
 
 class RemainderWatch:
-    """Refuses weights that were written to where main params are remainders of them.
+    """Refuses weights that were written to where main params are remainders of them, and that have other values now.
 
     A main param of its own wins over weights that were changed in a Megatron, whose step overwrites them. A remainder
-    becomes that of other weights, which nobody wants.
+    becomes that of other weights, which nobody wants. Frameworks that swap a reference model in and the weights back
+    write the same bits in the end; after each step a digest of them is taken, to know that.
     """
 
     def __init__(self, sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
@@ -253,23 +256,43 @@ class RemainderWatch:
         flat_params = [flat for flat in sharded.flat_params if flat.changes_with_model]
         names = {shard.name for flat in flat_params for shard in flat.plan.shards}
         self._writes = {name: _Writes(name, named[name]) for name in sorted(names)}
+        self.forget()
         if self._writes:
             data_watch.add(self, self._writes.values())
 
     def check(self) -> None:
-        """Refuses weights that were written to, if their main params would change with them."""
+        """Refuses weights that were written to and are not as they were, if main params would change with them."""
         written = {name for name, each in self._writes.items() if each.is_written}
-        for flat in self._sharded.flat_params if written else ():
-            names = [shard.name for shard in flat.plan.shards if shard.name in written]
-            if names and flat.changes_with_model:
-                raise LayoutError(
-                    f"Param {names[0]!r} with main_params_dtype='remainder' was written to between two steps. Call "
-                    "optimizer.reload_model_params() after you have changed weights, or write "
-                    "--distopt-main-params-dtype float32, with which a step overwrites them."
-                )
-        self.forget()
+        changing = [flat for flat in self._sharded.flat_params if flat.changes_with_model] if written else []
+        names = [shard.name for flat in changing for shard in flat.plan.shards if shard.name in written]
+        if names and not all(map(torch.equal, self._digest, self._digest_now())):
+            raise LayoutError(
+                f"Param {names[0]!r} with main_params_dtype='remainder' was written to between two steps. Call "
+                "optimizer.reload_model_params() after you have changed weights, or write "
+                "--distopt-main-params-dtype float32, with which a step overwrites them."
+            )
+        self._forget_writes()
 
     def forget(self) -> None:
-        """Takes all weights as they are now for known."""
+        """Takes all weights as they are now for known; after a step and whatever else of ours writes to them."""
+        self._forget_writes()
+        self._digest = self._digest_now()
+
+    def _forget_writes(self) -> None:
         for each in self._writes.values():
             each.forget()
+
+    def _digest_now(self) -> list[Tensor]:
+        """Of the weights of this rank's shard; 4 bytes an element are read for it."""
+        flat_params = self._sharded.flat_params if self._writes else ()
+        in_buckets = groupby(flat_params, key=lambda flat: (flat.model.untyped_storage().data_ptr(), flat.plan.bucket))
+        return [part for _, members in in_buckets for part in _sums_of([flat.model for flat in members])]
+
+
+def _sums_of(neighbours: Sequence[Tensor]) -> list[Tensor]:
+    """Sums of bits of neighbours in memory and what is between them, in rows and in columns: int64, and the rest."""
+    first, last = neighbours[0], neighbours[-1]
+    numel = last.storage_offset() + last.numel() - first.storage_offset()
+    bits = first.as_strided((numel,), (1,), first.storage_offset()).view(torch.int16)
+    rows = bits[: numel // _ROW * _ROW].view(-1, _ROW)
+    return [rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[rows.numel() :].clone()]

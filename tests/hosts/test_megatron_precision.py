@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from tests.hosts import promises, test_promise_2023, test_promise_core
@@ -49,18 +50,35 @@ def _change_and_fail(change: Act) -> Act:
     return act
 
 
+def _swap_a_reference_in_and_back(user: Any) -> None:
+    """As NeMo-RL and slime do: other weights, and then the same bits again."""
+    own = {name: param.detach().clone() for name, param in user.params.items()}
+    promises.halve(user)
+    with torch.no_grad():
+        for name, param in user.params.items():
+            param.copy_(own[name])
+
+
+def _change_and_save(user: Any) -> None:
+    """What is saved would be neither the weights before nor those after."""
+    promises.halve(user)
+    user.noted["save"] = promises.raised(lambda: user.optimizer.save_parameter_state("/nowhere/distrib_optim.pt"))
+
+
 #: In a setting with bf16 params.
 PROGRAMS: dict[str, Act] = {
     "changes weights": promises.halve,
     "changes them by .data": _write_data,
     "changes them before a load that fails": _change_and_fail(promises.halve),
+    "changes them and saves": _change_and_save,
+    "swaps a reference in and back": _swap_a_reference_in_and_back,
     "a load fails": _change_and_fail(bool),
     "reads them by .data and keeps it": _read_and_keep_data,
     "freezes and edits options": _freeze_and_edit_the_groups,
 }
 REFUSED = tuple(name for name in PROGRAMS if name.startswith("changes"))
 #: By program, the one that comes to the same with fp32 main params, where that is another.
-ALIKE = dict.fromkeys(("a load fails", "reads them by .data and keeps it"), "nothing")
+ALIKE = dict.fromkeys(("a load fails", "reads them by .data and keeps it", "swaps a reference in and back"), "nothing")
 
 
 @dataclass(frozen=True)
@@ -118,3 +136,4 @@ def test_remainders_when_a_user_of_a_megatron_acts_then_training_is_that_of_fp32
         else:
             assert (compared.error, compared.are_equal) == ("", True)
         assert "Error" in compared.noted.get("load", "Error")
+        assert "reload_model_params()" in compared.noted.get("save", "reload_model_params()")

@@ -123,6 +123,11 @@ class BuiltOptimizer(HostDistributedOptimizer):
         if self.everyone.rank == 0:
             self._announce()
 
+    def check_weights(self) -> None:
+        """Refuses weights that changed under main params that go with them."""
+        if not self.may_be_stale:
+            self.written.check()
+
     def _params_changed_after_backward(self, start: Start) -> frozenset[str]:
         """Collective: to whose gradients the fork adds after backward, tried on zeros where any rank has buckets."""
         if not any(exchange(start.overlap.bucket_size is not None, self.everyone)):

@@ -63,6 +63,7 @@ class ForkCheckpoints(BuiltOptimizer):
         """What a gathered file lacks; with per-rank files all of this rank's state."""
         self.finish_param_gather()
         if not self.gathers_state:
+            self.check_weights()
             return rank_state_dict(self, whole_model_of(self))
         named = head_entry(self.sharded.plan.choice)
         state: dict[str, Any] = {"optimizer": {"param_groups": group_dicts(self), **named}}
@@ -113,6 +114,7 @@ class ForkCheckpoints(BuiltOptimizer):
         if getattr(get_args(), "no_save_optim", False):
             return
         self.finish_param_gather()
+        raise_together(self.check_weights, self.everyone, "save")
         folder = exchange(optimizer_folder_of(filename), self.everyone)[0]  # ranks have names of their own
         if self.sharded.config.checkpoint_format == "gathered":
             save_gathered(self, filename)

@@ -83,6 +83,7 @@ class ForkSteps(BuiltOptimizer):
             advance(self.sharded, grads, decision)
         with phase("optimizer-copy-main-to-model-params"):
             write_model(self.sharded)
+            self.written.forget()
         for hook in self.hooks:
             hook.after(decision)
         return True, norm if self.clip_grad > 0 else None, num_zeros
@@ -98,8 +99,7 @@ class ForkSteps(BuiltOptimizer):
             self.members.check()
             for param in params_that_left(self.placed_params):
                 param.bring_back(with_values=self.may_be_stale)
-            if not self.may_be_stale:
-                self.written.check()
+            self.check_weights()
         except LayoutError as error:
             return notice_for(raising(error), torch.ones_like(used), self.everyone)
         if self.may_be_stale:

@@ -74,11 +74,13 @@ class CheckpointCalls(StepCalls):
     _saver: Saver | None = None
 
     def check_is_there(self, what: str) -> None:
-        """Collective: refuses `what` on all ranks where other code has emptied the state of one."""
+        """Collective: refuses `what` on all ranks where other code has emptied the state of one, or changed it."""
 
         def check() -> None:
             for optimizer in self.ours():
                 optimizer.offloaded.check_is_there()
+                if what == "save":
+                    optimizer.written.check()
 
         raise_together(check, self.ours()[0].stats_group, what)
 

@@ -217,6 +217,7 @@ class StepCalls(MegatronOptimizer):
         for optimizer, of_one, decision in zip(ours, grads, decisions, strict=True):
             with _timer(config, "optimizer-inner-step"):
                 update(optimizer.sharded, of_one, decision)
+                optimizer.written.forget()
             if optimizer is ours[0] and config.overlap_param_gather_with_optimizer_step:
                 optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
         for hook in self.hooks:
