@@ -5,7 +5,10 @@ tests/hosts/test_megatron_core_checkpoints.py goes much further, on the versions
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,7 @@ from megatron_distopt.errors import CheckpointError
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
 from tests.support.exact_core import variables
-from tests.support.spawn import run_ranks
+from tests.support.spawn import outcomes, run_ranks
 
 DP2 = Case("distopt", dp=2, steps=2)
 SAVED = {
@@ -40,6 +43,7 @@ TAKES_BOXES = core_mentions("dist_checkpointing/mapping.py", "if self.axis_fragm
 
 def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"sharded": _sharded(), "script": [_start(**args) for args in SCRIPTS]}
+    found |= outcomes({"nan": _leave_out_nan})
     wholes = {}
     for name, case in SAVED.items():
         with variables(OPTIONS.get(name, {})):
@@ -100,19 +104,41 @@ SCRIPTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _start(**args: Any) -> str:
-    """Builds an optimizer in a process whose training script has these arguments."""
-    from tests.support.gpt import Training
-
+@contextlib.contextmanager
+def _script(**args: Any) -> Iterator[None]:
+    """In the block the process has a training script with these arguments."""
     name = "megatron.training.global_vars"
     sys.modules[name] = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**args))  # type: ignore[assignment]
     try:
-        Training(DP2).close()
-    except CheckpointError as error:
-        return str(error)
+        yield
     finally:
         del sys.modules[name]
+
+
+def _start(**args: Any) -> str:
+    from tests.support.gpt import Training
+
+    try:
+        with _script(**args):
+            Training(DP2).close()
+    except CheckpointError as error:
+        return str(error)
     return "built"
+
+
+def _leave_out_nan() -> None:
+    """slime and miles measure by themselves where they were told not to check, and then make the step or not."""
+    from tests.support.gpt import Training
+
+    with _script(check_for_nan_in_loss_and_grad=False), contextlib.closing(Training(DP2)) as training:
+        training.step()
+        before = training.params()
+        training.forward_backward()
+        next(training.named_params())[1].main_grad.fill_(math.nan)
+        assert training.optimizer.prepare_grads()
+        assert training.optimizer.step() == (False, None, None)
+        assert all(torch.equal(param, before[name]) for name, param in training.params().items())
+        assert training.step().success
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +156,10 @@ def test_folder_when_loaded_at_another_layout_then_the_run_goes_on(
         again = facts[name][layout]
         assert again["params"]
         assert again["losses"] == pytest.approx(facts[name]["losses"], abs=0.0 if layout == "dp2" else NEAR)
+
+
+def test_step_when_the_script_was_told_not_to_check_for_nan_then_it_is_left_out(found: list[dict[str, Any]]) -> None:
+    assert [facts["nan"] for facts in found] == [""] * 2
 
 
 def test_sharded_state_when_the_host_wants_a_grid_then_refused_with_the_way_out(found: list[dict[str, Any]]) -> None:

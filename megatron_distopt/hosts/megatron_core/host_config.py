@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group
-from megatron_distopt.config import OPTIONS, DistOptConfig
+from megatron_distopt.config import OPTIONS, DistOptConfig, NonFinitePolicy
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.inner_optimizers import MUON, MuonRequest, config_for_adam
@@ -74,8 +75,19 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
         "initial_loss_scale": host.initial_loss_scale,
         "min_loss_scale": host.min_loss_scale,
     }
+    if "nonfinite" not in options.explicit and _goes_on_after_nan():
+        own["nonfinite"] = NonFinitePolicy.SKIP.value
     merged = with_hosts_own(options, {**own, **_state_precision(host), **offload_of(host)})
     return Merged(merged, request_from(merged, host))
+
+
+def _goes_on_after_nan() -> bool:
+    """Whether a training script was told --no-check-for-nan-in-loss-and-grad: the steps are to be left out.
+
+    The field of DistributedDataParallelConfig cannot say it: False is its default.
+    """
+    script = sys.modules.get("megatron.training.global_vars")
+    return getattr(getattr(script, "_GLOBAL_ARGS", None), "check_for_nan_in_loss_and_grad", True) is False
 
 
 def _state_precision(host: Any) -> dict[str, str]:
