@@ -125,6 +125,47 @@ def _members_of(inner: Optimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in inner.param_groups]
 
 
+class GroupCounts:
+    """Counts updates in `group["step"]`, too, as apex's and TransformerEngine's Adam do and the users of a host expect.
+
+    What counts is in the state of each main param, as torch's Adam has it. What users write into the group goes there.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+        #: By group what it said last, and the writes to a count of its state that were known then.
+        self._shown: dict[int, tuple[int, int]] = {}
+
+    def follow(self) -> None:
+        """Takes what users have written since, into the group or the state; into both: the group wins."""
+        for number, group in enumerate(self._inner.param_groups):
+            value, writes = self._shown.get(number, (None, 0))
+            counts = self._counts(group)
+            if "step" in group and group["step"] != value:
+                for count in counts:
+                    count.fill_(int(group["step"]))
+                self._show(number, group, int(group["step"]))
+            elif value is not None and counts and counts[0]._version != writes:
+                self._show(number, group, int(counts[0]))
+
+    def show(self, *, is_after_update: bool = False) -> None:
+        """Writes the counts, which are read off the state; after an update one is added to what was known."""
+        for number, group in enumerate(self._inner.param_groups):
+            if counts := self._counts(group):
+                is_known = is_after_update and number in self._shown  # a look at the device would wait for it
+                self._show(number, group, self._shown[number][0] + 1 if is_known else int(counts[0]))
+
+    def _show(self, number: int, group: dict[str, Any], value: int) -> None:
+        group["step"] = value
+        self._shown[number] = value, max((count._version for count in self._counts(group)[:1]), default=0)
+
+    def _counts(self, group: Mapping[str, Any]) -> list[Tensor]:
+        """Empty for a group without a main param on this rank."""
+        return [
+            self._inner.state[main]["step"] for main in group["params"] if "step" in self._inner.state.get(main, ())
+        ]
+
+
 def notice_for(check: Callable[[], None], flag: Tensor, group: Group) -> Notice:
     """Makes all ranks of the model raise, in the step, what `check` raises on one of them.
 

@@ -110,9 +110,9 @@ class ShardedOptimizer:
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
         self.host_updates = _host_updates(plan, self.flat_params, self.inner, self.device)
-        self._show_flat_params()
+        self.show_flat_params()
 
-    def _show_flat_params(self) -> None:
+    def show_flat_params(self) -> None:
         """Tells the inner optimizer what its main params are, where it has to know."""
         self.stats_dtype = stats_dtype(self.device)
         wanted = self.device.type != CPU if self.plan.deferred_check is None else self.plan.deferred_check
@@ -141,7 +141,7 @@ class ShardedOptimizer:
                 split_state(self.inner, self.inner.param_groups[flat.plan.key.group], flat.main, cuts)
         if any(len(into) > 1 for into in parts.values()):
             self.flat_params = tuple(part for into in parts.values() for part in into)
-            self._show_flat_params()
+            self.show_flat_params()
 
     @property
     def divisor(self) -> float:
@@ -214,7 +214,7 @@ class ShardedOptimizer:
         pairs = zip_longest(self.plan.groups, groups)
         joined = (ParamGroup((old or new).options, (*(old.names if old else ()), *new.names)) for old, new in pairs)
         self.plan = replace(self.plan, groups=tuple(joined))
-        self._show_flat_params()
+        self.show_flat_params()
 
     @torch.no_grad()
     def reload_model_params(self) -> None:

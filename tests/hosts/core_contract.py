@@ -123,7 +123,8 @@ def no_param_trains_on_any_rank() -> None:
             stubs = training.optimizer.is_stub_optimizer, parts_of(training.optimizer)[0].is_stub_optimizer
             # Some versions count 0 zeros where nobody asked for a count.
             scale = float(training.optimizer.get_loss_scale())
-            found.append((stubs, training.optimizer.param_groups, result[:2], result[2] or None, scale))
+            inner = parts_of(training.optimizer)[0].optimizer
+            found.append((stubs, training.optimizer.param_groups, result[:2], result[2] or None, scale, inner))
     assert found[0] == found[1]
     assert found[1][:2] == ((True, True), [])
 
@@ -158,6 +159,159 @@ def main_params() -> None:
     first, last = gathered(owned["distopt"])
     assert None in first.values()
     assert any(first[name] and last[name] for name in first), "a param that both have a part of"
+
+
+def aligned_lists() -> None:
+    """One object in groups, lists, state and `main_param`, of the elements and in the order that the host's own has."""
+    found = []
+    for name in ("host-distributed", "distopt"):
+        with trained(BF16.of(optimizer=name, fp32_norms=True)) as training, training.type_strings():
+            (part,), names = parts_of(training.optimizer), {param: name for name, param in training.named_params()}
+            places = {}
+            for param, (group, number) in part.model_param_group_index_map.items():
+                span = part._get_model_param_range_map(param)["param"]
+                assert part.opt_group_ranges[group]["params"][number] is param
+                places[names[param]] = part.model_param_gbuf_map[param], group, (span.start, span.end)
+            lists = [
+                [[(names[param], tensor.numel(), tensor.dtype) for param, tensor in zip(*pair, strict=True)]]
+                for models, *shards in (
+                    (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups),
+                    (part.model_fp32_groups, part.shard_fp32_groups),
+                )
+                for shown in shards
+                for pair in zip(models, shown, strict=True)
+            ]
+            mains = [
+                main for of in (part.shard_fp32_groups, part.shard_fp32_from_float16_groups) for g in of for main in g
+            ]
+            members = [main for group in part.optimizer.param_groups for main in group["params"]]
+            assert {id(main) for main in mains} == {id(main) for main in members} == {*map(id, part.optimizer.state)}
+            for models, shown in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
+                assert CHAINS_ALWAYS is False or all(p.main_param is m for p, m in zip(models, shown, strict=True))
+            part._copy_main_params_to_model_params()  # of the host, by these lists
+            state = part.optimizer.state[mains[-1]]
+            assert {key for key, value in state.items() if value.shape == mains[-1].shape} == {"exp_avg", "exp_avg_sq"}
+            found.append(
+                (places, lists, [group.keys() - {"params"} >= {"lr"} for group in part.optimizer.param_groups])
+            )
+    assert found[0] == found[1]
+
+
+def tenants_swap_state() -> None:
+    """SkyRL's adapter_store.py: two tenants train in turn, each as if it were alone."""
+    _tenants_swap_state(BF16)
+    with pytest.MonkeyPatch.context() as patch:  # a host that counts in its groups, as with TransformerEngine
+        kinds = "megatron_distopt.hosts.megatron_core.optimizer.is_torchs"
+        patch.setattr(kinds, lambda inner: type(inner).__module__.startswith("megatron_distopt"))
+        _tenants_swap_state(BF16)
+
+
+def _tenants_swap_state(case: Case) -> None:
+    with trained(case, steps=0) as training:
+        parts_of(training.optimizer)[0]._init_optimizer_states_with_dummy_values()
+        alone = [training.step().loss for _ in range(4)]
+    with trained(case, steps=0) as training:
+        (part,) = parts_of(training.optimizer)
+        part._init_optimizer_states_with_dummy_values()
+        tenants = {name: (0, _kept_state(part)) for name in "ab"}
+        losses = dict[str, list[float]](a=[], b=[])
+        for name in "abababab":
+            training.steps_taken, (tensors, steps) = tenants[name]
+            live, groups = _live_state(part)
+            torch._foreach_copy_(live, tensors)
+            for group, step in zip(groups, steps, strict=True):
+                group.update(step)
+            losses[name].append(training.step().loss)
+            tenants[name] = training.steps_taken, _kept_state(part)
+    assert losses == {"a": alone, "b": alone}
+
+
+def _live_state(part: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """Param buffers, main params and all of their state; and param groups."""
+    mains = [main for group in part.shard_fp32_from_float16_groups for main in group]
+    buffers = [buffer.param_data for buffer in part.buffers]
+    return buffers + [
+        each for main in mains for each in (main, *part.optimizer.state[main].values())
+    ], part.param_groups
+
+
+def _kept_state(part: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    tensors, groups = _live_state(part)
+    return [each.clone() for each in tensors], [
+        {key: group[key] for key in group.keys() & {"step"}} for group in groups
+    ]
+
+
+def grads_are_clipped_by_hand() -> None:
+    """SkyRL's grad_clip.py: two sets of params, each clipped by its own norm between `prepare_grads` and the update."""
+    needs(hasattr(optimizer_config(BF16), "use_precision_aware_optimizer_no_fp8_or_ds_fp8"), "decoupled grads")
+    found = []
+    for name in ("host-distributed", "distopt"):
+        with closing(Training(BF16.of(optimizer=name))) as training:
+            found.append([(training.forward_backward(), *_clip_in_two(training)) for _ in range(3)])
+    assert [step[0] for step in found[1]] == pytest.approx([step[0] for step in found[0]], abs=1e-4)
+    norms = [[norm for step in steps for norm in step[1:]] for steps in found]
+    assert (
+        norms[1] == pytest.approx(norms[0], rel=1e-3) and min(norms[0]) > 0
+    )  # as test_megatron_core_parity.py in bf16
+
+
+def _clip_in_two(training: Training) -> list[float]:
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    chained, (part,), norms = training.optimizer, parts_of(training.optimizer), []
+    pairs = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
+    first = {id(main) for models, mains in pairs for model, main in zip(models, mains, strict=True) if model.ndim == 1}
+    with hosts_own_runs():
+        assert not chained.prepare_grads()
+        params = part.get_parameters()
+        for is_first in (True, False):
+            chosen = [main for main in params if (id(main) in first) is is_first]
+            part.get_parameters = lambda chosen=chosen: chosen
+            norms.append(float(chained.get_grad_norm()))
+            del part.get_parameters
+            clip_grad_by_total_norm_fp32(chosen, max_norm=0.1, total_norm=norms[-1], use_decoupled_grad=False)
+        assert chained.step_with_ready_grads()
+        training.finish_step()
+    return norms
+
+
+def state_is_begun_by_the_hosts_function() -> None:
+    """SkyRL saves before the first step; the host's function makes moments without a count."""
+    with trained(BF16, steps=0) as training:
+        alone = [training.step().loss for _ in range(2)]
+    for is_ours in (True, False):
+        with trained(BF16, steps=0) as training:
+            (part,) = parts_of(training.optimizer)
+            if is_ours:
+                part.init_state_fn(part.optimizer, part.config)
+            else:
+                for main in part.get_parameters():
+                    moments = ("exp_avg", "exp_avg_sq")
+                    part.optimizer.state[main].update({moment: torch.zeros_like(main) for moment in moments})
+            training.optimizer.save(gathered(tempfile.mkdtemp())[0])
+            assert [training.step().loss for _ in range(2)] == alone
+
+
+def state_is_reset() -> None:
+    """miles' --reset-optimizer-states: moments and the count in groups, where TransformerEngine's has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        kinds = "megatron_distopt.hosts.megatron_core.optimizer.is_torchs"
+        patch.setattr(kinds, lambda inner: type(inner).__module__.startswith("megatron_distopt"))
+        with trained(FP32.of(weight_decay=0.0, clip_grad=0.0), steps=3) as training:
+            inner = training.optimizer.optimizer
+            assert {group["step"] for group in inner.param_groups} == {3}
+            for group in inner.param_groups:
+                group["step"] = 0
+            for state in inner.state.values():
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+            before = training.params()
+            training.step()
+            assert {group["step"] for group in inner.param_groups} == {1}
+            assert {int(state["step"]) for state in inner.state.values()} == {1}
+            moved = max(float((param - before[name]).abs().max()) for name, param in training.params().items())
+    assert moved == pytest.approx(3e-3, rel=1e-3)  # Adam's first step is as large as the learning rate
 
 
 def main_param_is_mutated() -> None:
@@ -419,6 +573,11 @@ CHECKS: dict[str, Callable[[], None]] = {
         what_the_host_reads,
         no_param_trains_on_any_rank,
         main_params,
+        aligned_lists,
+        tenants_swap_state,
+        grads_are_clipped_by_hand,
+        state_is_begun_by_the_hosts_function,
+        state_is_reset,
         main_param_is_mutated,
         lr_is_written,
         steps_in_parts,

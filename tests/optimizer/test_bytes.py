@@ -63,7 +63,7 @@ def _bytes_an_element(config: DistOptConfig, *, dtype: torch.dtype, deferred: bo
     model = Linear(WIDTH, WIDTH, bias=False).to(dtype)
     optimizer = distribute(model, config)
     optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
-    optimizer.sharded._show_flat_params()
+    optimizer.sharded.show_flat_params()
     for step in range(2):
         optimizer.zero_grad()
         optimizer.scale_loss(model(torch.ones(2, WIDTH, dtype=dtype)).float().square().sum()).backward()

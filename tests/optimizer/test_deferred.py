@@ -75,7 +75,7 @@ def _built(name: str, *, deferred: bool) -> tuple[Params, TorchDistributedOptimi
     model = Params(default=dtype)
     optimizer = distribute(model, DistOptConfig(accelerator="torch", lr=0.01, weight_decay=0.1, **options))
     optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
-    optimizer.sharded._show_flat_params()
+    optimizer.sharded.show_flat_params()
     assert optimizer.sharded.defers_check is deferred
     return model, optimizer
 
@@ -251,7 +251,7 @@ def test_num_skipped_when_it_is_read_between_two_steps_then_the_last_one_counts_
 def test_defers_check_when_something_decides_on_the_cpu_then_it_is_not(one_rank: None, change: dict[str, Any]) -> None:
     optimizer = distribute(Params(), DistOptConfig(accelerator="torch", **change)).sharded
     optimizer.plan = replace(optimizer.plan, deferred_check=True)
-    optimizer._show_flat_params()
+    optimizer.show_flat_params()
     assert optimizer.defers_check is False
 
 

@@ -43,7 +43,7 @@ def _trained(options: dict[str, Any], rank: int, *, deferred: bool) -> tuple[Par
     model = Params(default=torch.bfloat16)
     optimizer = distribute(model, DistOptConfig(accelerator="torch", **options))
     optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
-    optimizer.sharded._show_flat_params()
+    optimizer.sharded.show_flat_params()
     for step in range(2):
         _backward(model, optimizer, rank, step)
         assert stepped(optimizer).updated

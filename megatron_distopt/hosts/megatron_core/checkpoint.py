@@ -78,6 +78,8 @@ class CheckpointCalls(StepCalls):
 
         def check() -> None:
             for optimizer in self.ours():
+                if optimizer.counts is not None:
+                    optimizer.counts.follow()
                 optimizer.offloaded.check_is_there()
                 if what == "save":
                     optimizer.written.check()
@@ -145,6 +147,8 @@ class CheckpointCalls(StepCalls):
         yield
         for optimizer in self.ours():
             optimizer.written.forget()
+            if optimizer.counts is not None:
+                optimizer.counts.show()
         for hook in self.hooks:
             hook.loaded()
         for chunk in chunks:
@@ -204,6 +208,8 @@ class CheckpointCalls(StepCalls):
 
 def head_of(optimizer: OneOptimizer) -> dict[str, Any]:
     """What the host's own `state_dict` has: param groups without params, and the grad scaler."""
+    if optimizer.counts is not None:
+        optimizer.counts.follow()
     step = count_updates(optimizer.sharded.inner)
     updates = {} if step is None else {"step": step}
     groups = [

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
-from megatron_distopt.hosts.between_steps import RemainderWatch
+from megatron_distopt.hosts.between_steps import GroupCounts, RemainderWatch
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -41,6 +41,7 @@ class OneOptimizer(Protocol):
     named: dict[str, Parameter]  # the params that it updates
     sharded: ShardedOptimizer
     offloaded: OffloadedState  # where its state is
+    counts: GroupCounts | None  # where the host's own inner optimizer counts in its param groups
     written: RemainderWatch  # what others did to its params
     is_started: bool  # whether ranks were compared
     norm_groups: tuple[str, ...]  # those of any rank, see [Note: norm groups]

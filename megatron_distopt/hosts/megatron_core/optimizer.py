@@ -35,7 +35,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, HostError
 from megatron_distopt.hosts.base import compare_ranks, loss_scale_of, names_by_param, plan_groups
-from megatron_distopt.hosts.between_steps import GroupMembers, RemainderWatch, not_copied
+from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch, not_copied
 from megatron_distopt.hosts.inner_optimizers import (
     config_for_adam,
     groups_of,
@@ -58,7 +58,7 @@ from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedS
 from megatron_distopt.hosts.megatron_core.step import groups_on_all_ranks, norm_group_of
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
-from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.inner import FlatOptimizer, InnerChoice, begin_state, is_torchs
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
 
@@ -97,8 +97,13 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self.sharded = self._build(names, optimizer, merged)
         follow_buffers(self.buffers, self.sharded.buffers, self.sharded.flat_params, self.model_chunks)
+        inner = self.sharded.inner
+        if init_state_fn is not None and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            init_state_fn = begin_state  # the host's own makes no count, which torch's classes need
         # The host has none on a rank that trains nothing.
-        MegatronOptimizer.__init__(self, None if self.is_stub_optimizer else self.sharded.inner, config, init_state_fn)
+        MegatronOptimizer.__init__(self, None if self.is_stub_optimizer else inner, config, init_state_fn)
+        counts_in_groups = optimizer is not None and is_adam(optimizer) and not is_torchs(optimizer)
+        self.counts = GroupCounts(inner) if counts_in_groups and is_torchs(inner) else None
         self.prepared: PreparedStep | None = None
         self.is_started = False
         self.norm_groups: tuple[str, ...] = ()
@@ -193,6 +198,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def check_between_steps(self) -> None:
         """Refuses params that left the host's buffers, groups with other params, and state that is not there."""
         self._members.check()
+        if self.counts is not None:
+            self.counts.follow()
         self.offloaded.check_is_back()
         for buffer in self.buffers:
             check_are_in(buffer, self.named)
@@ -218,6 +225,19 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             )
         params: list[Tensor] = super().get_parameters()
         return params
+
+    def _init_optimizer_states_with_dummy_values(self) -> None:
+        """As the host's: a step with gradients of zero, which leaves the model as it is."""
+        inner = self.sharded.inner
+        if isinstance(inner, FlatOptimizer):
+            inner.round_into({})
+        for flat in self.sharded.flat_params:
+            flat.main.grad = torch.zeros_like(flat.main)
+        inner.step()
+        self.zero_grad()
+        self.sharded.show_flat_params()
+        if self.counts is not None:
+            self.counts.show()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError
+from megatron_distopt.optimizer.inner import begin_counts
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -77,7 +78,11 @@ class OffloadedState:
                     stored.move(lambda part: part.to(device))
 
     def check_is_there(self) -> None:
-        """Refuses state that other code has emptied or cut: a save and a load need its values, wherever they are."""
+        """Refuses state that other code has emptied or cut: a save and a load need its values, wherever they are.
+
+        Completes state that other code has begun.
+        """
+        begin_counts(self._sharded.inner)
         flat_params = self._sharded.flat_params
         mains = [(flat, "a main param", flat.main) for flat in flat_params if type(flat.main) is not LowPrecisionTensor]
         entries = [(flat, name, state[name]) for flat, state, name in self._entries(flat_params)]

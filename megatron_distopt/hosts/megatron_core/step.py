@@ -108,8 +108,6 @@ class StepCalls(MegatronOptimizer):
             return False, decision.norm, self._zeros_of(decision)
         self._clip_groups(grads, decision, config.clip_grad)
         self._update(grads, decisions)
-        # Where the check is deferred, the device goes on with the update while the CPU waits for the statistics.
-        finish_deferred_check([optimizer.sharded for optimizer in ours], group, when="")
         return decision.updated, decision.grad_norm, self._zeros_of(decision) if decision.updated else None
 
     def prepare_grads(self) -> bool:
@@ -226,6 +224,11 @@ class StepCalls(MegatronOptimizer):
             with _timer(config, "params-all-gather"):
                 for chunk in dict.fromkeys(chunk for optimizer in ours for chunk in optimizer.model_chunks):
                     chunk.start_param_sync()
+        # Where the check is deferred, the device goes on with the update while the CPU waits for the statistics.
+        finish_deferred_check([optimizer.sharded for optimizer in ours], ours[0].stats_group, when="")
+        for counts in (optimizer.counts for optimizer in ours if decisions[0].updated):
+            if counts is not None:
+                counts.show(is_after_update=True)
 
 
 def start_together(optimizers: Sequence[OneOptimizer]) -> None:
