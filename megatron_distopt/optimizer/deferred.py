@@ -6,7 +6,8 @@ nothing where it is 1. So the CPU does not wait. The numbers are copied to pinne
 
 - at the start of the next step, by all ranks (`step.finish_deferred_check`), because all of them must do the same about
   a gradient that is not finite: "raise" raises there (the params are as before the bad step), "skip" counts the step,
-  "log" logs it. This waits for the statistics of the last step while the device computes the backward of this one;
+  "log" logs it. This waits for the statistics of the last step while the device computes the backward of this one
+  (megatron-core's `step()` returns numbers, and so waits at its end, while the device updates and gathers);
 - when the decision of the step or `num_skipped` is read. This never raises, because it may happen on one rank alone.
 
 Where no step follows, an error is logged when the optimizer is freed or the process ends (`report_unless_settled`).

@@ -135,7 +135,8 @@ def train_core(name: str, device: str) -> Trained:
             if case.fields:
                 _check_places(training.optimizer, dict(case.fields)["optimizer_offload_fraction"])
             params = {key: param.cpu() for key, param in training.params().items()}
-    norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
+    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    assert {*map(type, norms)} <= {float}, "as the host's"
     return Trained([float(step.loss) for step in steps], norms, params)
 
 
