@@ -59,11 +59,14 @@ class Group:
         """Reads rank and size off torch's group.
 
         Raises:
-            ConfigError: torch.distributed is not initialised.
+            ConfigError: torch.distributed is not initialised, or a framework has destroyed the group for a time.
         """
         if not is_initialized():
             remedy = "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed"
             raise ConfigError(refusal("process group", "torch.distributed is not initialised", "exist", remedy))
+        if getattr(handle, "group", handle) is None and handle is not None:  # torch would take None for all ranks
+            found, remedy = f"{type(handle).__name__} without a group", "Make the process groups again before this call"
+            raise ConfigError(refusal("process group", found, "exist", remedy))
         _were_used.set()
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
@@ -86,13 +89,25 @@ class Group:
     @cached_property
     def carriers(self) -> tuple[str, dict[str, str]]:
         """The configuration of the backend, and its parts by device type."""
-        config = dist.get_backend_config(self.handle)
+        try:
+            config = dist.get_backend_config(self.handle)
+        except (TypeError, ValueError):
+            config = self.backend  # of a group that is not torch's own
         return config, dict(part.split(":", 1) for part in config.split(",") if ":" in part)
 
     @property
     def backend(self) -> str:
-        """The name of the backend, such as "gloo" or "nccl"."""
-        return str(dist.get_backend(self.handle))
+        """The name of the backend, such as "gloo" or "nccl".
+
+        Raises:
+            ConfigError: torch does not know the group. Frameworks that make groups anew, as slime, put an object of
+                their own around each, and replace torch's functions by ones that know it; not all of them.
+        """
+        try:
+            return str(dist.get_backend(self.handle))
+        except (TypeError, ValueError) as error:
+            rule, remedy = "be one of torch.distributed", "Call the framework's patch of torch.distributed before this"
+            raise ConfigError(refusal("process group", type(self.handle).__name__, rule, remedy)) from error
 
 
 def carrier_of(device: torch.device, group: Group) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron_distopt.comm import Field, Group, compare, exchange, meet, raise_together, show_presence
+from megatron_distopt.comm import Field, Group, carrier_of, compare, exchange, meet, raise_together, show_presence
 from megatron_distopt.errors import ConfigError
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
@@ -113,10 +116,46 @@ def meetings(rank: int, size: int) -> dict[str, str | None]:
     return found
 
 
+class _Remade(dist.ProcessGroup):
+    """What slime and miles put around a group, to destroy it between two phases and to make it again."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.group: dist.ProcessGroup | None = group
+
+
+def _known(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As they replace torch's functions."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(each.group if isinstance(each, _Remade) else each for each in args)
+        return function(*args, **{key: each.group if key == "group" else each for key, each in kwargs.items()})
+
+    return call
+
+
+def _remake() -> dict[str, Any]:
+    wrapped = _Remade(dist.new_group())
+    found: dict[str, Any] = {"unknown group": raised(lambda: carrier_of(torch.device("cpu"), Group(wrapped, 0, SIZE)))}
+    with ExitStack() as stack:
+        for name in ("get_rank", "get_world_size", "get_backend", "all_gather_object"):
+            stack.enter_context(mock.patch.object(dist, name, _known(getattr(dist, name))))
+        found["remade"] = []
+        for _ in range(2):
+            group = Group.of(wrapped)
+            found["remade"].append((carrier_of(torch.device("cpu"), group), exchange(group.rank, group)))
+            dist.destroy_process_group(wrapped.group)
+            wrapped.group = None
+            found["destroyed group"] = raised(lambda: Group.of(wrapped))
+            wrapped.group = dist.new_group()
+    return found
+
+
 def run_all(rank: int, size: int) -> dict[str, Any]:
     everyone, alone = Group.of(), Group.of([dist.new_group([each]) for each in range(size)][rank])
     return {
         **_agree(rank, everyone),
+        **_remake(),
         "alone": (
             exchange("mine", alone),
             _together(alone, {0: ValueError("own")}),
@@ -133,6 +172,17 @@ def found() -> list[dict[str, Any]]:
 
 def by_rank(found: list[dict[str, Any]], name: str) -> list[Any]:
     return [of_rank[name] for of_rank in found]
+
+
+def test_group_when_a_framework_destroys_it_and_makes_it_again_then_it_works_or_says_so(
+    found: list[dict[str, Any]],
+) -> None:
+    assert by_rank(found, "remade") == [[("gloo", [0, 1, 2])] * 2] * SIZE
+    for of_rank in found:
+        for name, says in (("unknown group", "patch of torch.distributed"), ("destroyed group", "groups again")):
+            kind, text = of_rank[name]
+            assert kind == "ConfigError"
+            assert says in text
 
 
 def test_exchange_when_all_ranks_are_in_it_then_everybodys_value_by_rank(found: list[dict[str, Any]]) -> None:
