@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.load import as_kept, fill_groups, separate
 from megatron_distopt.checkpoint.load_plan import GroupMatch, Read, SavedState, check_steps, needed_moments
-from megatron_distopt.checkpoint.manifest import Chunk, covering, key_of
+from megatron_distopt.checkpoint.manifest import Chunk, check_counts, covering, key_of
 from megatron_distopt.checkpoint.param_groups import (
+    LOSS_SCALE,
     GroupRecord,
     Scalar,
     check_types,
@@ -21,16 +22,21 @@ from megatron_distopt.checkpoint.param_groups import (
     not_options,
     plain_option,
 )
-from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, ShardedValue, TorchParams, is_adam
-from megatron_distopt.checkpoint.whole_model import flat_params_of
+from megatron_distopt.checkpoint.torch_state import (
+    MAIN_PARAM,
+    STEP,
+    ShardedValue,
+    TorchParams,
+    is_adam,
+    is_unwritten,
+)
+from megatron_distopt.checkpoint.whole_model import flat_params_of, load_loss_scale
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import is_torchs, moments_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
-#: What all ranks must be given alike for a param.
-_ALIKE = ("step", "kinds", "options")
 _REMEDY = "Load what optimizer.state_dict() of the same params in the same groups returned"
 
 
@@ -72,7 +78,7 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
     """
     checked: list[dict[str, _GivenState]] = []
 
-    def check() -> dict[str, tuple[object, ...]]:
+    def check() -> dict[str, dict[str, object]]:
         checked.append(_checked(params, state_dict))
         return _to_agree_on(params, state_dict, checked[0])
 
@@ -80,6 +86,10 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
     for current, saved in zip(params.groups, state_dict["param_groups"], strict=True):
         for key, value in _options(params, saved).items():
             current[key] = as_kept(value, current.get(key))
+    if scale := _loss_scale_in(state_dict):
+        optimizer = params.share.optimizer
+        load_loss_scale(optimizer.loss_scale, scale)
+        optimizer.num_skipped = int(scale.get("num_skipped", optimizer.num_skipped))
     _take_states(params, checked[0])
 
 
@@ -103,6 +113,7 @@ def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _G
     """Checks the state dict, and returns what it has for each param of the sharded step, by name."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
+    check_counts(_loss_scale_in(state_dict), "the state dict")
     entries = _entries(params, state_dict)
     scalars = _scalar_keys(entries, params)
     given = {name: _given(params, name, entry, scalars) for name, entry in entries.items() if name in params.trained}
@@ -148,6 +159,11 @@ def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> 
 def _options(params: TorchParams, group: Mapping[str, Any]) -> dict[str, Any]:
     others = (*not_options(params.share.optimizer), "param_names")
     return {key: plain_option(value) for key, value in group.items() if key not in others}
+
+
+def _loss_scale_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss scale and its counts; empty in a state of other software, which leaves those of the run as they are."""
+    return next((dict(group[LOSS_SCALE]) for group in state_dict["param_groups"] if LOSS_SCALE in group), {})
 
 
 def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:
@@ -204,12 +220,13 @@ def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxi
 
 
 def _without_begin(params: TorchParams, name: str, given: _GivenState) -> _GivenState:
-    """Drops a state of zeros with a count of 0: the param was never updated, and has no state in the optimizer."""
+    """Drops the state with which `state_dict()` shows a param that was never updated: it has none in the optimizer."""
     main = {key: value for key, value in given.values.items() if key == MAIN_PARAM}
     moments = [value for key, value in given.values.items() if key != MAIN_PARAM]
     parts = [part for value in moments for part in _parts_of(value)[1]]
     is_begin = given.step == 0 and is_adam(params.share.optimizer, params.number_of[name])
-    return _GivenState(main, {}) if is_begin and not any(bool(part.count_nonzero()) for part in parts) else given
+    is_zero = is_begin and not any(bool(part.count_nonzero()) for part in parts)
+    return _GivenState(main, {}) if is_zero or is_unwritten(given.values) else given
 
 
 def _parts_of(value: Tensor) -> tuple[Sequence[Box], Sequence[Tensor]]:
@@ -251,28 +268,30 @@ def _check_counts(params: TorchParams, given: Mapping[str, _GivenState]) -> None
 
 def _to_agree_on(
     params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _GivenState]
-) -> dict[str, tuple[object, ...]]:
-    """What other ranks that own a part of the same param must be given alike: see `_ALIKE`."""
-    options = [repr(sorted(_options(params, group).items())) for group in state_dict["param_groups"]]
-    return {
-        params.share.placements[name].name: (state.step, sorted(state.values), options[params.number_of[name]])
+) -> dict[str, dict[str, object]]:
+    """What all ranks must be given alike that own a part of the same param, or have a param in the same group."""
+    common: dict[str, object] = {LOSS_SCALE: sorted(_loss_scale_in(state_dict).items())}
+    for names, group in zip(params.names, state_dict["param_groups"], strict=True):
+        if first := next((params.share.placements[name].name for name in names if name in given), None):
+            common[f"the param group of {first!r}"] = sorted(_options(params, group).items())
+    return {"param groups": common} | {
+        repr(params.share.placements[name].name): {"step": state.step, "kinds": sorted(state.values)}
         for name, state in given.items()
         if name in params.pieces
     }
 
 
-def _check_agreement(by_rank: Iterable[Mapping[str, tuple[object, ...]]]) -> None:
+def _check_agreement(by_rank: Iterable[Mapping[str, Mapping[str, object]]]) -> None:
     """Raises the same error on all ranks where two were given different states."""
-    known: dict[str, tuple[int, tuple[object, ...]]] = {}
+    known: dict[tuple[str, str], tuple[int, object]] = {}
     for rank, of_rank in enumerate(by_rank):
-        for name, here in of_rank.items():
-            first, there = known.setdefault(name, (rank, here))
-            for what, one, other in zip(_ALIKE, there, here, strict=True):
-                if one != other:
-                    raise CheckpointError(
-                        f"Invalid state of {name!r} in the state dicts: {what} {one} on rank {first} and {other} on "
-                        f"rank {rank}. Must be the same on all ranks. Load one state on all ranks."
-                    )
+        for name, what, here in ((name, *each) for name, alike in of_rank.items() for each in alike.items()):
+            first, there = known.setdefault((name, what), (rank, here))
+            if repr(there) != repr(here):
+                raise CheckpointError(
+                    f"Invalid state of {name} in the state dicts: {what} {there} on rank {first} and {here} on rank "
+                    f"{rank}. Must be the same on all ranks. Load one state on all ranks."
+                )
 
 
 def _take_states(params: TorchParams, given: Mapping[str, _GivenState]) -> None:

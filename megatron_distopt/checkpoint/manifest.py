@@ -121,6 +121,11 @@ class Manifest:
         return tuple(name_of(key) for key in self.tensors if kind_of(key) == MAIN)
 
     @property
+    def counts(self) -> dict[str, float]:
+        """The loss scale and the count of skipped steps."""
+        return {**self.loss_scale, "num_skipped": self.num_skipped}
+
+    @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
@@ -194,7 +199,7 @@ def from_text(text: str, where: str) -> Manifest:
     """The inverse of `to_text`; `where` is the path of the file, for errors."""
     manifest, what = parsed(text, where), f"manifest {where}"
     check_groups((*manifest.groups, *manifest.resting), what)
-    check_counts(manifest, what)
+    check_counts(manifest.counts, what)
     return manifest
 
 
@@ -225,10 +230,15 @@ def parsed(text: str, where: str) -> Manifest:
         ) from None
 
 
-def check_counts(manifest: Manifest, what: str) -> None:
-    """Checks the loss scale and the count of skipped steps. Megatron's count of tolerated overflows may be negative."""
-    for key, value in {**manifest.loss_scale, "num_skipped": manifest.num_skipped}.items():
-        is_right = math.isfinite(value) and (key != "scale" or value > 0) and (key != "num_skipped" or value >= 0)
+def check_counts(counts: Mapping[str, Any], what: str) -> None:
+    """Checks a loss scale and a count of skipped steps. Megatron's count of tolerated overflows may be negative."""
+    for key, value in counts.items():
+        is_right = (
+            isinstance(value, (int, float))
+            and math.isfinite(value)
+            and (key != "scale" or value > 0)
+            and (key != "num_skipped" or value >= 0)
+        )
         if not is_right:
             rule = {"scale": "be finite and above 0", "num_skipped": "be at least 0"}.get(key, "be finite")
             raise CheckpointError(f"Invalid {key} in {what}: {value!r}. Must {rule}. Load another checkpoint.")

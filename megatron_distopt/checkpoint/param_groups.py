@@ -17,9 +17,11 @@ from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
+#: The key of a dynamic loss scale in the first param group, where torch's format has a place for it.
+LOSS_SCALE = "dynamic_loss_scale"
 #: Keys of a param group that are not saved as options: the run that loads chooses its kernel and whether experts are
-#: spread over ranks, and the count has a field of its own.
-NOT_OPTIONS = ("params", "step", *IMPLEMENTATION, "is_expert_parallel")
+#: spread over ranks, and the count and the loss scale have fields of their own.
+NOT_OPTIONS = ("params", "step", *IMPLEMENTATION, "is_expert_parallel", LOSS_SCALE)
 #: Options that every optimizer computes with.
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
 _LISTS_OF_NUMBERS = ("betas",)

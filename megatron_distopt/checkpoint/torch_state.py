@@ -5,12 +5,15 @@ state, as in torch: torch.optim.AdamW loads it, and its own loads here. On sever
 which torch.distributed.checkpoint (DCP) saves and fills each rank's boxes. "main_param" is the fp32 main param of a
 16-bit param, which torch does not have and ignores.
 
-A param that was never updated has the zeros and the count of 0 with which Adam and SGD begin, so that a new optimizer
-has something that DCP can fill. Of other classes only what is there is shown.
+A param that was never updated has a state, too, so that a new optimizer has something that DCP can fill: the zeros and
+the count of 0 with which Adam and SGD begin, and nan for what other classes keep, as a trial step says it. A load takes
+neither for a state.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from megatron_distopt.checkpoint.load_plan import needed_moments
-from megatron_distopt.checkpoint.param_groups import not_options, step_of
+from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, not_options, step_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import CheckpointError
@@ -33,12 +36,18 @@ from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, as_plain
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
+from megatron_distopt.optimizer.owners.trial import undisturbed
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.
 MAIN_PARAM, STEP = "main_param", "step"
 #: Operators that are applied to each box by itself: they move, copy or allocate.
 _ON_EACH_BOX = ("aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "aten::empty_like", "aten::zeros_like")
+
+#: Methods that read a tensor's memory, which a sharded value does not have.
+_OF_MEMORY = {
+    getattr(Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__", "share_memory_", "storage")
+}
 
 
 class _LowPrecisionParts(list[Tensor]):
@@ -85,6 +94,17 @@ class ShardedValue(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         held = sum(box.numel for box in self.boxes)
         return f"ShardedValue(shape={list(self.shape)}, dtype={self.dtype}, {held} of {self.numel()} elements here)"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses also what reads memory past the operators."""
+        value, given = args[0] if args else None, kwargs or {}
+        if func in _OF_MEMORY and isinstance(value, cls):
+            if not value.is_whole:
+                _refuse_part(f"in {func.__name__}", "be saved and loaded by all ranks")
+            args = (as_plain(value.parts[0]), *args[1:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub forgets that it is a class method
@@ -199,6 +219,31 @@ class TorchParams:
     def trained(self) -> frozenset[str]:
         return frozenset(name for group in self.share.optimizer.plan.groups for name in group.names)
 
+    @cached_property
+    def begins(self) -> list[Mapping[str, Any]]:
+        """By group, the state of a param of three elements that was never updated, see [Note: torch's format]."""
+        return [_begin(self.share.optimizer, number, group) for number, group in enumerate(self.groups)]
+
+
+def _begin(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    zeros = torch.zeros(3)
+    if is_adam(optimizer, number):
+        maxima = {"max_exp_avg_sq": zeros} if group.get("amsgrad") else {}
+        return {STEP: torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros, **maxima}
+    if "momentum_buffer" in needed_moments(optimizer, number) and not group.get("dampening"):
+        has_momentum = group.get("momentum") or is_muons_group(group)  # Muon keeps it for a factor of 0 as well
+        return {"momentum_buffer": zeros} if has_momentum else {}
+    param, options = zeros.to(optimizer.device), dict(optimizer.inner.param_groups[number])
+    with undisturbed(optimizer.device):
+        stand_in = optimizer.plan.choice.build([copy.deepcopy({**options, "params": []}) | {"params": [param]}])
+        param.grad = torch.zeros_like(param)
+        stand_in.step()
+    state = {key: value for key, value in stand_in.state.get(param, {}).items() if value is not None}
+    unwritten = {
+        key: value * math.nan for key, value in moments_of(stand_in, param).items() if value.is_floating_point()
+    }
+    return state | unwritten | ({STEP: state[STEP] * 0} if STEP in state else {})
+
 
 def torch_state_dict(params: TorchParams) -> dict[str, Any]:
     """The state of all params, as `torch.optim.Optimizer.state_dict` returns it.
@@ -213,6 +258,8 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
         options = {key: value for key, value in group.items() if key not in hidden}
         groups.append({**options, "params": list(range(first, first + len(names)))})
         first += len(names)
+        if LOSS_SCALE in group:
+            groups[-1][LOSS_SCALE] = {**group[LOSS_SCALE], "num_skipped": params.share.optimizer.num_skipped}
     states = {number: _state_of(params, name) for number, name in enumerate(params.numbered)}
     return {"state": {number: state for number, state in states.items() if state is not None}, "param_groups": groups}
 
@@ -238,7 +285,12 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
         if name not in params.trained:
             return False
         pieces, inner = params.pieces.get(name, []), params.share.optimizer.inner
-        return bool(_initial_kinds(params, name)) or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
+        has_any = name in params.has_main or bool(params.begins[params.number_of[name]])
+        return has_any or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
+
+    def __bool__(self) -> bool:
+        """True also without entries: torch makes a step where it finds no state, and in a step ranks meet."""
+        return True
 
     def clear(self, *_: object) -> NoReturn:
         """Refused, as is every other way to replace state."""
@@ -254,30 +306,34 @@ def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     """The state of one param; None where torch would have no entry."""
     if name not in params.trained:
         return None
-    optimizer, pieces = params.share.optimizer, params.pieces.get(name, [])
-    flat = pieces[0].flat if pieces else None
+    number, pieces = params.number_of[name], params.pieces.get(name, [])
+    optimizer, begin, flat = params.share.optimizer, params.begins[number], pieces[0].flat if pieces else None
     moments = moments_of(optimizer.inner, flat.main) if flat is not None else {}
-    kinds = dict.fromkeys([*_initial_kinds(params, name), *moments])
-    scalars: dict[str, Any] = {}
-    if flat is not None:
-        scalars = _scalars(optimizer, flat, moments)
-    elif is_adam(optimizer, params.number_of[name]):  # only the owners know the count
-        scalars = {STEP: ShardedValue((), (), (), dtype=torch.float32, device=torch.device("cpu"))}
-    if not kinds and (flat is None or not scalars):
-        return None if params.is_whole else {}  # torch refuses a param without an entry, and others may have one
-    state: dict[str, Any] = {kind: _value(params, name, moments.get(kind)) for kind in kinds}
+    values = {key: value for key, value in begin.items() if torch.is_tensor(value)}
+    kinds = dict.fromkeys([*(key for key, value in values.items() if value.shape == (3,)), *moments])
+    if flat is None:  # only the owners know what is kept once
+        none, of_cpu = ((), ()), torch.device("cpu")
+        known = {key: value for key, value in values.items() if key not in kinds}
+        scalars = {key: ShardedValue(each.shape, *none, dtype=each.dtype, device=of_cpu) for key, each in known.items()}
+    else:
+        scalars = {key: copy.deepcopy(value) for key, value in begin.items() if key not in kinds and not moments}
+        scalars |= _scalars(optimizer, flat, moments)
+    state = {kind: _value(params, name, moments.get(kind), begin.get(kind)) for kind in kinds}
     if name in params.has_main:
         state[MAIN_PARAM] = _value(params, name, None if flat is None else flat.main)
+    if not state and not scalars:
+        return None if params.is_whole else {}  # torch refuses a param without an entry, and others may have one
     return {**scalars, **state}
 
 
-def _value(params: TorchParams, name: str, flat: Tensor | None) -> Tensor:
-    """One value of a param, as views of a tensor as long as the flat param; zeros where there is no such tensor."""
+def _value(params: TorchParams, name: str, flat: Tensor | None, begin: Tensor | None = None) -> Tensor:
+    """One value of a param, as views of a tensor as long as the flat param, or with the value of `begin`."""
     share, pieces = params.share, params.pieces.get(name, [])
-    dtype, device = (torch.float32, share.optimizer.device) if flat is None else (flat.dtype, flat.device)
+    shown = torch.zeros(1, device=share.optimizer.device) if begin is None else begin
+    dtype, device = (shown.dtype, share.optimizer.device) if flat is None else (flat.dtype, flat.device)
     boxes = [piece.piece.in_global for piece in pieces]
     if flat is None:
-        parts = [torch.zeros(box.sizes, device=device) for box in boxes]
+        parts = [shown[:1].to(device).expand(box.numel).reshape(box.sizes).clone() for box in boxes]
     else:
         parts = [piece.view(flat.detach()) for piece in pieces]
     if params.is_whole and not isinstance(parts[0], LowPrecisionTensor):
@@ -286,20 +342,17 @@ def _value(params: TorchParams, name: str, flat: Tensor | None) -> Tensor:
     return ShardedValue(shape, boxes, parts, dtype=dtype, device=device, **how)
 
 
+def is_unwritten(state: Mapping[str, Any]) -> bool:
+    """Whether all that is kept for each element of a param is nan, see [Note: torch's format]."""
+    values = [value for key, value in state.items() if key != MAIN_PARAM and torch.is_tensor(value) and value.dim()]
+    parts = [part for value in values for part in (value.parts if isinstance(value, ShardedValue) else [value])]
+    floats = [part for part in parts if part.is_floating_point()]
+    return bool(floats) and all(bool(as_plain(part).isnan().all()) for part in floats)
+
+
 def is_adam(optimizer: ShardedOptimizer, number: int) -> bool:
     """Whether the inner optimizer begins with two moments of zero and a count of 0 in a param group."""
     return "exp_avg_sq" in needed_moments(optimizer, number)
-
-
-def _initial_kinds(params: TorchParams, name: str) -> tuple[str, ...]:
-    """Moments that are zero before the first update of a param, see [Note: torch's format]."""
-    optimizer, number = params.share.optimizer, params.number_of[name]
-    group = params.groups[number]
-    if is_adam(optimizer, number):
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
-    has_momentum = group.get("momentum") or is_muons_group(group)  # Muon keeps it for a factor of 0 as well
-    has_buffer = "momentum_buffer" in needed_moments(optimizer, number) and has_momentum
-    return ("momentum_buffer",) if has_buffer and not group.get("dampening") else ()
 
 
 def _scalars(optimizer: ShardedOptimizer, flat: FlatParam, moments: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -311,8 +364,8 @@ def _scalars(optimizer: ShardedOptimizer, flat: FlatParam, moments: Mapping[str,
     }
     number = flat.plan.key.group
     step = step_of(optimizer, optimizer.inner.param_groups[number], flat, {})
-    if STEP not in found and is_adam(optimizer, number) and (step is not None or not moments):
-        found[STEP] = torch.tensor(float(step or 0))
+    if STEP not in found and is_adam(optimizer, number) and step is not None:
+        found[STEP] = torch.tensor(float(step))
     return found
 
 
@@ -335,7 +388,8 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
         CheckpointError: params are cut over other ranks, too.
     """
     state = torch_state_dict(params)
-    values = {(number, kind): value for number, kinds in state["state"].items() for kind, value in kinds.items()}
+    states = {number: kinds for number, kinds in state["state"].items() if not is_unwritten(kinds)}
+    values = {(number, kind): value for number, kinds in states.items() for kind, value in kinds.items()}
     if params.is_whole:
         whole = {key: value.parts[0] if isinstance(value, ShardedValue) else value for key, value in values.items()}
         return _nested({key: _on_cpu(value) for key, value in whole.items()}, state["param_groups"])
@@ -349,8 +403,7 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
                 )
         sharded = {key: value for key, value in values.items() if isinstance(value, ShardedValue)}
         once = {key: value for key, value in values.items() if key not in sharded}
-        # One without boxes and dimensions is a count that only the owners know.
-        known = {key: value for key, value in sharded.items() if value.shape or value.boxes}
+        known = {key: value for key, value in sharded.items() if value.boxes}
         described = {key: (tuple(value.shape), value.dtype, value.boxes) for key, value in known.items()}
         return described, {key: _on_cpu(value) for key, value in once.items()}
 

@@ -66,34 +66,34 @@ class DynamicLossScale:
         self._min_scale = config.min_loss_scale
         self._growth_interval = config.growth_interval
         self._hysteresis = config.hysteresis
-        self._good_steps = 0
-        self._tolerated = config.hysteresis
+        #: As plain numbers; one object as long as this lives, so that it may be shown elsewhere.
+        self.state: dict[str, Any] = {"scale": self.value, "good_steps": 0, "tolerated": config.hysteresis}
 
     def can_back_off(self) -> bool:
         return self.value > self._min_scale
 
     def update(self, found_nonfinite: bool) -> None:
+        state = self.state
         if found_nonfinite:
-            self._good_steps = 0
-            self._tolerated -= 1
-            if self._tolerated <= 0:
+            state["good_steps"] = 0
+            state["tolerated"] -= 1
+            if state["tolerated"] <= 0:
                 self._set(max(self.value / 2, self._min_scale))
             return
-        self._good_steps += 1
-        if self._good_steps == self._growth_interval:
-            self._good_steps = 0
-            self._tolerated = self._hysteresis
+        state["good_steps"] += 1
+        if state["good_steps"] == self._growth_interval:
+            state |= {"good_steps": 0, "tolerated": self._hysteresis}
             self._set(min(self.value * 2, LARGEST_SCALE))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.value, "good_steps": self._good_steps, "tolerated": self._tolerated}
+        return dict(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.state.update(state)
         self._set(state["scale"])
-        self._good_steps, self._tolerated = state["good_steps"], state["tolerated"]
 
     def _set(self, value: float) -> None:
-        self.value = value
+        self.value = self.state["scale"] = value
         self.scale.fill_(value)
 
 

@@ -37,12 +37,24 @@ LOW = {
     "bf16": replace(CONFIG, adam="auto", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"),
     "remainder": replace(CONFIG, adam="auto", main_params_dtype="remainder", exp_avg_dtype="int8"),
 }
+#: Classes of torch's: without a state, with one that begins in the first step, and with a loss scale that grows.
+GIVEN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "plain": lambda params: torch.optim.SGD(params, lr=0.01),
+    "dampened": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5, dampening=0.5),
+    "later": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "scaled": lambda params: torch.optim.AdamW(params, lr=0.01),
+}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _made(config: DistOptConfig = CONFIG, *, steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
-    model = Params(MIXED)
-    optimizer = distribute(model, config, param_groups=model.groups())
+def _made(kind: DistOptConfig | str = CONFIG, *, steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
+    if isinstance(kind, str) and kind in GIVEN:
+        model, scaled = Params(default=torch.bfloat16), {"loss_scale": "dynamic", "growth_interval": 1}
+        options: dict[str, Any] = scaled if kind == "scaled" else {}
+        optimizer = distribute(model, GIVEN[kind](model.groups()), bucket_size=300, **options)
+    else:
+        model = Params(MIXED)
+        optimizer = distribute(model, LOW[kind] if isinstance(kind, str) else kind, param_groups=model.groups())
     for step in range(steps):
         _train(model, optimizer, step)
     return model, optimizer
@@ -50,7 +62,7 @@ def _made(config: DistOptConfig = CONFIG, *, steps: int = 0) -> tuple[Params, To
 
 def _train(model: Params, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
-    model(exact_grads(step, 0, 0)).backward()
+    getattr(optimizer, "scale_loss", lambda loss: loss)(model(exact_grads(step, 0, 0))).backward()
     optimizer.step()
 
 
@@ -212,15 +224,15 @@ def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
 def test_one_rank_when_the_state_is_in_low_precision_then_torch_saves_its_values_and_it_computes_as_a_tensor(
     name: str, tmp_path: Path
 ) -> None:
-    _, optimizer = _made(LOW[name], steps=2)
+    _, optimizer = _made(name, steps=2)
     wanted = optimizer.full_state_dict()
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    _save_low(0, LOW[name], tmp_path)
+    _save_other(0, name, tmp_path)
     given = {"optim": optimizer.state_dict()}
     dcp.load(given, checkpoint_id=tmp_path / "later")
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     for state in (saved, copy.deepcopy(optimizer.state_dict()), given["optim"]):
-        _, other = _made(LOW[name])
+        _, other = _made(name)
         other.load_state_dict(state)
         assert is_same(other.full_state_dict(), wanted)
     value = optimizer.state_dict()["state"][0]["exp_avg"]
@@ -277,8 +289,8 @@ def test_load_when_the_state_does_not_fit_then_refused_and_nothing_is_changed(fa
 # Several ranks.
 
 
-def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str]]:
-    """Saves in every way; returns the texts of what is refused, see also `_different`."""
+def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str], object]:
+    """Saves in every way; returns the texts of what is refused, and what `_different` and `_asked_alone` return."""
     model, optimizer = _made(steps=2)
     _separate(optimizer)
     state = get_optimizer_state_dict(model, optimizer)
@@ -296,8 +308,8 @@ def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str]]
         torch.save(full, root / "full.pt")
     else:
         assert full == {}
-    for name, config in LOW.items():
-        _save_low(rank, config, root / name)
+    for name in (*LOW, *GIVEN):
+        _save_other(rank, name, root / name)
     whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     value = next(each["exp_avg"] for each in state["state"].values() if isinstance(each["exp_avg"], ShardedValue))
     assert copy.deepcopy(value).boxes == value.boxes and str(list(value.shape)) in repr(value)
@@ -308,16 +320,29 @@ def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str]]
         "add": _text(lambda: value + 1),
         "copy into a plain tensor": _text(lambda: torch.zeros(value.shape).copy_(value)),
         "item": _text(lambda: value.sum().item()),
+        "numpy": _text(value.numpy),
+        "tolist": _text(value.tolist),
+        "storage, as of safetensors": _text(value.storage),
     }
     dist.barrier()  # the whole state is on the disk
-    return texts, _different(rank, root)
+    return texts, _different(rank, root), _asked_alone(rank)
 
 
-def _save_low(rank: int, config: DistOptConfig, root: Path) -> None:
-    _, low = _made(config, steps=2)
+def _asked_alone(rank: int) -> object:
+    """What a dummy step of torch's would change, where rank 0 alone asks for the state of a class without one."""
+    model, optimizer = _made("plain")
+    calls: list[object] = []
+    optimizer.register_step_post_hook(lambda *given: calls.append(given))
+    if rank == 0:
+        get_optimizer_state_dict(model, optimizer)
+    return len(calls), optimizer.last_step
+
+
+def _save_other(rank: int, name: str, root: Path) -> None:
+    _, other = _made(name, steps=2)
     gloo = dist.new_group(backend="gloo")
-    dcp.async_save({"optim": low.state_dict()}, checkpoint_id=root / "later", process_group=gloo).result()
-    full = low.full_state_dict()
+    dcp.async_save({"optim": other.state_dict()}, checkpoint_id=root / "later", process_group=gloo).result()
+    full = other.full_state_dict()
     if rank == 0:
         torch.save(full, root / "full.pt")
 
@@ -340,12 +365,12 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
         dcp.load(state, checkpoint_id=root / name)
         set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
         found[f"{name} after {steps}"] = _is_as(optimizer, wanted)
-    for name, config in LOW.items():
-        _, low = _made(config, steps=1)
-        low_state = {"optim": low.state_dict()}
-        dcp.load(low_state, checkpoint_id=root / name / "later")
-        low.load_state_dict(low_state["optim"])
-        found[name] = _is_as(low, torch.load(root / name / "full.pt", weights_only=True))
+    for name in (*LOW, *GIVEN):
+        _, other = _made(name, steps=1 if name in LOW else 0)
+        state = {"optim": other.state_dict()}
+        dcp.load(state, checkpoint_id=root / name / "later")
+        other.load_state_dict(state["optim"])
+        found[name] = _is_as(other, torch.load(root / name / "full.pt", weights_only=True))
     model, optimizer = _made(steps=1)
     optimizer.load_state_dict(wanted)
     found["full"] = _is_as(optimizer, wanted)
@@ -388,15 +413,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def refused(root: Path) -> list[tuple[dict[str, str], list[str]]]:
+def refused(root: Path) -> list[tuple[dict[str, str], list[str], object]]:
     """What two ranks were told while they wrote and when they loaded different states."""
     return run_ranks(_write, 2, root)
 
 
 def test_sharded_values_when_used_as_tensors_then_refused_with_what_to_call(
-    refused: list[tuple[dict[str, str], list[str]]],
+    refused: list[tuple[dict[str, str], list[str], object]],
 ) -> None:
-    for texts, _ in refused:
+    for texts, *_ in refused:
         for what, text in texts.items():
             named = ("optimizer.save(folder)", "on all ranks", "full_state_dict()")
             assert all(each in text for each in named), what
@@ -410,6 +435,33 @@ def test_full_state_when_gathered_then_torchs_adamw_takes_it(root: Path) -> None
     assert {int(each["step"]) for each in full["state"].values()} == {0, 2, 7}
     shapes = [list(param.shape) for group in adamw.param_groups for param in group["params"]]
     assert [list(full["state"][number]["exp_avg"].shape) for number in range(len(SHAPES))] == shapes
+
+
+def test_state_when_rank_0_alone_asks_for_it_then_torch_makes_no_step(
+    refused: list[tuple[dict[str, str], list[str], object]],
+) -> None:
+    assert [alone for *_, alone in refused] == [(0, None)] * 2
+
+
+@pytest.mark.usefixtures("refused")
+def test_full_state_when_16_bit_params_or_a_loss_scale_were_trained_then_it_has_what_they_go_on_from(
+    root: Path,
+) -> None:
+    full = {name: torch.load(root / name / "full.pt", weights_only=True) for name in GIVEN}
+    assert all("main_param" in state for each in full.values() for state in each["state"].values())
+    scale = {"scale": 4 * DistOptConfig().initial_loss_scale, "good_steps": 0, "tolerated": 2, "num_skipped": 0}
+    assert full["scaled"]["param_groups"][0]["dynamic_loss_scale"] == scale
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_state_when_no_step_was_made_then_a_load_of_it_begins_anew() -> None:
+    for name in GIVEN:
+        (model, optimizer), (other_model, other) = _made(name), _made(name)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        other.load_state_dict(optimizer.full_state_dict())
+        _train(model, optimizer, 0)
+        _train(other_model, other, 0)
+        assert is_same(_weights(other_model), _weights(model)), name
 
 
 @pytest.mark.usefixtures("refused", "one_rank")
@@ -445,9 +497,9 @@ def _other_shape_on_rank_1(state: dict[str, Any], rank: int) -> None:
 
 
 def test_load_when_ranks_have_different_states_then_all_refuse_and_nothing_is_changed(
-    refused: list[tuple[dict[str, str], list[str]]],
+    refused: list[tuple[dict[str, str], list[str], object]],
 ) -> None:
-    for rank, (_, (counts, shapes)) in enumerate(refused):
+    for rank, (_, (counts, shapes), _) in enumerate(refused):
         assert re.search(r"CheckpointError.*step 2 on rank 0 and 3 on rank 1", counts), counts
         assert shapes.startswith(("RanksDisagreeError", "CheckpointError")[rank]) and "[3]" in shapes
 

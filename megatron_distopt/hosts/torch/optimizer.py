@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.digests import DigestLog
+from megatron_distopt.checkpoint.param_groups import LOSS_SCALE
 from megatron_distopt.comm import Field, compare, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
@@ -24,6 +25,7 @@ from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
 from megatron_distopt.hosts.torch.step import announce_drop, reduce_ahead, step_model
 from megatron_distopt.optimizer.inner import InParts
+from megatron_distopt.optimizer.loss_scale import DynamicLossScale
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
 from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now
 
@@ -48,6 +50,10 @@ class TorchDistributedOptimizer(StateCalls):
         super().__init__(groups, dict(defaults[0]) if len(defaults) == 1 else {})
         self._is_built = True
         self.param_groups = groups
+        for group in groups:
+            group.pop(LOSS_SCALE, None)
+        if isinstance(model.sharded.loss_scale, DynamicLossScale):
+            groups[0][LOSS_SCALE] = model.sharded.loss_scale.state  # torch's flattened format has what groups have
         self.last_step: StepDecision | None = None
         if model.config.log_digests is not None:
             model.hooks = (DigestLog(model.config, model.whole, model.everyone),)

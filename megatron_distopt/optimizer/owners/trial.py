@@ -137,7 +137,7 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
         # Those of elements begin with small ones, with which most other classes differ.
         all_shapes = [_SMALL[2], _LARGE] if updates is Updates.ELEMENTS else [of_dims]
         try:
-            with _undisturbed(candidate.device):
+            with undisturbed(candidate.device):
                 for options, regime, shapes in product(_kinds_of(candidate.groups), _REGIMES, all_shapes):
                     trial = _Trial(candidate, options, regime, _random(shapes, 0, candidate.device))
                     if updates is Updates.ELEMENTS:
@@ -161,7 +161,7 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
 
 def counts_in_groups(candidate: Candidate) -> bool:
     """Whether a class counts its updates in its param groups."""
-    with _undisturbed(candidate.device):
+    with undisturbed(candidate.device):
         start = _random([(3,)], 0, candidate.device)
         return "step" in _Trial(candidate, candidate.groups[0], _REGIMES[0], start).run(start).options
 
@@ -387,7 +387,7 @@ def _kinds_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Random states of torch, Python and numpy, hooks of the user on all optimizers, and warnings stay as they are."""
     states = random.getstate(), np.random.get_state()
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # torch calls them for every optimizer
