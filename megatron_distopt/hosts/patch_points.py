@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from megatron_distopt.errors import HostMismatchError, UnknownHostError
@@ -96,3 +97,14 @@ def substituted(function: Callable[..., Any], ours: Mapping[str, Any]) -> Iterat
         for name in ours:
             del host[name]
         host.update(before)
+
+
+def rebind(olds: Sequence[Any], news: Sequence[Any]) -> None:
+    """Replaces objects by others, in every loaded module and under every name."""
+    new_of = {id(old): new for old, new in zip(olds, news, strict=False)}
+    for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
+        if new_of.keys().isdisjoint(map(id, vars(module).values())):
+            continue  # thousands of modules are loaded, and this is fast
+        for name, value in list(vars(module).items()):
+            if id(value) in new_of:
+                setattr(module, name, new_of[id(value)])

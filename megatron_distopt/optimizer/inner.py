@@ -293,17 +293,6 @@ def _count(group: Mapping[str, Any], main: Tensor, step: int) -> Tensor:
     return torch.tensor(float(step), device=main.device if on_device else None)
 
 
-def begin_state(inner: Optimizer, config: Any = None) -> None:
-    """Makes the state of main params of Adam that have none: what megatron-core's `init_state_fn` does, and a count."""
-    for group in inner.param_groups:
-        for main in (each for each in group["params"] if not inner.state.get(each)):
-            moments = {}
-            for kind in sorted(_MOMENTS[ADAM_NAMES[0]]):
-                made = inner.new_moment(main, kind) if isinstance(inner, FlatOptimizer) else None
-                moments[kind] = torch.zeros_like(main) if made is None else made
-            restore(inner, group, main, moments, 0)
-
-
 def begin_counts(inner: Optimizer) -> None:
     """Adds a count of zero to moments of Adam that others have made without one, as a host's functions do."""
     if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatron_distopt.comm import show_presence
@@ -22,7 +21,7 @@ from megatron_distopt.hosts.base import SWITCHED_OFF
 from megatron_distopt.hosts.detect import Generation, find_host, recognise
 from megatron_distopt.hosts.fixes import apply_fixes, needed_fixes
 from megatron_distopt.hosts.fork_source import importable_host
-from megatron_distopt.hosts.patch_points import PatchPoint
+from megatron_distopt.hosts.patch_points import PatchPoint, rebind
 from megatron_distopt.plugin.arguments import parser_with_ours
 
 Undo = Callable[[], None]
@@ -125,24 +124,13 @@ def apply(patches: Sequence[Patch]) -> Undo:
     originals = [point.find() for point, _ in patches]
     before = [point.current for point, _ in patches]  # may be an earlier replacement
     ours = [replace(original) for (_, replace), original in zip(patches, originals, strict=True)]
-    _rebind(before, ours)
+    rebind(before, ours)
 
     def undo() -> None:
         for (point, _), replacement in zip(patches, ours, strict=False):
             if point.module in sys.modules and point.current is not replacement:
                 raise HostMismatchError(f"{point} was replaced by other code since. Undo that replacement first.")
-        _rebind(ours, before)
+        rebind(ours, before)
         ours.clear()  # a second call finds nothing to do
 
     return undo
-
-
-def _rebind(olds: Sequence[Any], news: Sequence[Any]) -> None:
-    """Replaces objects by others, in every loaded module and under every name."""
-    new_of = {id(old): new for old, new in zip(olds, news, strict=False)}
-    for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
-        if new_of.keys().isdisjoint(map(id, vars(module).values())):
-            continue  # thousands of modules are loaded, and this is fast
-        for name, value in list(vars(module).items()):
-            if id(value) in new_of:
-                setattr(module, name, new_of[id(value)])

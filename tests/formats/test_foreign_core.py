@@ -1,7 +1,7 @@
 """megatron-core's own checkpoints, written by it on two ranks: every tensor is the live one to the bit.
 
 One spawn trains four models and saves them in all the formats that the installed megatron-core writes. Those with names
-are read offline; those without are loaded into a run of ours with the same buffers.
+are read offline; all are loaded into a run of ours with the same buffers, as an unedited script does it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,11 @@ def save_all(rank: int, size: int, folder: Path) -> tuple[dict[str, dict[str, li
     if not core_mentions("dist_checkpointing/strategies/filesystem_async.py", "serialization_format"):
         filesystem_async._write_item = as_today(filesystem_async._write_item)
     live = {name: save_case(name, case, folder / name) for name, case in CASES.items()}
-    found = {(name, kind): resume(CASES[name], folder / name, kind, live[name]) for name, kind in NAMELESS}
+    found: dict[Any, Any] = {
+        (name, kind): resume(CASES[name], folder / name, kind, live[name])
+        for name, kinds in FORMATS.items()
+        for kind in kinds
+    }
     name, kind = next(each for each in NAMELESS if each[0] == "dp2")
     found["other buckets"] = resume(CASES[name].of(bucket_size=3000), folder / name, kind, live[name])
     found["without weights"] = resume(CASES[name], folder / name, kind, live[name], has_weights=False)
@@ -126,12 +130,14 @@ def resume(
         if "gated" in folder.name:
             patch.setattr(gpt, "transformer_config", gated(gpt.transformer_config))
         with contextlib.closing(gpt.Training(case.of(optimizer="distopt"))) as training:
-            if has_weights:
-                training.chunks[0].load_state_dict(torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True))
             flats = [flat for each in training.optimizer.ours() for flat in each.sharded.flat_params]
             before = [flat.main.detach().clone() for flat in flats]
             try:
-                training.optimizer.load(folder / kind)
+                if kind == OWN_FILES:
+                    training.chunks[0].load_state_dict(torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True))
+                    training.optimizer.load(folder / kind)
+                else:
+                    load_sharded(training, kind, folder / kind, has_weights=has_weights)
             except (CheckpointError, RanksDisagreeError) as error:
                 after = [flat.main.detach() for flat in flats]
                 assert all(map(torch.equal, before, after)), "a refused load changed something"
@@ -149,6 +155,29 @@ def resume(
                         mine = piece.flat.cut(kept_by_ours(optimizer, piece.flat)[key.split("/")[0]], shard)
                         differs += [] if torch.equal(mine, saved.tensors[key.split("/")[0]].reshape(-1)) else [key]
             return differs
+
+
+def load_sharded(training: Any, kind: str, folder: Path, *, has_weights: bool = True) -> None:
+    """In the order of Megatron-LM's script."""
+    from megatron.core import dist_checkpointing
+
+    metadata = metadata_of(kind)
+    model = {"model": training.chunks[0].module.sharded_state_dict(metadata=metadata)}
+    optimizer = training.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load({**(model if has_weights else {}), "optimizer": optimizer}, str(folder))
+    if has_weights:
+        training.chunks[0].module.load_state_dict(loaded["model"])
+    training.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def metadata_of(kind: str) -> dict[str, Any]:
+    """Layers stacked in one tensor, or one by one with the halves of gated projections apart."""
+    is_new = IS_NEW and kind != GATHERED
+    return {
+        "distrib_optim_sharding_type": kind,
+        "singleton_local_shards": is_new,
+        "chained_optim_avoid_prefix": True,
+    }
 
 
 def kept_by_ours(optimizer: Any, flat: Any) -> dict[str, Tensor]:
@@ -228,13 +257,7 @@ def save_sharded(training: Any, case: Case, kind: str, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    # Layers stacked in one tensor, or one by one with the halves of gated projections apart.
-    is_new = IS_NEW and kind != GATHERED
-    metadata = {
-        "distrib_optim_sharding_type": kind,
-        "singleton_local_shards": is_new,
-        "chained_optim_avoid_prefix": True,
-    }
+    metadata = metadata_of(kind)
     model = {"model": training.chunks[0].module.sharded_state_dict(metadata=metadata)}
     save = training.optimizer.sharded_state_dict
     of_one = inspect.signature(parts_of(training.optimizer)[0].sharded_state_dict)
@@ -349,6 +372,7 @@ READABLE = [(case, BY_PARAM) for case, kinds in FORMATS.items() if BY_PARAM in k
 def test_open_when_megatron_core_saved_then_tensors_are_the_live_ones_and_groups_those_of_its_rule(
     saved: Saved, case: str, kind: str
 ) -> None:
+    assert [found[case, kind] for found in saved.resumed] == [[], []]
     source = open_any(saved.folder / case / kind)
     live = saved.live[case]
     found = {with_names_of_the_model(key): source.read(key) for key in source.tensors}
@@ -377,9 +401,10 @@ def test_read_when_megatron_core_misplaced_params_then_it_is_refused(saved: Save
         "dp2": ("decoder.layers.0.mlp.linear_fc2.bias", 40),
         "pp2": ("embedding.word_embeddings.weight", 5120),
     }[case]
-    text = str(error.value)
-    assert str(folder) in text and f" of {count} main values of {name!r} " in text
-    assert "save without --dist-ckpt-optim-fully-reshardable" in text
+    for text in (str(error.value), *(found[case, BY_PARAM] for found in saved.resumed)):
+        assert str(folder) in text and " main values of " in text
+        assert "save without --dist-ckpt-optim-fully-reshardable" in text
+    assert f" of {count} main values of {name!r} " in str(error.value)
 
 
 @pytest.mark.parametrize(("case", "kind"), NAMELESS)

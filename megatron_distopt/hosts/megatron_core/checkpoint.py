@@ -8,19 +8,24 @@ Boxes form no regular grid, so they have no `axis_fragmentations`; the host's to
 torch's DCP one by one, which checks that together they are the whole tensor. Keys are "optimizer.distopt.KIND.NAME",
 NAME as on every host. What is no tensor is one text, the manifest of checkpoint/manifest.py without files, in the part
 of the state that is the same on all ranks: the host lets rank 0 alone write that, so it is joined from all ranks first.
+
+[Note: checkpoints of the host's own] What is to be filled is asked for before the host says where from: in boxes, which
+a checkpoint of its own optimizer does not have. So the next `dist_checkpointing.load` looks into its folder first. Of
+the host's own state it is asked for nothing, and `load_state_dict` reads it from that folder, as `load` does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor, serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import Tensor
 
@@ -48,11 +53,14 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
+from megatron_distopt.formats.megatron_core.torch_dist import recognises
 from megatron_distopt.formats.recognise import load_any
+from megatron_distopt.formats.torch_files import open_dcp
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.hosts.megatron_core.step import StepCalls
+from megatron_distopt.hosts.patch_points import rebind
 from megatron_distopt.hosts.saving import Saver, head_entry, is_of_other_class
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import InnerChoice, count_updates, moments_of
@@ -61,6 +69,8 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Where the text is in `sharded_state_dict()`; every other entry is one box.
 HEAD = "distopt"
+#: Where `dist_checkpointing.load` says in which folder state of the host's own is, see the note; None for ours.
+_FOLDER = "distopt_folder"
 _PREFIX = "optimizer.distopt"
 #: Of Megatron-LM's --ckpt-format: those that are written by `dist_checkpointing`.
 _DISTRIBUTED_FORMATS = ("torch_dist", "zarr")
@@ -128,6 +138,9 @@ class CheckpointCalls(StepCalls):
 
     def load_sharded(self, state: Mapping[str, Any]) -> None:
         """Collective: takes `sharded_state_dict` back from `dist_checkpointing.load`, and gathers the params."""
+        if state.get(_FOLDER) is not None:
+            self.load(state[_FOLDER])
+            return
         self.check_is_there("load")
         model = whole_model_of(self.ours())
         with self._new_params():
@@ -188,22 +201,51 @@ class CheckpointCalls(StepCalls):
             sharding_type, metadata: kept for the host; there is one format, for any layout.
 
         Raises:
-            CheckpointError: this version of the host takes shards of a regular grid only.
+            CheckpointError: this version of the host saves shards of a regular grid only.
         """
-        _check_takes_boxes()
         _check_has_boxes(self.ours()[0].sharded.plan.choice)
         self.check_is_there("load" if is_loading else "save")
-        model = whole_model_of(self.ours())
-        return _state_to_load(model) if is_loading else _state_to_save(model, Group.of())
+        if is_loading:
+            _look_at_next_load()
+            return _state_to_load(whole_model_of(self.ours()))
+        _check_takes_boxes()
+        return _state_to_save(whole_model_of(self.ours()), Group.of())
 
-    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: nothing is gathered on one rank."""
-        raise CheckpointError(
-            "get_parameter_state_dp_zero and load_parameter_state_from_dp_zero need the whole state on one rank, where "
-            "this optimizer never has it. Call save(folder) and load(folder)."
-        )
 
-    load_parameter_state_from_dp_zero = get_parameter_state_dp_zero
+def is_sharded(state: Any) -> bool:
+    """Whether it is what `dist_checkpointing.load` made of `sharded_state_dict(is_loading=True)`."""
+    return isinstance(state, Mapping) and (HEAD in state or _FOLDER in state)
+
+
+def _look_at_next_load() -> None:
+    """See [Note: checkpoints of the host's own]."""
+    original = serialization.load
+
+    @functools.wraps(original)
+    def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        rebind([load], [original])
+        if exchange_together(lambda: _is_of_host(Path(checkpoint_dir)), Group.of(), "load")[0]:
+            for entry in _entries_of_ours(sharded_state_dict):
+                entry.clear()
+                entry[_FOLDER] = LocalNonpersistentObject(str(checkpoint_dir))
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    if not hasattr(original, "looks"):  # else there was no load since the last call
+        load.looks = True  # type: ignore[attr-defined]
+        rebind([original], [load])
+
+
+def _is_of_host(path: Path) -> bool:
+    return recognises(path) and not any(key.startswith(f"{_PREFIX}.") for key in open_dcp(path).tensors)
+
+
+def _entries_of_ours(state: Any) -> Iterator[dict[str, Any]]:
+    """What `sharded_state_dict` returned, wherever a framework has put it."""
+    if isinstance(state, dict) and _FOLDER in state:
+        yield state
+    elif isinstance(state, (dict, list)):
+        for each in state.values() if isinstance(state, dict) else state:
+            yield from _entries_of_ours(each)
 
 
 def head_of(optimizer: OneOptimizer) -> dict[str, Any]:
@@ -265,16 +307,23 @@ def check_script_can_save(script: ModuleType | None, choice: InnerChoice | None 
             _check_has_boxes(choice)
 
 
-def _check_takes_boxes() -> None:
-    """Refuses a `dist_checkpointing` before 0.14, where the offset of a shard has to be a multiple of its shape."""
+def _takes_boxes() -> bool:
+    """Whether `dist_checkpointing` does; before 0.14 the offset of a shard has to be a multiple of its shape."""
     try:
         ShardedTensor("probe", None, torch.float32, (2,), (3,), (1,), None).validate_metadata_integrity()
-    except CheckpointingException as error:
+    except CheckpointingException:
+        return False
+    return True
+
+
+def _check_takes_boxes() -> None:
+    """Refuses to save where boxes are not taken."""
+    if not _takes_boxes():
         raise CheckpointError(
             "sharded_state_dict was called with a megatron-core whose dist_checkpointing takes shards of a regular "
             "grid only. Call save(folder) and load(folder); with Megatron-LM's training script, type --ckpt-format "
             "torch."
-        ) from error
+        )
 
 
 def _check_has_boxes(choice: InnerChoice) -> None:
@@ -304,7 +353,8 @@ def _state_to_load(model: WholeModel) -> dict[str, Any]:
 
     In fp32 whatever was saved: as wide as a main param, and what it takes does not depend on the checkpoint.
     """
-    return {
+    takes_boxes = _takes_boxes()  # else there are checkpoints of the host's own alone
+    return {_FOLDER: LocalNonpersistentObject(None)} | {
         _box_key(model, key, piece.piece.in_global): ShardedTensor(
             _whole_key(model, key),
             None,
@@ -318,6 +368,7 @@ def _state_to_load(model: WholeModel) -> dict[str, Any]:
         )
         for piece, keys in _pieces(model)
         for key in keys
+        if takes_boxes
     }
 
 
@@ -376,6 +427,9 @@ def _kinds_in_a_trial(optimizer: ShardedOptimizer, number: int) -> set[str]:
 
 def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
     """What `_state_to_load` was filled with: the tensors that this run takes, in the boxes of this rank."""
+    if HEAD not in state:
+        remedy = "Load its weights alone with --no-load-optim, or what this package or megatron-core has saved"
+        raise CheckpointError(f"The checkpoint has no optimizer state that can be read. {remedy}.")
     head = from_text(state[HEAD], _WHERE)
     boxes: dict[str, dict[Box, None]] = {}
     for piece, keys in _pieces(model):

@@ -50,7 +50,7 @@ from megatron_distopt.hosts.megatron_core.buffers import (
     follow_buffers,
     groups_by_name,
 )
-from megatron_distopt.hosts.megatron_core.checkpoint import HEAD, CheckpointCalls, check_head, head_of, load_head
+from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, is_sharded, load_head
 from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
@@ -58,7 +58,7 @@ from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedS
 from megatron_distopt.hosts.megatron_core.step import groups_on_all_ranks, norm_group_of
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
-from megatron_distopt.optimizer.inner import FlatOptimizer, InnerChoice, begin_state, is_torchs
+from megatron_distopt.optimizer.inner import FlatOptimizer, InnerChoice, is_torchs
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
 
@@ -97,11 +97,11 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self.sharded = self._build(names, optimizer, merged)
         follow_buffers(self.buffers, self.sharded.buffers, self.sharded.flat_params, self.model_chunks)
+        # With a config the host's function asks TransformerEngine's Adam for state in low precision.
+        begin_state = init_state_fn and (lambda inner, config=None: init_state_fn(inner))
         inner = self.sharded.inner
-        if init_state_fn is not None and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-            init_state_fn = begin_state  # the host's own makes no count, which torch's classes need
         # The host has none on a rank that trains nothing.
-        MegatronOptimizer.__init__(self, None if self.is_stub_optimizer else inner, config, init_state_fn)
+        MegatronOptimizer.__init__(self, None if self.is_stub_optimizer else inner, config, begin_state)
         counts_in_groups = optimizer is not None and is_adam(optimizer) and not is_torchs(optimizer)
         self.counts = GroupCounts(inner) if counts_in_groups and is_torchs(inner) else None
         self.prepared: PreparedStep | None = None
@@ -273,9 +273,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             return
         tensor_of = self._build_model_param_to_state_dict_param_map(state_dict)
         for flat in self.sharded.flat_params:
-            for shard in flat.plan.shards:
-                source = tensor_of[self.named[shard.name]].reshape(-1)[shard.in_param.as_slice()]
-                flat.cut(flat.main, shard).copy_(source)
+            (shard,) = flat.plan.shards
+            flat.main.copy_(tensor_of[self.named[shard.name]].reshape(-1)[shard.in_param.as_slice()])
 
     @property
     def state_nbytes(self) -> int:
@@ -301,7 +300,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
             RanksDisagreeError: on the others.
         """
-        if HEAD in state_dict:
+        if is_sharded(state_dict):
             self.load_sharded(state_dict)
             return
         self.check_is_there("load")
@@ -349,7 +348,7 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each."""
-        if isinstance(state_dict, Mapping) and HEAD in state_dict:
+        if is_sharded(state_dict):
             self.load_sharded(state_dict)
         else:
             super().load_state_dict(state_dict)
