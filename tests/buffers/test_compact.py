@@ -18,14 +18,7 @@ from megatron_distopt.buffers import CompactBuffer, ShardedBuffer, move_into_buf
 from megatron_distopt.comm import Group, gather_params
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.layout import (
-    BufferLayout,
-    FlatParamPlan,
-    ParamSpec,
-    lay_out,
-    owned_shards,
-    plan_flat_params,
-)
+from megatron_distopt.layout import BufferLayout, FlatParamPlan, ParamSpec, lay_out, owned_shards, plan_flat_params
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
 from megatron_distopt.optimizer.main_params import ParamGroup

@@ -14,14 +14,7 @@ from megatron_distopt.checkpoint import read_manifest
 from megatron_distopt.checkpoint.source import open_checkpoint, write_checkpoint
 from megatron_distopt.cli import convert_command
 from megatron_distopt.cli import main as cli
-from tests.support.checkpoint_commands import (
-    ITERATION,
-    Output,
-    cells,
-    changed,
-    rewritten,
-    run,
-)
+from tests.support.checkpoint_commands import ITERATION, Output, cells, changed, rewritten, run
 
 
 def test_commands_when_the_terminal_has_a_width_then_no_line_is_wider(

@@ -12,15 +12,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint import read_manifest
 from megatron_distopt.checkpoint.source import Source, open_checkpoint, write_checkpoint
 from megatron_distopt.cli.diff import compare
-from tests.support.checkpoint_commands import (
-    EMBEDDING,
-    QKV,
-    Output,
-    cells,
-    changed,
-    document,
-    run,
-)
+from tests.support.checkpoint_commands import EMBEDDING, QKV, Output, cells, changed, document, run
 from tests.support.simulated import World, small_model
 
 

@@ -10,14 +10,7 @@ import torch
 
 from megatron_distopt.checkpoint import MANIFEST, read_manifest
 from megatron_distopt.version import VERSION
-from tests.support.checkpoint_commands import (
-    EMBEDDING,
-    ITERATION,
-    Output,
-    cells,
-    document,
-    run,
-)
+from tests.support.checkpoint_commands import EMBEDDING, ITERATION, Output, cells, document, run
 from tests.support.refusals import assert_mentions
 
 WANTED = "a folder with manifest.json, an iteration, or the --save folder of a run"

@@ -18,16 +18,7 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord
 from megatron_distopt.checkpoint.source import open_checkpoint, write_checkpoint
 from megatron_distopt.cli.show import size_text
 from megatron_distopt.cli.verify import stored_in
-from tests.support.checkpoint_commands import (
-    EMBEDDING,
-    QKV,
-    Output,
-    cells,
-    changed,
-    document,
-    rewritten,
-    run,
-)
+from tests.support.checkpoint_commands import EMBEDDING, QKV, Output, cells, changed, document, rewritten, run
 
 
 def test_verify_when_all_is_well_then_what_was_checked_and_status_0(whole: Path, capsys: Output) -> None:

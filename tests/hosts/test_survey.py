@@ -11,14 +11,7 @@ import pytest
 
 from megatron_distopt.errors import UnknownHostError
 from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE
-from megatron_distopt.hosts.fork_source import (
-    Survey,
-    UnreadableSourceError,
-    as_bytes,
-    fork_at,
-    importable_host,
-    survey,
-)
+from megatron_distopt.hosts.fork_source import Survey, UnreadableSourceError, as_bytes, fork_at, importable_host, survey
 from tests.support.fork_trees import (
     FACTORY_OF_2023,
     core,
