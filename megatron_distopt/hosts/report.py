@@ -30,11 +30,7 @@ def announce(text: str) -> None:
 
 
 def describe(
-    host: str,
-    patch_points: Sequence[object],
-    optimizers: Sequence[ShardedOptimizer],
-    device: torch.device,
-    *more: str,
+    host: str, patch_points: Sequence[object], optimizers: Sequence[ShardedOptimizer], device: torch.device, *more: str
 ) -> str:
     """What is active and why, in several lines; `patch_points` were replaced or called, `more` is the host's own."""
     plan = optimizers[0].plan

@@ -95,10 +95,7 @@ REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     ((*SIZES, "--ep", 2, "--dp", 2), ("--ep is 2", "--experts N")),
     ((*SIZES, "--ranks", 12, "--tp", 8), ("--ranks 12", "tp 8", "--dp N")),
     ((*SIZES, "--dp", 64, "--bucket-size", 63), ("63 elements", "64 ranks", "--bucket-size 40000000")),
-    (
-        (*SIZES, "--grad-dtype", "fp32", "param", "--reduce-dtype", "bfloat16"),
-        ("kept in bf16", "reduce_dtype="),
-    ),
+    ((*SIZES, "--grad-dtype", "fp32", "param", "--reduce-dtype", "bfloat16"), ("kept in bf16", "reduce_dtype=")),
     ((*SIZES, "--dtype", "fp16", "--main-params-dtype", "remainder"), ("remainder", "float32")),
     ((*SIZES, "--offload-fraction", 50), ("offload_fraction is 50", "from 0 to 1")),
     ((*SIZES, "--offload-fraction", 0.5, "--dtype", "fp32"), ("--dtype fp32", "offload_fraction=0.5", "bf16")),

@@ -156,11 +156,7 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     return {
         **_agree(rank, everyone),
         **_remake(),
-        "alone": (
-            exchange("mine", alone),
-            _together(alone, {0: ValueError("own")}),
-            _compare(alone, (f"of {rank}",)),
-        ),
+        "alone": (exchange("mine", alone), _together(alone, {0: ValueError("own")}), _compare(alone, (f"of {rank}",))),
         **meetings(rank, size),
     }
 

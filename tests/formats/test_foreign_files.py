@@ -322,10 +322,7 @@ def test_metadata_when_it_names_a_file_elsewhere_then_it_is_refused(tmp_path: Pa
     path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../../passwd"))
     with pytest.raises(CheckpointError) as error:
         open_dcp(folder)
-    assert_says(
-        str(error.value),
-        f"{path}: ValueError('../../passwd' is no file name). Load an earlier checkpoint.",
-    )
+    assert_says(str(error.value), f"{path}: ValueError('../../passwd' is no file name). Load an earlier checkpoint.")
 
 
 def test_file_when_it_names_what_is_unknown_then_the_user_may_allow_it(tmp_path: Path) -> None:
@@ -405,7 +402,4 @@ def test_open_when_groups_have_other_steps_then_it_is_refused(tmp_path: Path) ->
     folder = save_dcp(tmp_path / "checkpoint", tensors, {"optimizer": {"optimizer": {"param_groups": groups}}})
     with pytest.raises(CheckpointError) as error:
         torch_dist.open_torch_dist(folder)
-    assert_says(
-        str(error.value),
-        f"{folder}: 7, 8.",
-    )
+    assert_says(str(error.value), f"{folder}: 7, 8.")

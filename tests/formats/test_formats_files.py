@@ -5,7 +5,6 @@ The files are those of tests/support/fork_files.py, a second account of the form
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import pickletools
@@ -398,22 +397,16 @@ def test_convert_when_the_disk_fails_then_there_is_no_target(
 def test_convert_when_the_disk_is_full_in_the_middle_of_a_file_then_there_is_no_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, create = Fork().write(tmp_path / "iter"), disk.create
-    monkeypatch.setattr(disk, "create", lambda path: _Full(create(path)))
+    source, write = Fork().write(tmp_path / "iter"), disk.write
+
+    def full(file: Any, data: Any) -> None:
+        if file.tell() + len(data) > 4096:
+            raise OSError(28, "No space left on device")
+        write(file, data)
+
+    monkeypatch.setattr(disk, "write", full)
     assert _raises(lambda: convert(source, tmp_path / "new", "plain"))
     assert [path.name for path in tmp_path.iterdir()] == ["iter"]
-
-
-class _Full(io.BufferedWriter):
-    """A file for which there is room for 4,096 bytes."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file.detach())
-
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > 4096:
-            raise OSError(28, "No space left on device")
-        return super().write(data)
 
 
 def _fail_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -458,18 +451,7 @@ def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(name
     with changed(folder / name) as state:
         state["args"] = Namespace(tensor_model_parallel_size=1, more=Trap(str(made)))
         state["optimizer"] = [Trap(f"__import__('os').mkdir({str(made)!r})", eval)]
-    for call in (lambda: open_any(folder), lambda: convert(folder, tmp_path / "new", "plain")):
-        with pytest.raises(CheckpointError, match="may hold tensors, plain values, and what Megatron"):
-            call()
-    assert not made.exists()
-    assert not (tmp_path / "new").exists()
-
-
-def test_open_any_when_a_single_file_would_call_something_then_nothing_is_called(tmp_path: Path) -> None:
-    made = tmp_path / "made by a pickle"
-    torch.save({"format": Trap(str(made))}, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match="may hold tensors, plain values, and what Megatron"):
-        open_any(tmp_path / "state.pt")
+    _check_refused(lambda: open_any(folder), folder, "may hold tensors, plain values, and what Megatron")
     assert not made.exists()
 
 
@@ -477,6 +459,20 @@ def _missing(folder: Path, name: str) -> Path:
     path = folder / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
+
+
+#: By name: a file of one layout, and what in it is not as it must be.
+STRANGE: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "no model": ("mp_rank_00/model_optim_rng.pt", lambda state: state.pop("model")),
+    "no head": ("mp_rank_00/model_optim_rng.pt", lambda state: state.update(optimizer={})),
+    "no main params": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].pop("param")),
+    "a short tensor": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].update(exp_avg=torch.zeros(9))),
+    "a short shard": (
+        "mp_rank_00_001/optim.pt",
+        lambda state: state["optimizer"]["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)),
+    ),
+    "no state of a rank": ("mp_rank_00_000/optim.pt", lambda state: state["optimizer"]["optimizer"].pop("state")),
+}
 
 
 def _with_model_file(folder: Path, change: Callable[[Any], object]) -> Path:
@@ -493,6 +489,12 @@ def _one_too_many(folder: Path) -> Path:
 def _tracker(folder: Path) -> Path:
     folder.mkdir()
     (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    return folder
+
+
+def _strange(folder: Path, name: str, change: Callable[[Any], object]) -> Path:
+    with changed(_write(Fork(), FILES[name], folder) / name) as state:
+        change(state)
     return folder
 
 
@@ -616,6 +618,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         lambda to: Fork(fp32_norms=True).write(to),
         ("{}/mp_rank_00/distrib_optim.pt", "fp32", "16-bit", "one without the distributed optimizer"),
     ),
+    **{name: (lambda to, how=how: _strange(to, *how), ()) for name, how in STRANGE.items()},
     "a single file of lists": (
         lambda to: _single(to, format="megatron_distopt.torch", version=1, tensors={"main/a": [1.0]}),
         ("'convert --to torch'", "Convert it again"),
@@ -629,11 +632,16 @@ def test_open_any_when_a_checkpoint_is_not_whole_or_not_known_then_it_says_what_
 ) -> None:
     make, words = REFUSED[name]
     path = make(tmp_path / "checkpoint")
-    for call in (lambda: open_any(path), lambda: convert(path, tmp_path / "new", "distopt")):
-        with pytest.raises(CheckpointError) as error:
-            call()
-        assert_mentions(error.value, *(word.replace("{}", str(path)) for word in ("{}", *words)))
-    assert not (tmp_path / "new").exists()
+    _check_refused(lambda: open_any(path), path, "{}", *words)
+    _check_refused(lambda: convert(path, tmp_path / "new", "distopt"), path, "{}", *words)
+
+
+def _check_refused(call: Callable[[], object], path: Path, *words: str) -> None:
+    """In the words {} is the path; nothing is written."""
+    with pytest.raises(CheckpointError) as error:
+        call()
+    assert_mentions(error.value, *(word.replace("{}", str(path)) for word in words))
+    assert not path.with_name("new").exists()
 
 
 def test_open_any_when_a_file_is_damaged_then_it_says_which(tmp_path: Path) -> None:
@@ -672,9 +680,7 @@ def test_open_any_when_another_count_is_given_then_it_is_refused(kind: str, tmp_
     path = Fork().write(tmp_path / "iter")
     if kind == "ours":
         path = convert(path, tmp_path / kind, "distopt").path
-    with pytest.raises(CheckpointError) as error:
-        open_any(path, resume_step=7)
-    assert_mentions(error.value, str(path), " 10 ", " 7. ", "Drop --resume-step")
+    _check_refused(lambda: open_any(path, resume_step=7), path, "{}", " 10 ", " 7. ", "Drop --resume-step")
     assert {group.step for group in open_any(path, resume_step=10).head.groups} == {10}
 
 
@@ -707,11 +713,8 @@ def test_read_when_values_cannot_be_the_models_then_it_says_what_and_what_to_do(
     make, words = REFUSED_WHEN_READ[name]
     path = make(tmp_path / "checkpoint")
     source = open_any(path)
-    for call in (lambda: _tensors(source), lambda: convert(path, tmp_path / "new", "torch")):
-        with pytest.raises(CheckpointError) as error:
-            call()
-        assert_mentions(error.value, *(word.replace("{}", str(path)) for word in words))
-    assert not (tmp_path / "new").exists()
+    _check_refused(lambda: _tensors(source), path, *words)
+    _check_refused(lambda: convert(path, tmp_path / "new", "torch"), path, *words)
 
 
 #: By name: how to make a checkpoint, options of `convert`, and what is said.
@@ -752,44 +755,12 @@ NOT_CONVERTED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], tuple[str
 def test_convert_when_it_cannot_become_that_then_it_says_why_and_nothing_is_written(name: str, tmp_path: Path) -> None:
     make, options, words = NOT_CONVERTED[name]
     path = make(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError) as error:
-        convert(path, tmp_path / "new", **options)
-    assert_mentions(error.value, *(word.replace("{}", str(path)) for word in words))
-    assert not (tmp_path / "new").exists()
+    _check_refused(lambda: convert(path, tmp_path / "new", **options), path, *words)
 
 
 def test_convert_when_the_target_is_there_then_it_stays_as_it_is(tmp_path: Path) -> None:
     path = Fork().write(tmp_path / "iter")
-    with pytest.raises(CheckpointError) as error:
-        convert(path, path, "plain")
-    assert_mentions(error.value, str(path), "Name a folder or file that is not there")
-
-
-#: By name: a file of one layout, and what in it is not as it must be.
-STRANGE: dict[str, tuple[str, Callable[[dict[Any, Any]], object]]] = {
-    "no model": ("mp_rank_00/model_optim_rng.pt", lambda state: state.pop("model")),
-    "no head": ("mp_rank_00/model_optim_rng.pt", lambda state: state.update(optimizer={})),
-    "no main params": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].pop("param")),
-    "a short tensor": (
-        "mp_rank_00/distrib_optim.pt",
-        lambda state: state[0][FP32].update(exp_avg=torch.zeros(9)),
-    ),
-    "a short shard": (
-        "mp_rank_00_001/optim.pt",
-        lambda state: state["optimizer"]["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)),
-    ),
-    "no state of a rank": ("mp_rank_00_000/optim.pt", lambda state: state["optimizer"]["optimizer"].pop("state")),
-}
-
-
-@pytest.mark.parametrize("name", STRANGE)
-def test_open_any_when_content_is_strange_then_it_is_refused(name: str, tmp_path: Path) -> None:
-    file, change = STRANGE[name]
-    folder = _write(Fork(), FILES[file], tmp_path / "iter")
-    with changed(folder / file) as state:
-        change(state)
-    with pytest.raises(CheckpointError, match=str(folder)):
-        open_any(folder)
+    _check_refused(lambda: convert(path, path, "plain"), path, "{}", "Name a folder or file that is not there")
 
 
 @pytest.mark.parametrize("layout", ["per-rank", "gathered"])

@@ -379,10 +379,7 @@ def optimizer_states(fork: InstalledFork) -> Facts:
     mine, theirs = ([row["optimizer_states"] for row in rows[ours]] for ours in WHO.values())
     # Norms of flat runs against norms of each param, in fp32.
     is_positive = len(mine) == 2 and min(value for row in mine for value in row.values()) > 0
-    return {
-        "logged": (mine, [pytest.approx(their, rel=1e-5) for their in theirs]),
-        "are positive": (is_positive, True),
-    }
+    return {"logged": (mine, [pytest.approx(their, rel=1e-5) for their in theirs]), "are positive": (is_positive, True)}
 
 
 # What the distributed optimizers of 2023 do wrong: theirs still does, ours does not. The small fork has the defects of

@@ -140,11 +140,7 @@ def _compare(fork: MiniFork, case: Case, plain: TrainingRun) -> Comparison:
                 overlapped["grads"] = _distance(fork.train(*flags, *OVERLAPPED), plain)
         ours = fork.train(*flags)
     return Comparison(
-        ours_plain=_distance(ours, plain),
-        losses=ours.losses,
-        overlapped=overlapped,
-        early=early,
-        buckets=buckets,
+        ours_plain=_distance(ours, plain), losses=ours.losses, overlapped=overlapped, early=early, buckets=buckets
     )
 
 
@@ -277,10 +273,7 @@ def four() -> Results:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [
-        *(("two", name) for name in TWO),
-        *(pytest.param("four", name, marks=pytest.mark.long) for name in FOUR),
-    ],
+    [*(("two", name) for name in TWO), *(pytest.param("four", name, marks=pytest.mark.long) for name in FOUR)],
 )
 def test_training_when_distributed_then_every_bit_is_that_of_the_plain_optimizer(
     ranks: str, name: str, request: pytest.FixtureRequest

@@ -29,10 +29,7 @@ from tests.support.sim import Counts, machine
 from tests.support.sim.memory import memory
 from tests.support.spawn import run_ranks
 
-SHORT = {
-    "fork": ("bf16 overlap, fp32 norms",),
-    "core": ("its flags, half on the host", "its flags, all on the host"),
-}
+SHORT = {"fork": ("bf16 overlap, fp32 norms",), "core": ("its flags, half on the host", "its flags, all on the host")}
 LONG = [("fork", name) for name in FORK] + [("core", name) for name in CORE]
 WIDTH, LAYERS = 256, (2, 4)
 _EVENT = "synchronize event"
@@ -140,14 +137,7 @@ def _collect(rank: int, size: int, host: str, names: Sequence[str], folder: Path
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By host and rank."""
     return {
-        host: run_ranks(
-            _collect,
-            2,
-            host,
-            list(filter(_is_there, names)),
-            tmp_path_factory.mktemp(host),
-            seconds=400,
-        )
+        host: run_ranks(_collect, 2, host, list(filter(_is_there, names)), tmp_path_factory.mktemp(host), seconds=400)
         for host, names in SHORT.items()
     }
 

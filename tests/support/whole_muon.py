@@ -214,10 +214,7 @@ def layer_wise_buffers() -> Iterator[None]:
 
         layer_wise_optimizer.tag_params_for_buffer_routing([model])
         layout = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
-            list(model.parameters()),
-            ddp_config.bucket_size,
-            parallel_state.get_data_parallel_world_size(),
-            ddp_config,
+            list(model.parameters()), ddp_config.bucket_size, parallel_state.get_data_parallel_world_size(), ddp_config
         )
         return original(config, ddp_config, model, full_param_layout=layout, **kwargs)
 

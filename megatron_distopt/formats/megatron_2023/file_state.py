@@ -198,9 +198,7 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
     head = Manifest("", (), {}, (), inner, scale, parts[0].num_skipped, about)
     groups = join_groups(record for part in parts for record in _records(part, step))
     return Source(
-        replace(head, groups=groups),
-        infos,
-        lambda key, box: _read(params[name_of(key)], kind_of(key), infos[key], box),
+        replace(head, groups=groups), infos, lambda key, box: _read(params[name_of(key)], kind_of(key), infos[key], box)
     )
 
 

@@ -227,11 +227,7 @@ class SimGroup(dist.ProcessGroup):
             for target, value in zip(into, values, strict=True):
                 target.copy_(value.reshape(target.shape))
 
-        return self._queue(
-            name,
-            lambda: _Exchange(self._wire, head, mine, finish),
-            [*inputs, *outputs],
-        )
+        return self._queue(name, lambda: _Exchange(self._wire, head, mine, finish), [*inputs, *outputs])
 
     # --- the collectives as torch.distributed calls them
 

@@ -12,14 +12,7 @@ from megatron.core import mpu
 from ..switches import FILE_LAYOUT
 from .device import FLOAT, HALVES, current_device, untyped_storage
 from .fused_adam import Adam
-from .optimizer import (
-    MixedPrecisionOptimizer,
-    _zero_grad_group_helper,
-    copy_attributes,
-    copy_groups,
-    needs_key_value_sum,
-    timed,
-)
+from .optimizer import MixedPrecisionOptimizer, _zero_grad_group_helper, copy_attributes, copy_groups, timed
 
 STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
 
@@ -227,11 +220,7 @@ class _Sharded(MixedPrecisionOptimizer):
 
     def reduce_model_grads(self, args, timers):
         """Collective: embeddings before the reduce-scatter, unlike the optimizers that hold everything."""
-        with timed(timers, args, "layernorm-grads-all-reduce"):
-            self.allreduce_layernorm_grads(args)
-        if needs_key_value_sum(args):
-            with timed(timers, args, "key-value-grads-all-reduce"):
-                self.allreduce_key_value_grads(args)
+        self._reduce_partial_grads(args, timers)
         with timed(timers, args, "embedding-grads-all-reduce"):
             self.allreduce_embedding_grads(args)
         with timed(timers, args, "grads-reduce-scatter"):
@@ -279,13 +268,10 @@ class _PerRankState(_Sharded):
     """Per-rank files: all of the state in `state_dict()`, for a file a rank; nothing reloads the main params."""
 
     def state_dict(self):
-        state_dict = {
-            "optimizer": self.optimizer.state_dict(),
-            "shard_fp32_from_float16_groups": self.shard_fp32_from_float16_groups,
-        }
-        if self.grad_scaler:
-            state_dict["grad_scaler"] = self.grad_scaler.state_dict()
-        return state_dict
+        mains = self.shard_fp32_from_float16_groups
+        return self._with_grad_scaler(
+            {"optimizer": self.optimizer.state_dict(), "shard_fp32_from_float16_groups": mains}
+        )
 
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict["optimizer"])
@@ -307,10 +293,7 @@ class _GatheredState(_Sharded):
         inner = {key: value for key, value in self.optimizer.state_dict().items() if key != "state"}
         for group in inner["param_groups"]:
             del group["params"]
-        state_dict = {"optimizer": inner}
-        if self.grad_scaler:
-            state_dict["grad_scaler"] = self.grad_scaler.state_dict()
-        return state_dict
+        return self._with_grad_scaler({"optimizer": inner})
 
     def load_state_dict(self, state_dict):
         """Makes room for the state, which `load_parameter_state` fills; a `step` of a param is not among it."""

@@ -176,13 +176,18 @@ class MegatronOptimizer(ABC):
         self.allreduce_word_embedding_grads(args)
         self.allreduce_position_embedding_grads(args)
 
-    def reduce_model_grads(self, args, timers):
-        """Collective."""
+    def _reduce_partial_grads(self, args, timers):
+        """Collective: over the tensor-parallel group; without sequence parallelism the model has summed key-values."""
         with timed(timers, args, "layernorm-grads-all-reduce"):
             self.allreduce_layernorm_grads(args)
-        if needs_key_value_sum(args):
+        is_split = mpu.get_tensor_model_parallel_world_size() > 1
+        if args.attention_head_type == "multiquery" and is_split and args.sequence_parallel:
             with timed(timers, args, "key-value-grads-all-reduce"):
                 self.allreduce_key_value_grads(args)
+
+    def reduce_model_grads(self, args, timers):
+        """Collective."""
+        self._reduce_partial_grads(args, timers)
         if args.DDP_impl == "local":
             with timed(timers, args, "grads-all-reduce"):
                 for model in self.models:
@@ -191,42 +196,18 @@ class MegatronOptimizer(ABC):
             self.allreduce_embedding_grads(args)
 
 
-def needs_key_value_sum(args):
-    """Without sequence parallelism the model's own communication has summed them."""
-    is_split = mpu.get_tensor_model_parallel_world_size() > 1
-    return args.attention_head_type == "multiquery" and is_split and args.sequence_parallel
-
-
 class MixedPrecisionOptimizer(MegatronOptimizer):
     """With fp32 copies of 16-bit params, and a loss scale.
 
     Args:
-        grad_scaler: None stands for a scale of 1 without a test for overflow; fp16 needs one.
+        args: those of `MegatronOptimizer`; before the last of them fp16, bf16, params_dtype and grad_scaler. A
+            grad_scaler of None stands for a scale of 1 without a test for overflow; fp16 needs one.
     """
 
-    def __init__(
-        self,
-        optimizer,
-        clip_grad,
-        log_num_zeros_in_grad,
-        params_have_main_grad,
-        use_contiguous_buffers_in_local_ddp,
-        fp16,
-        bf16,
-        params_dtype,
-        grad_scaler,
-        models,
-    ):
-        super().__init__(
-            optimizer,
-            clip_grad,
-            log_num_zeros_in_grad,
-            params_have_main_grad,
-            use_contiguous_buffers_in_local_ddp,
-            models,
-        )
-        assert grad_scaler is not None or not fp16, "fp16 does not go without a loss scale"
-        self.fp16, self.bf16, self.params_dtype, self.grad_scaler = fp16, bf16, params_dtype, grad_scaler
+    def __init__(self, *args):
+        *of_all, self.fp16, self.bf16, self.params_dtype, self.grad_scaler, models = args
+        super().__init__(*of_all, models)
+        assert self.grad_scaler is not None or not self.fp16, "fp16 does not go without a loss scale"
         self.found_inf, self._scale_one = torch.zeros(1, device=DEVICE), torch.ones(1, device=DEVICE)
 
     def get_loss_scale(self):
@@ -261,6 +242,9 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
         with timed(timers, args, "optimizer-copy-main-to-model-params"):
             self._copy_main_params_to_model_params()
         return True, grad_norm, num_zeros
+
+    def _with_grad_scaler(self, state_dict):
+        return state_dict | ({"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {})
 
     def _load_grad_scaler(self, state_dict):
         if "grad_scaler" not in state_dict:
@@ -329,10 +313,9 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
         _copy_all(*self._get_model_and_main_params_data_float16())
 
     def state_dict(self):
-        state_dict = {"optimizer": self.optimizer.state_dict(), "fp32_from_fp16_params": self.fp32_from_float16_groups}
-        if self.grad_scaler:
-            state_dict["grad_scaler"] = self.grad_scaler.state_dict()
-        return state_dict
+        return self._with_grad_scaler(
+            {"optimizer": self.optimizer.state_dict(), "fp32_from_fp16_params": self.fp32_from_float16_groups}
+        )
 
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict["optimizer"])
