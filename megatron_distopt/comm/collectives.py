@@ -88,7 +88,7 @@ def reduce_scatter(
         return Done()
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         dtype = how.reduce_dtype
-        act = pairwise.reduce_scatter if dtype is None else partial(pairwise.sum_rounded, dtype=dtype)
+        act = pairwise.reduce_scatter if dtype is None else partial(pairwise.sum_by_messages, dtype=dtype)
         return run_in_turn(act, bucket, shard, group, overlapped)
     if how.reduce_dtype is not None:
         pending: Pending = pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype)

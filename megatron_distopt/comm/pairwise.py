@@ -33,7 +33,7 @@ _NUM_HALVES = 2
 #: Of a sum of more than two parts, so that it stays in the cache until the last one is added.
 _BLOCK_NBYTES = 128 << 10
 #: These differ from each other, and from the small tags of other messages in the same group.
-_ROUNDED_TAG, _SUM_TAG, _GATHER_TAG = 1 << 27, 1 << 28, 1 << 29
+_SUM_TAG, _GATHER_TAG = 1 << 28, 1 << 29
 
 
 def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -79,30 +79,37 @@ def _rows(half: Tensor, like: Tensor, num_rows: int) -> Tensor:
     return half[:nbytes].view(like.dtype).view(num_rows, -1)
 
 
-def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
-    """Collective: `reduce_scatter` wherever the ranks are."""
+def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype | None = None) -> None:
+    """Collective: `reduce_scatter` wherever the ranks are.
+
+    Args:
+        bucket, shard: as there; fp32 with a dtype.
+        dtype: in which values are sent, see [Note: sum in a reduce dtype].
+    """
     shares, ranks = bucket.view(group.size, -1), others(group)
-    chunks = list(_chunks_of(shard.numel(), shard.element_size() * len(ranks), SCRATCH_NBYTES // _NUM_HALVES))
+    message_dtype, num_copies = (shard.dtype, 1) if dtype is None else (dtype, 2)  # what is sent is a copy as well
+    nbytes_each = message_dtype.itemsize * len(ranks) * num_copies
+    chunks = list(_chunks_of(shard.numel(), nbytes_each, SCRATCH_NBYTES // _NUM_HALVES))
     halves = min(_NUM_HALVES, len(chunks))
-    scratch = shard.new_empty(halves, len(ranks), chunks[0].stop)
-    under_way: deque[tuple[Tensor, Tensor, list[Message]]] = deque()
-    sent: list[Message] = []
+    scratch = shard.new_empty(halves, len(ranks), chunks[0].stop, dtype=message_dtype)
+    under_way: deque[tuple[Tensor, Tensor, list[Message], list[Tensor], list[Message]]] = deque()
 
     def add_up_first() -> None:
-        own, parts, received = under_way.popleft()
+        own, parts, received, _, sent = under_way.popleft()
         wait(received)
         _add_up(list(parts), own)
+        wait(sent)
 
     for number, chunk in enumerate(chunks):
         parts = scratch[number % halves][:, : chunk.stop - chunk.start]
         received = [receive(parts[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(ranks)]
-        sent += [send(shares[rank][chunk], rank, _SUM_TAG + number, group) for rank in ranks]
-        under_way.append((shard[chunk], parts, received))
+        leaving = [shares[rank][chunk].to(message_dtype) for rank in ranks]
+        sent = [send(leaving[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(ranks)]
+        under_way.append((shard[chunk], parts, received, leaving, sent))
         if len(under_way) == halves:
             add_up_first()
     while under_way:
         add_up_first()
-    wait(sent)
 
 
 def gather_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -127,24 +134,6 @@ def _chunks_of(numel: int, nbytes_each: int, nbytes: int) -> Iterator[slice]:
         yield slice(start, min(start + step, numel))
 
 
-@torch.no_grad()
-def sum_rounded(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype) -> None:
-    """Collective: `collectives.reduce_scatter` by messages in a reduce dtype, see [Note: sum in a reduce dtype].
-
-    Args:
-        bucket, shard: fp32, as there.
-        dtype: in which values are sent.
-    """
-    shares, ranks = bucket.view(group.size, -1), others(group)
-    nbytes_each = 2 * group.size * dtype.itemsize  # of what is sent and what is received
-    for number, chunk in enumerate(_chunks_of(shard.numel(), nbytes_each, SCRATCH_NBYTES)):
-        sent, received = shares[:, chunk].to(dtype), shares.new_empty(shares[:, chunk].shape, dtype=dtype)
-        works = [receive(received[rank], rank, _ROUNDED_TAG + number, group) for rank in ranks]
-        works += [send(sent[rank], rank, _ROUNDED_TAG + number, group) for rank in ranks]
-        wait(works)
-        _add_up([received[rank] for rank in ranks], shard[chunk])
-
-
 @dataclass(frozen=True, eq=False)
 class RoundedSum:
     """A sum in a reduce dtype whose parts are being sent by the backend."""
@@ -166,7 +155,7 @@ class RoundedSum:
 
 
 def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype) -> RoundedSum:
-    """Collective: begins `sum_rounded` by the backend's own exchange.
+    """Collective: begins `sum_by_messages` in a dtype by the backend's own exchange.
 
     It takes twice the bucket in `dtype` as scratch memory until it is waited for.
     """

@@ -26,15 +26,18 @@ from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
+from tests.support.fork_files import Trap, same
 from tests.support.refusals import assert_says
 from tests.support.simulated import Param, World
 from tests.support.spawn import RankError, run_ranks
-from tests.support.stored import TINY, Numbered, edit_manifest, is_same, leftovers, number_in, savings, snapshot
+from tests.support.stored import TINY, Numbered, edit_manifest, leftovers, number_in, savings, snapshot
 
 ONE_RANK = Group(None, 0, 1)
 DAMAGED = "Load an earlier checkpoint; this one was damaged after it was written."
 FILE_DAMAGED = "Load an earlier checkpoint; this file is damaged."
 OF_ANOTHER_MODEL = "Load a checkpoint of this model, or start from its weights with a new optimizer."
+#: Whoever unpickles it makes a file in the current folder.
+EVIL = Trap("touch executed", os.system)
 Break = Callable[[Path], object]
 Change = Callable[[dict[str, Any]], object]
 
@@ -62,7 +65,7 @@ def refused(action: Callable[[], object], world: World) -> str:
     before = snapshot(world)
     with pytest.raises(CheckpointError) as caught:
         action()
-    assert is_same(snapshot(world), before), "what was refused has changed the state"
+    assert same(snapshot(world), before), "what was refused has changed the state"
     return str(caught.value)
 
 
@@ -71,13 +74,6 @@ def files_of(folder: Path) -> list[Path]:
 
 
 # What is broken.
-
-
-class Evil:
-    """Whoever unpickles it makes a file in the current folder."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch executed",)
 
 
 def manifest_is(content: bytes) -> Break:
@@ -182,12 +178,12 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "Load an earlier checkpoint, or start from the model's weights alone.",
     ),
     "the manifest is a pickle in text": (
-        manifest_is(pickle.dumps(Evil(), protocol=0)),
+        manifest_is(pickle.dumps(EVIL, protocol=0)),
         "Invalid manifest FOLDER/manifest.json: JSONDecodeError('Expecting value: line 1 column 1 (char 0)') while "
         f"reading it. Must be one JSON document. {DAMAGED}",
     ),
     "the manifest is a pickle": (
-        manifest_is(pickle.dumps(Evil(), protocol=5)),
+        manifest_is(pickle.dumps(EVIL, protocol=5)),
         "Invalid checkpoint FOLDER: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte. "
         "Must hold manifest.json. Load an earlier checkpoint, or start from the model's weights alone.",
     ),
@@ -219,12 +215,12 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "Must hold exp_avg, exp_avg_sq for torch_fused. "
         "Resume with the optimizer of the saved run, or start from its weights with a new optimizer.",
     ),
-    "a tensor is a pickle": (first_tensor_is(pickle.dumps(Evil(), protocol=2)), NOT_TORCHS.format("b'\\x80\\x02cp'")),
+    "a tensor is a pickle": (first_tensor_is(pickle.dumps(EVIL, protocol=2)), NOT_TORCHS.format("b'\\x80\\x02cp'")),
     "a tensor in an older format of torch": (
-        first_tensor_is(saved(Evil(), _use_new_zipfile_serialization=False)),
+        first_tensor_is(saved(EVIL, _use_new_zipfile_serialization=False)),
         NOT_TORCHS.format("b'\\x80\\x02\\x8a\\n'"),
     ),
-    "a tensor is an object": (first_tensor_is(saved(Evil())), NO_TENSOR),
+    "a tensor is an object": (first_tensor_is(saved(EVIL)), NO_TENSOR),
     "a tensor is a program": (program_of_torchscript, FIRST_TENSOR),
     "a tensor is a dict": (first_tensor_is(saved({"w": 1})), OTHER_TENSOR.format("dict")),
     "a tensor has another shape": (first_tensor_is(saved(torch.zeros(3))), OTHER_TENSOR.format("torch.float32 [3]")),
@@ -254,7 +250,7 @@ def test_load_when_one_thing_is_broken_then_it_is_named_and_nothing_is_executed(
 def test_evil_when_unpickled_then_it_executes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the test above would prove nothing."""
     monkeypatch.chdir(tmp_path)
-    pickle.loads(pickle.dumps(Evil()))
+    pickle.loads(pickle.dumps(EVIL))
     assert (tmp_path / "executed").exists()
 
 
@@ -262,12 +258,12 @@ def test_load_and_save_when_metadata_is_a_malicious_pickle_then_it_is_not_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (folder / ".metadata").write_bytes(pickle.dumps(EVIL))
     assert number_in(folder, World.of(TINY)) == 1
     Numbered(World.of(TINY)).save(folder, 2)
     assert number_in(folder, World.of(TINY)) == 2
     assert not (tmp_path / "executed").exists()
-    assert (folder / ".metadata").read_bytes() != pickle.dumps(Evil())
+    assert (folder / ".metadata").read_bytes() != pickle.dumps(EVIL)
 
 
 def test_load_when_any_bit_of_a_file_is_flipped_then_the_file_is_named(folder: Path, running: World) -> None:
@@ -391,7 +387,7 @@ def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_check
     written = [each.write(contribution_of(rank.model)) for each, rank in zip(by_rank, two.world.ranks, strict=True)]
     part = folder / f"{by_rank[0].save_id}-00001.part"
     assert part.exists()
-    part.write_bytes(pickle.dumps(Evil(), protocol=0))
+    part.write_bytes(pickle.dumps(EVIL, protocol=0))
     with pytest.raises(CheckpointError) as caught:
         by_rank[0].commit(written[0])
     assert_says(
@@ -463,7 +459,7 @@ def on_two_ranks(rank: int, size: int, folder: Path, results: Path) -> None:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - it is what is compared
-            said.append([type(error).__name__, str(error), is_same(snapshot(mine), before)])
+            said.append([type(error).__name__, str(error), same(snapshot(mine), before)])
         (results / str(rank)).write_text(json.dumps(said))
 
     damaged = files_of(folder)[1]

@@ -17,8 +17,9 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert
 from megatron_distopt.formats.recognise import load_any
+from tests.support.fork_files import same
 from tests.support.simulated import World, small_model
-from tests.support.stored import edit_manifest, is_same, snapshot
+from tests.support.stored import edit_manifest, snapshot
 
 MODEL = small_model(layers=1)
 ALONE = Group(None, 0, 1)
@@ -50,7 +51,7 @@ def _refused(folder: Path) -> str:
     before = snapshot(world)
     with pytest.raises(CheckpointError) as caught:
         load_any(folder, world.ranks[0].model, ALONE)
-    assert is_same(snapshot(world), before)
+    assert same(snapshot(world), before)
     return str(caught.value)
 
 

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import CheckpointError
 from tests.checkpoint.test_torch_state import Wordy
+from tests.support.fork_files import same
 from tests.support.models import Params, exact_grads, stepped
-from tests.support.stored import is_same
 
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -66,8 +66,8 @@ def test_load_when_saved_before_the_first_step_then_it_trains_as_a_fresh_optimiz
     trained = Trained(config, dtype).save(tmp_path).train(3)
     assert trained.optimizer.sharded.inner.state
     trained.load(tmp_path, steps_taken=0)
-    assert is_same(trained.held(), Trained(config, dtype).held())
-    assert is_same(trained.train(2).held(), Trained(config, dtype).train(2).held())
+    assert same(trained.held(), Trained(config, dtype).held())
+    assert same(trained.train(2).held(), Trained(config, dtype).train(2).held())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,7 +80,7 @@ def test_load_when_another_kernel_of_torchs_saved_it_then_it_trains_on(
 ) -> None:
     first = Trained(replace(CONFIG, adam=saved_by), dtype).train(3).save(tmp_path)
     second = Trained(replace(CONFIG, adam=loaded_by), dtype).load(tmp_path, steps_taken=3)
-    assert is_same(
+    assert same(
         {name: param.detach() for name, param in second.model.named()},
         {name: param.detach() for name, param in first.model.named()},
     )
@@ -101,7 +101,7 @@ def test_load_when_saved_by_another_kind_of_optimizer_then_refused_and_nothing_c
     before = trained.held()
     with pytest.raises(CheckpointError, match=r"Must hold exp_avg, exp_avg_sq, .* for torch_foreach"):
         trained.load(tmp_path, 0)
-    assert is_same(trained.held(), before)
+    assert same(trained.held(), before)
 
 
 class Alone(torch.nn.Module):

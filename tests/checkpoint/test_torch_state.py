@@ -25,9 +25,9 @@ from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribut
 from megatron_distopt.checkpoint.torch_state import ShardedValue
 from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
+from tests.support.fork_files import same
 from tests.support.models import SHAPES, Params, exact_grads
 from tests.support.spawn import run_ranks
-from tests.support.stored import is_same
 
 # Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_size=300)
@@ -110,7 +110,7 @@ def test_one_rank_when_ours_is_loaded_by_torchs_adamw_then_it_goes_on_bit_for_bi
     for step in (3, 4):
         _train(model, optimizer, step)
         _train(theirs, adamw, step)
-    assert is_same(_weights(model), _weights(theirs))
+    assert same(_weights(model), _weights(theirs))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -126,7 +126,7 @@ def test_one_rank_when_torchs_adamw_is_loaded_by_ours_then_it_goes_on_bit_for_bi
     for step in (3, 4):
         _train(model, optimizer, step)
         _train(theirs, adamw, step)
-    assert is_same(_weights(model), _weights(theirs))
+    assert same(_weights(model), _weights(theirs))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -143,8 +143,8 @@ def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_
     for step in (2, 3):
         _train(model, optimizer, step)
         _train(other_model, other, step)
-    assert is_same(_weights(other_model), _weights(model))
-    assert is_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    assert same(_weights(other_model), _weights(model))
+    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -154,7 +154,7 @@ def test_one_rank_when_other_weights_were_loaded_then_a_load_leaves_them_and_it_
     model, other = _made()
     weights, before = _weights(model), model.held["wide_weight"].detach().clone()
     other.load_state_dict(state)
-    assert is_same(_weights(model), weights)
+    assert same(_weights(model), weights)
     for group in other.param_groups:
         group["lr"] = 0.0
     _train(model, other, 2)
@@ -176,9 +176,9 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
     for step in (2, 3):
         _train(theirs, reference, step)
         _train(model, optimizer, step)
-    assert is_same(_weights(model), _weights(theirs))
+    assert same(_weights(model), _weights(theirs))
     ours, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
-    assert all(is_same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
+    assert all(same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
 
 
 class Wordy(torch.optim.Optimizer):
@@ -215,8 +215,8 @@ def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
     for step in (2, 3):
         _train(model, optimizer, step)
         _train(other_model, other, step)
-    assert is_same(_weights(other_model), _weights(model))
-    assert is_same(other.state_dict(), optimizer.state_dict())
+    assert same(_weights(other_model), _weights(model))
+    assert same(other.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -234,7 +234,7 @@ def test_one_rank_when_the_state_is_in_low_precision_then_torch_saves_its_values
     for state in (saved, copy.deepcopy(optimizer.state_dict()), given["optim"]):
         _, other = _made(name)
         other.load_state_dict(state)
-        assert is_same(other.full_state_dict(), wanted)
+        assert same(other.full_state_dict(), wanted)
     value = optimizer.state_dict()["state"][0]["exp_avg"]
     assert torch.equal(value.norm(), wanted["state"][0]["exp_avg"].norm())
     value.zero_()
@@ -283,7 +283,7 @@ def test_load_when_the_state_does_not_fit_then_refused_and_nothing_is_changed(fa
     with pytest.raises(CheckpointError) as caught:
         optimizer.load_state_dict(state)
     assert all(each in str(caught.value) for each in named), str(caught.value)
-    assert is_same(optimizer.state_dict(), before)
+    assert same(optimizer.state_dict(), before)
 
 
 # Several ranks.
@@ -391,7 +391,7 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
 
 def _is_as(optimizer: TorchDistributedOptimizer, wanted: dict[str, Any]) -> bool:
     full = optimizer.full_state_dict()
-    return optimizer.data.rank != 0 or is_same(full, wanted)
+    return optimizer.data.rank != 0 or same(full, wanted)
 
 
 def _by_name(full: dict[str, Any]) -> dict[str, Any]:
@@ -483,7 +483,7 @@ def _different(rank: int, root: Path) -> list[str]:
             optimizer.load_state_dict(state)
         except DistOptError as error:
             texts.append(f"{type(error).__name__}: {error}")
-        assert is_same(optimizer.full_state_dict(), before)
+        assert same(optimizer.full_state_dict(), before)
     return texts
 
 

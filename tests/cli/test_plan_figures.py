@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.cli.plan_command import StagePlan, layout_of, plan_choice, plan_stage
+from megatron_distopt.cli.plan_command import layout_of, plan_choice, plan_stage
 from megatron_distopt.cli.plan_model import AUTO, DTYPES, Choice, GptSizes, ParallelSizes, stage_params
 from megatron_distopt.comm import shared_memory
 from megatron_distopt.hosts.torch.step import HEAD_NUMEL
@@ -25,7 +25,7 @@ from megatron_distopt.optimizer.owners.muon import Muon
 from megatron_distopt.optimizer.owners.muon_options import TorchMuonOptions
 from megatron_distopt.optimizer.sharded import Memory
 from tests.support.cases import Case
-from tests.support.plan_command import BUCKET, GPT
+from tests.support.plan_command import BUCKET, GPT, module_of
 from tests.support.spawn import run_ranks
 
 CUT = ParallelSizes(dp=2)
@@ -270,27 +270,14 @@ def test_plan_when_there_are_more_ranks_then_it_costs_no_more() -> None:
     assert calls_of(gpt, 8192) <= calls_of(gpt, 2)
 
 
-def module_of(plan: StagePlan) -> Module:
-    """The params of a rank, on the CPU."""
-    model = Module()
-    for number, param in enumerate(plan.params):
-        dtype: torch.dtype = getattr(torch, param.spec.dtype)
-        model.register_parameter(f"param{number}", Parameter(torch.empty(param.spec.shape, dtype=dtype)))
-    return model
-
-
-def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_takes() -> None:
+def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_takes(one_rank: None) -> None:
     gpt, choice = GptSizes(layers=8, hidden=256, vocab=1024, seq=64), Choice(ParallelSizes(dp=1), bucket_size=AUTO)
     plan = plan_stage(gpt, choice, 0)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model = module_of(plan)
-        adam = torch.optim.AdamW(model.parameters())
-        optimizer = distribute(model, adam, accelerator="torch", overlap_grad_reduce=True)
-        [layout] = [buffer.layout for buffer in optimizer.sharded.buffers]
-        optimizer.release()
-    finally:
-        dist.destroy_process_group()
+    model = module_of(plan)
+    adam = torch.optim.AdamW(model.parameters())
+    optimizer = distribute(model, adam, accelerator="torch", overlap_grad_reduce=True)
+    [layout] = [buffer.layout for buffer in optimizer.sharded.buffers]
+    optimizer.release()
     planned = layout_of(plan.params, choice, 1)
     assert planned.buckets == layout.buckets
     assert [slot.in_buffer for slot in planned.slots] == [slot.in_buffer for slot in layout.slots]

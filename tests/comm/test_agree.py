@@ -14,21 +14,13 @@ import torch.distributed as dist
 
 from megatron_distopt.comm import Field, Group, carrier_of, compare, exchange, meet, raise_together, show_presence
 from megatron_distopt.errors import ConfigError
-from tests.support.refusals import assert_mentions
+from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
 
 SIZE = 3
 
-Raised = tuple[str, str] | None
-
-
-def raised(call: Callable[[], object]) -> Raised:
-    """Class and text of what it raises."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - the test says which one it must be
-        return type(error).__name__, str(error)
-    return None
+Raised = tuple[str, str]
+NOTHING = ("nothing", "")
 
 
 def _fail(error: Exception) -> object:
@@ -39,7 +31,7 @@ def _foreign(rank: int, everyone: Group, record: object) -> Raised:
     """Rank 1 is in an exchange of somebody else's, the others are in ours."""
     if rank == 1:
         dist.all_gather_object([None] * SIZE, record)
-        return None
+        return NOTHING
     return raised(lambda: exchange(rank, everyone))
 
 
@@ -74,19 +66,14 @@ def _agree(rank: int, everyone: Group) -> dict[str, Any]:
     }
 
 
-def _text_of(action: Callable[[], object]) -> str | None:
-    found = raised(action)
-    return None if found is None else found[1]
-
-
-def meetings(rank: int, size: int) -> dict[str, str | None]:
+def meetings(rank: int, size: int) -> dict[str, str]:
     """Rank 2 is the one that is different; what has been shown stays in the store from case to case."""
-    found: dict[str, str | None] = {}
+    found: dict[str, str] = {}
     everyone, seconds = Group.of(), {"SECONDS_TO_MEET": 1.8, "SECONDS_TO_SHOW": 0.5, "SECONDS_TO_LOOK": 0.1}
     pair, odd = dist.new_group([0, 2]), rank == 2
 
     def case(name: str, of_rank_2: Callable[[], object] = bool) -> None:
-        found[name] = _text_of(of_rank_2 if odd else lambda: meet(everyone))
+        _, found[name] = raised(of_rank_2 if odd else lambda: meet(everyone))
         dist.barrier()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -107,12 +94,10 @@ def meetings(rank: int, size: int) -> dict[str, str | None]:
         case("slow", lambda: meet(everyone) if time.sleep(1.3) is None else None)
         case("without the flag", lambda: meet(everyone, "no flag"))
         case("all come", lambda: meet(everyone))
-        found["some of them"] = _text_of(lambda: meet(Group.of(pair))) if rank != 1 else None
-        found["some of them, one does without"] = (
-            _text_of(lambda: meet(Group.of(pair), "no flag" if odd else "")) if rank != 1 else None
-        )
+        for name, reason in {"some of them": "", "some of them, one does without": "no flag" if odd else ""}.items():
+            _, found[name] = raised(lambda why=reason: meet(Group.of(pair), why)) if rank != 1 else NOTHING
         undo()
-    found["undone"] = None if dist.init_process_group.__module__.startswith("torch.") else "not undone"
+    found["undone"] = "" if dist.init_process_group.__module__.startswith("torch.") else "not undone"
     return found
 
 
@@ -191,7 +176,7 @@ def test_exchange_when_a_rank_is_in_a_foreign_one_then_the_others_name_it(
     record: str, found: list[dict[str, Any]]
 ) -> None:
     first, foreign, last = by_rank(found, f"foreign {record}")
-    assert (foreign, first) == (None, last)
+    assert (foreign, first) == (NOTHING, last)
     assert first[0] == "RanksDisagreeError"
     assert_mentions(first[1], "rank 1 does not run megatron_distopt here", "the same flags and variables")
 
@@ -240,11 +225,11 @@ def test_compare_when_ranks_differ_then_all_name_the_first_difference_and_the_mi
 
 
 def test_compare_when_all_fields_are_equal_then_nothing_is_raised(found: list[dict[str, Any]]) -> None:
-    assert by_rank(found, "equal") == [None] * SIZE
+    assert by_rank(found, "equal") == [NOTHING] * SIZE
 
 
 def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(found: list[dict[str, Any]]) -> None:
-    assert by_rank(found, "alone") == [(["mine"], ("ValueError", "own"), None)] * SIZE
+    assert by_rank(found, "alone") == [(["mine"], ("ValueError", "own"), NOTHING)] * SIZE
 
 
 # --- ranks that do not come, come late, or do without the package
@@ -259,7 +244,7 @@ def _names(rank: int, reason: str, size: int = SIZE) -> str:
 
 @pytest.mark.parametrize("name", ["all come, nobody has shown anything", "slow", "all come", "some of them", "undone"])
 def test_meeting_when_all_come_then_they_go_on(found: list[dict[str, Any]], name: str) -> None:
-    assert [each[name] for each in found] == [None] * SIZE
+    assert [each[name] for each in found] == [""] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -271,7 +256,7 @@ def test_meeting_when_a_rank_is_missing_then_the_others_name_it_with_the_reason(
 ) -> None:
     # A store in a file waits for whole seconds. Absent: rank 2 comes after 1.8, when the others have looked once.
     assert [each[name] for each in found[:2]] == [_names(2, reason)] * 2
-    assert found[2][name] in (None, _names(2, reason))
+    assert found[2][name] in ("", _names(2, reason))
 
 
 def test_meeting_when_a_rank_is_switched_off_then_named(found: list[dict[str, Any]]) -> None:
@@ -280,7 +265,7 @@ def test_meeting_when_a_rank_is_switched_off_then_named(found: list[dict[str, An
 
 def test_meeting_when_some_meet_then_messages_have_the_launchers_numbers(found: list[dict[str, Any]]) -> None:
     assert found[0]["some of them, one does without"] == _names(2, "no flag", size=2)
-    assert found[2]["some of them, one does without"] is None
+    assert found[2]["some of them, one does without"] == ""
 
 
 def test_presence_when_the_process_group_comes_later_then_it_is_shown_then() -> None:

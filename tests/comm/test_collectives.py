@@ -226,8 +226,8 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
         with Launches() as launches:
             found["coalesced"] = _sent(rank) == pair_to_pair, launches.names
     with pytest.MonkeyPatch.context() as patch:
-        # What is sent and what arrives, of two bytes each.
-        patch.setattr(pairwise, "SCRATCH_NBYTES", CHUNK * 2 * RANKS * 2)
+        # Two halves for what is sent and what arrives, of two bytes each.
+        patch.setattr(pairwise, "SCRATCH_NBYTES", 2 * CHUNK * 2 * (RANKS - 1) * 2)
         found["in 16 bits"] = _in_16_bits(rank)
     return found
 

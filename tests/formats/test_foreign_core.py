@@ -6,17 +6,24 @@ are read offline; all are loaded into a run of ours with the same buffers, as an
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import inspect
+import multiprocessing
+import queue
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
 from megatron_distopt.formats import open_any
+from megatron_distopt.optimizer.inner import moments_of
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
 from tests.support.spawn import run_ranks
@@ -91,9 +98,6 @@ def save_all(rank: int, size: int, folder: Path) -> tuple[dict[str, dict[str, li
     Returns:
         The live state of this rank by case and name; and by case and format what came of the load, see `resume`.
     """
-    import multiprocessing
-    import queue
-
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     # The host writes in processes of its own, and asks another one to hold their results, which takes seconds to start.
@@ -118,11 +122,6 @@ def resume(
     case: Case, folder: Path, kind: str, live: dict[str, list[Piece]], *, has_weights: bool = True
 ) -> list[str] | str:
     """A run of ours that loads what the host saved: names of params of which a value differs, or the refusal."""
-    import contextlib
-
-    import torch.distributed as dist
-
-    from megatron_distopt.checkpoint.whole_model import owned_pieces
     from megatron_distopt.hosts.megatron_core.model_parallel import whole_model_of
     from tests.support import gpt
 
@@ -151,8 +150,9 @@ def resume(
                 for piece in owned_pieces(whole_model_of([optimizer])):
                     name, shard = global_name(names[optimizer.named[piece.shard.name]]), piece.shard
                     (saved,) = [each for each in live[name] if each.start == shard.in_param.start]
+                    kept = {"main": piece.flat.main, **moments_of(optimizer.sharded.inner, piece.flat.main)}
                     for key, _ in piece.tensors():
-                        mine = piece.flat.cut(kept_by_ours(optimizer, piece.flat)[key.split("/")[0]], shard)
+                        mine = piece.flat.cut(kept[key.split("/")[0]], shard)
                         differs += [] if torch.equal(mine, saved.tensors[key.split("/")[0]].reshape(-1)) else [key]
             return differs
 
@@ -180,12 +180,6 @@ def metadata_of(kind: str) -> dict[str, Any]:
     }
 
 
-def kept_by_ours(optimizer: Any, flat: Any) -> dict[str, Tensor]:
-    from megatron_distopt.optimizer.inner import moments_of
-
-    return {"main": flat.main.detach(), **moments_of(optimizer.sharded.inner, flat.main)}
-
-
 def as_today(write_item: Any) -> Any:
     """torch's function, which takes two arguments more than when megatron-core 0.9 to 0.12 were written."""
     from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
@@ -197,10 +191,6 @@ def as_today(write_item: Any) -> Any:
 
 
 def save_case(name: str, case: Case, folder: Path) -> dict[str, list[Piece]]:
-    import contextlib
-
-    import torch.distributed as dist
-
     from tests.support import gpt
 
     with pytest.MonkeyPatch.context() as patch:
@@ -246,9 +236,6 @@ def gated(config_of: Any) -> Any:
 
 
 def save_sharded(training: Any, case: Case, kind: str, folder: Path) -> None:
-    import argparse
-
-    import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -274,8 +261,6 @@ def save_sharded(training: Any, case: Case, kind: str, folder: Path) -> None:
 
 
 def save_own_files(training: Any, folder: Path) -> None:
-    import argparse
-
     from megatron.core import parallel_state
 
     stage, tensor = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())

@@ -31,7 +31,7 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, open_any
 from megatron_distopt.formats.megatron_2023.model_file import placement_of, registered
 from tests.support.fork_files import EMBEDDING, MOMENTS, Fork, Trap, changed, same
-from tests.support.refusals import assert_mentions
+from tests.support.refusals import assert_mentions, refused
 
 FP32, FP16 = torch.float32, torch.float16
 #: By name: what is special about a run, for every layout of its files.
@@ -638,9 +638,7 @@ def test_open_any_when_a_checkpoint_is_not_whole_or_not_known_then_it_says_what_
 
 def _check_refused(call: Callable[[], object], path: Path, *words: str) -> None:
     """In the words {} is the path; nothing is written."""
-    with pytest.raises(CheckpointError) as error:
-        call()
-    assert_mentions(error.value, *(word.replace("{}", str(path)) for word in words))
+    assert_mentions(refused(CheckpointError, call), *(word.replace("{}", str(path)) for word in words))
     assert not path.with_name("new").exists()
 
 

@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests.support.fork_files import same
+from tests.support.refusals import raised
+
 #: Of each training; a program acts before the second one unless it says otherwise.
 STEPS, SECOND = 3, 1
 
@@ -116,9 +119,7 @@ def run_programs(programs: Mapping[str, Program], train: Callable[[Program, bool
 
 
 def _same(one: Outcome, other: Outcome) -> bool:
-    if not one.params or one.params.keys() != other.params.keys():
-        return False
-    return all(torch.equal(param, other.params[name]) for name, param in one.params.items())
+    return bool(one.params) and same(one.params, other.params)
 
 
 def check(program: Program, by_rank: list[Result]) -> None:
@@ -254,23 +255,19 @@ def note_statistics(user: User) -> None:
 # --- the optimizer as an object
 
 
-def raised(call: Callable[[], object]) -> str:
+def told(call: Callable[[], object]) -> str:
     """Class and text of what a call raises."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - it is the result
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return ": ".join(raised(call))
 
 
 def copy_it(user: User) -> None:
     for each in (user.optimizer, *getattr(user.optimizer, "chained_optimizers", ())):
-        user.noted["deepcopy"] = raised(lambda each=each: copy.deepcopy(each))
-        user.noted["pickle"] = raised(lambda each=each: pickle.dumps(each))
+        user.noted["deepcopy"] = told(lambda each=each: copy.deepcopy(each))
+        user.noted["pickle"] = told(lambda each=each: pickle.dumps(each))
 
 
 def step_with_closure(user: User) -> None:
-    user.noted["step"] = raised(lambda: user.optimizer.step(lambda: None))
+    user.noted["step"] = told(lambda: user.optimizer.step(lambda: None))
 
 
 def hook_the_inner_one(user: User) -> None:
@@ -282,12 +279,12 @@ def hook_the_inner_one(user: User) -> None:
 def scale_as_in_torch(user: User) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones((), requires_grad=True))
-    user.noted["step"] = raised(lambda: scaler.step(user.optimizer))
+    user.noted["step"] = told(lambda: scaler.step(user.optimizer))
 
 
 def add_a_group(user: User) -> None:
     added = {"params": [Parameter(torch.ones(3))]}
-    user.noted["wrapper"] = raised(lambda: user.optimizer.add_param_group(added))
+    user.noted["wrapper"] = told(lambda: user.optimizer.add_param_group(added))
     user.inner.add_param_group(added)
 
 
@@ -307,7 +304,7 @@ def edit_the_groups(user: User) -> None:
 
 
 def schedule_as_in_torch(user: User) -> None:
-    user.noted["wrapper"] = raised(lambda: torch.optim.lr_scheduler.LambdaLR(user.optimizer, lambda _: 0.5))
+    user.noted["wrapper"] = told(lambda: torch.optim.lr_scheduler.LambdaLR(user.optimizer, lambda _: 0.5))
     before = user.optimizer.param_groups[0]["lr"]
     torch.optim.lr_scheduler.MultiplicativeLR(user.inner, lambda _: 0.5).step()
     user.noted["factor"] = user.optimizer.param_groups[0]["lr"] / before

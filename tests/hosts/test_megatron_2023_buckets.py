@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.formats import convert
-from tests.support.fork_worlds import Refused, raised, refusal, slow_gathers
+from tests.support.fork_files import same
+from tests.support.fork_worlds import Refused, refusal, slow_gathers
 from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun, point_to
+from tests.support.refusals import raised
 from tests.support.spawn import run_ranks
 
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -48,10 +50,6 @@ def _saved(fork: MiniFork, words: str, folder: Path) -> TrainingRun:
     return run
 
 
-def _same_params(one: TrainingRun, other: TrainingRun) -> bool:
-    return all(torch.equal(param, other.params[name]) for name, param in one.params.items())
-
-
 def _collect(rank: int, size: int, folder: Path) -> dict[tuple[str, str], bool]:
     """By who saved and who resumed, whether one more step ends at the bits of three in a row."""
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
@@ -59,8 +57,9 @@ def _collect(rank: int, size: int, folder: Path) -> dict[tuple[str, str], bool]:
     with contextlib.redirect_stdout(io.StringIO()), slow_gathers():
         runs = {kind: _saved(fork, words, folder / kind) for kind, words in chosen.items()}
         return {
-            (saver, reader): _same_params(
-                fork.train(*f"{chosen[reader]} --train-iters 3 --load {folder / saver}".split()), runs["one"]
+            (saver, reader): same(
+                fork.train(*f"{chosen[reader]} --train-iters 3 --load {folder / saver}".split()).params,
+                runs["one"].params,
             )
             for saver, reader in CROSSED
         }
@@ -135,7 +134,7 @@ def _own_files(fork: MiniFork, own: Own, rank: int, size: int, folder: Path) -> 
         runs[kind] = _saved(fork, words, folder / kind)
         found.buckets[kind] = len(runs[kind].optimizer.grad_buffers[0].plan.layout.buckets)
     if size == 2:  # sums over three ranks begin with another one where the owner is another
-        found.facts["training"] = _same_params(runs["one"], runs["many"])
+        found.facts["training"] = same(runs["one"].params, runs["many"].params)
         _converted(fork, own, rank, folder, found)
     found.groups = len(_own_file(folder / "one", rank)["optimizer"]["param_groups"])
     found.owned = sum(len(each.plan.shards) for each in runs["many"].optimizer.sharded.flat_params)
@@ -157,7 +156,7 @@ def _resumed(
         for reader, words in own.kinds().items():
             if size == 2 or saver == reader:
                 again = fork.train(*f"{words} --train-iters 3 --load {folder / saver}".split())
-                found.facts[f"{reader} resumes what {saver} saved"] = _same_params(again, runs[saver])
+                found.facts[f"{reader} resumes what {saver} saved"] = same(again.params, runs[saver].params)
 
 
 def _converted(fork: MiniFork, own: Own, rank: int, folder: Path, found: OwnFiles) -> None:
@@ -170,8 +169,8 @@ def _converted(fork: MiniFork, own: Own, rank: int, folder: Path, found: OwnFile
     for key in ("optimizer", "shard_fp32_from_float16_groups"):
         found.facts[f"{key} of converted files"] = _same_values(again[key], one[key])
     for kind in ("one", "converted"):
-        theirs.append(fork.train(*words, "--load", str(folder / kind), ours=False))
-    found.facts["the fork's own resumes what was converted"] = _same_params(*theirs)
+        theirs.append(fork.train(*words, "--load", str(folder / kind), ours=False).params)
+    found.facts["the fork's own resumes what was converted"] = same(*theirs)
     refused = raised(lambda: fork.train(*words, "--load", str(folder / "many"), ours=False))
     found.facts["the fork's own refuses what many saved"] = refused[0] != "nothing"
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 import megatron_distopt
 from tests.support.fork_files import same
-from tests.support.fork_worlds import adam_of_the_fork, distance, raised
+from tests.support.fork_worlds import adam_of_the_fork, distance
 from tests.support.mini_fork import InstalledFork, TrainingRun, core_folder
+from tests.support.refusals import raised
 from tests.support.spawn import run_ranks
 
 #: By what it is: what was found, and what is wanted.

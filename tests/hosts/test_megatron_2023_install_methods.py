@@ -23,9 +23,8 @@ import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.cli.main import main
 from megatron_distopt.version import VERSION
-from tests.support.fork_worlds import raised
 from tests.support.mini_fork import FOLDER, Launched, MiniFork, TrainingRun, core_folder, launch
-from tests.support.refusals import assert_mentions
+from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
 
 SIZE = 2

@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.fork_worlds import ForkInWorlds, distance, raised
+from tests.support.fork_worlds import ForkInWorlds, distance
 from tests.support.mini_fork import TrainingRun, point_to
+from tests.support.refusals import raised
 from tests.support.spawn import run_ranks
 from tests.support.whole_classes import Adafactor, Soap, in_place_of_forks_adam, tried_once
 from tests.support.whole_muon import Reference, in_the_fork

@@ -23,9 +23,8 @@ from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for
 from tests.hosts.test_promise_2023 import AdamW
 from tests.support import fork_trees
-from tests.support.fork_worlds import raised
 from tests.support.mini_fork import InstalledFork, MiniFork
-from tests.support.refusals import assert_mentions
+from tests.support.refusals import assert_mentions, raised, refused
 from tests.support.spawn import run_ranks
 
 SIZE = 2
@@ -416,9 +415,13 @@ def test_rank_when_it_is_switched_off_then_the_other_says_which(found: list[dict
 
 def test_inner_when_a_flag_of_the_fork_asks_for_one_that_the_device_has_not_then_refused() -> None:
     base = torch.optim.Adam([torch.zeros(1)])
-    with pytest.raises(ConfigError) as error:
-        choose_for(base, DistOptConfig(), SimpleNamespace(cpu_optimizer=True), "cuda")
-    assert_mentions(error.value, "'deepspeed_cpu'", "cpu", "cuda", "adam='auto'")
+    assert_mentions(
+        refused(ConfigError, lambda: choose_for(base, DistOptConfig(), SimpleNamespace(cpu_optimizer=True), "cuda")),
+        "'deepspeed_cpu'",
+        "cpu",
+        "cuda",
+        "adam='auto'",
+    )
 
 
 def test_inner_when_the_fork_wants_torchs_on_the_cpu_then_the_best_there_is() -> None:
@@ -498,9 +501,13 @@ def test_inner_when_ours_does_the_same_as_the_forks_then_it_is_replaced() -> Non
 
 @pytest.mark.parametrize("config", [DistOptConfig(adam="torch_foreach"), DistOptConfig(optimizer="adam")])
 def test_inner_when_one_is_named_that_has_not_what_the_fork_built_then_refused(config: DistOptConfig) -> None:
-    with pytest.raises(ConfigError) as error:
-        _chosen(lambda groups: torch.optim.Adam(groups, amsgrad=True, maximize=True), config)
-    assert_mentions(error.value, "amsgrad=True, maximize=True", "Drop one of the two")
+    assert_mentions(
+        refused(
+            ConfigError, lambda: _chosen(lambda groups: torch.optim.Adam(groups, amsgrad=True, maximize=True), config)
+        ),
+        "amsgrad=True, maximize=True",
+        "Drop one of the two",
+    )
 
 
 def _own_adam(groups: Any) -> torch.optim.Optimizer:
@@ -508,9 +515,12 @@ def _own_adam(groups: Any) -> torch.optim.Optimizer:
 
 
 def test_inner_when_an_adam_is_named_and_the_forks_class_is_its_own_then_refused() -> None:
-    with pytest.raises(ConfigError) as error:
-        _chosen(_own_adam, DistOptConfig(adam="torch_foreach"))
-    assert_mentions(error.value, "adam is torch_foreach", "AdamW", "--distopt-optimizer adam")
+    assert_mentions(
+        refused(ConfigError, lambda: _chosen(_own_adam, DistOptConfig(adam="torch_foreach"))),
+        "adam is torch_foreach",
+        "AdamW",
+        "--distopt-optimizer adam",
+    )
     assert _chosen(_own_adam, DistOptConfig(adam="torch_foreach", optimizer="adam"))[0] == "torch_foreach"
 
 

@@ -31,9 +31,9 @@ from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.layout import Span
 from tests.support.fork_files import same
-from tests.support.fork_worlds import ForkInWorlds, held, raised
+from tests.support.fork_worlds import ForkInWorlds, held
 from tests.support.mini_fork import Iteration, TrainingRun, core_folder, point_to
-from tests.support.refusals import assert_mentions
+from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.long

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -160,18 +161,6 @@ PROGRAMS: dict[str, Program] = {
 
 
 @contextlib.contextmanager
-def _set(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextlib.contextmanager
 def _prepared(fork: MiniFork, program: Program) -> Iterator[None]:
     """The fork with the program's base optimizer and model."""
     from megatron import optimizer
@@ -190,10 +179,10 @@ def _prepared(fork: MiniFork, program: Program) -> Iterator[None]:
         return model
 
     with (
-        _set(optimizer, Adam=program.base),
-        _set(distrib_optimizer, Adam=program.base),
-        _set(fork.script, model_provider=provided),
-        _set(fork.training, get_model=wrapped),
+        mock.patch.object(optimizer, "Adam", program.base),
+        mock.patch.object(distrib_optimizer, "Adam", program.base),
+        mock.patch.object(fork.script, "model_provider", provided),
+        mock.patch.object(fork.training, "get_model", wrapped),
     ):
         yield
 
@@ -216,28 +205,21 @@ def _train(fork: MiniFork, program: Program, ours: bool) -> Outcome:
     if ours and program.base is torch.optim.AdamW:
         words = (*words, "--distopt-adam", "torch_foreach")
     try:
-        with _prepared(fork, program), _set(fork.training, train=loop), contextlib.redirect_stdout(io.StringIO()):
+        replaced = mock.patch.object(fork.training, "train", loop)
+        with _prepared(fork, program), replaced, contextlib.redirect_stdout(io.StringIO()):
             return Outcome(fork.train(*words, ours=ours).params, "", noted)
     except Exception as error:  # noqa: BLE001 - it is the result
         return Outcome({}, f"{type(error).__name__}: {error}", noted)
 
 
-@contextlib.contextmanager
-def _hooked(user: User, within: Act | None) -> Iterator[None]:
-    if within is None:
-        yield
-        return
+def _hooked(user: User, within: Act | None) -> contextlib.AbstractContextManager[object]:
     reduce = user.optimizer.reduce_model_grads
 
     def reduce_after(*args: Any) -> None:
-        within(user)
+        (within or bool)(user)
         reduce(*args)
 
-    user.optimizer.reduce_model_grads = reduce_after
-    try:
-        yield
-    finally:
-        del user.optimizer.reduce_model_grads
+    return mock.patch.object(user.optimizer, "reduce_model_grads", reduce_after)
 
 
 #: torch.compile takes as long as many trainings; test_torch_ddp.py has it in plain torch.

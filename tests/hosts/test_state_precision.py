@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
+from unittest import mock
 
 import pytest
 import torch
@@ -49,16 +50,10 @@ class Trained:
     params: Mapping[str, Tensor]
 
 
-@contextmanager
-def asked_for(precision: Precision) -> Iterator[None]:
+def asked_for(precision: Precision) -> AbstractContextManager[object]:
     """In the block the environment asks for a precision of the state."""
     names = {f"MEGATRON_DISTOPT_{name.upper()}": value for name, value in vars(precision).items()}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name in names:
-            del os.environ[name]
+    return mock.patch.dict(os.environ, names)
 
 
 def _train_torch() -> Trained:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -150,20 +150,12 @@ def _check_places(optimizer: Any, fraction: float) -> None:
     assert {each.dtype for each in moments if each.device.type == "cpu"} == {torch.float32}
 
 
-@contextlib.contextmanager
-def streams_of(device: str) -> Iterator[None]:
+def streams_of(device: str) -> contextlib.AbstractContextManager[object]:
     """megatron-core's streams are those of the device, not the stand-ins of a CPU."""
     if device == "cpu":
-        yield
-        return
+        return contextlib.nullcontext()
     own = {name: getattr(torch.sim, name) for name in ("current_stream", "default_stream", "stream", "synchronize")}
-    own |= {"Stream": Stream, "Event": Event}
-    before = {name: getattr(torch.cuda, name) for name in own}
-    vars(torch.cuda).update(own)
-    try:
-        yield
-    finally:
-        vars(torch.cuda).update(before)
+    return mock.patch.multiple(torch.cuda, Stream=Stream, Event=Event, **own)
 
 
 def train(host: str, name: str, device: str) -> Trained:

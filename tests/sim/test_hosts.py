@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,11 +85,8 @@ def _fork() -> Cost:
         found.append(_cost_of(lambda: result.append(usual(model, optimizer, scheduler)), owned))
         return result[0]
 
-    fork.training._update = update
-    try:
+    with mock.patch.object(fork.training, "_update", update):
         host_programs.train("fork", "bf16 overlap, fp32 norms", "sim")
-    finally:
-        fork.training._update = usual
     return found[-1]
 
 

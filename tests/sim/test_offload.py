@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
-from megatron_distopt.cli.plan_command import StagePlan, plan_stage
+from megatron_distopt.cli.plan_command import plan_stage
 from megatron_distopt.cli.plan_model import Choice, ParallelSizes
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import Memory
 from tests.sim.trial import begin
 from tests.support.models import Params, exact_grads
-from tests.support.plan_command import BUCKET, GPT
+from tests.support.plan_command import BUCKET, GPT, module_of
 from tests.support.sim import machine
 from tests.support.spawn import run_ranks
 
@@ -98,14 +97,6 @@ class Held:
     places: set[str]  # of the state that is on the host
 
 
-def _model(plan: StagePlan) -> Module:
-    model = Module()
-    for number, param in enumerate(plan.params):
-        dtype: torch.dtype = getattr(torch, param.spec.dtype)
-        model.register_parameter(f"param{number}", Parameter(torch.zeros(param.spec.shape, dtype=dtype)))
-    return model.to("sim")
-
-
 def _storages(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind tensors of the CPU, each counted once."""
     found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
@@ -114,7 +105,7 @@ def _storages(tensors: Iterable[Tensor]) -> int:
 
 def _held(rank: int, choice: Choice) -> Held:
     plan = plan_stage(GPT, choice, 0, rank)
-    model = _model(plan)
+    model = module_of(plan).to("sim")
     params = list(model.parameters())
     groups = [
         {"params": [param for param in params if param.ndim > 1]},

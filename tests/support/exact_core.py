@@ -18,11 +18,9 @@ OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather
 PLAIN: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False, "bucket_size": None}
 
 
-@contextlib.contextmanager
-def variables(values: Mapping[str, str]) -> Iterator[None]:
+def variables(values: Mapping[str, str]) -> contextlib.AbstractContextManager[object]:
     """In the block options of ours are set by variables of the environment."""
-    with mock.patch.dict(os.environ, {f"MEGATRON_DISTOPT_{name}": value for name, value in values.items()}):
-        yield
+    return mock.patch.dict(os.environ, {f"MEGATRON_DISTOPT_{name}": value for name, value in values.items()})
 
 
 def _on_a_grid(original: Any) -> Any:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_distopt.comm import pairwise
 from tests.support.fork_files import same
 from tests.support.mini_fork import InstalledFork, Iteration, TrainingRun
+from tests.support.refusals import raised
 
 
 class ForkInWorlds:
@@ -145,12 +146,3 @@ def refusal(run: TrainingRun, call: Callable[[], object]) -> Refused:
     """What came of a call that may change what a run holds."""
     before, (kind, text) = held(run), raised(call)
     return Refused(kind, text, same(held(run), before))
-
-
-def raised(call: Callable[[], object]) -> tuple[str, str]:
-    """Class and text. The fork leaves with sys.exit where it gives up."""
-    try:
-        call()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the test says which one it must be
-        return type(error).__name__, str(error)
-    return "nothing", ""

@@ -6,17 +6,29 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import Module, Parameter
 
 from megatron_distopt.cli import main as cli
+from megatron_distopt.cli.plan_command import StagePlan
 from megatron_distopt.cli.plan_model import GptSizes
 
-__all__ = ["BUCKET", "GPT", "SIZES", "Output", "document", "refused", "run"]
+__all__ = ["BUCKET", "GPT", "SIZES", "Output", "document", "module_of", "refused", "run"]
 
 Output = pytest.CaptureFixture[str]
 #: The model of the real runs.
 GPT = GptSizes(layers=4, hidden=40, heads=4, vocab=128, seq=16)
 SIZES = ("--layers", 4, "--hidden", 40, "--heads", 4, "--vocab", 128, "--seq", 16)
 BUCKET = 30_000
+
+
+def module_of(plan: StagePlan) -> Module:
+    """The params of a rank, on the CPU."""
+    model = Module()
+    for number, param in enumerate(plan.params):
+        dtype: torch.dtype = getattr(torch, param.spec.dtype)
+        model.register_parameter(f"param{number}", Parameter(torch.zeros(param.spec.shape, dtype=dtype)))
+    return model
 
 
 def run(capsys: Output, *words: object) -> tuple[int, list[str], str]:

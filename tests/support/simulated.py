@@ -21,6 +21,7 @@ from megatron_distopt.checkpoint.folder import commit, new_save_id
 from megatron_distopt.checkpoint.load import check_state, loadable_checkpoint, take_state
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.save import Saving, contribution_of
+from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import ParamSpec, Placement, lay_out
@@ -104,19 +105,11 @@ class World:
         dp: int = 1,
         tp: int = 1,
         pp: int = 1,
-        bucket_size: int | None = None,
-        filled: bool = True,
-        step: int | None = 10,
-        adam: str = "torch_fused",
-        plain_dtype: torch.dtype | None = None,
-        lr: float = 1e-3,
+        **options: Any,
     ) -> World:
-        """Builds it; with the state of `element_numbers` where filled, and fresh otherwise."""
+        """Builds it; `options` are those of `_rank`."""
         ranks = [
-            _rank(params, (d, dp), (t, tp), (p, pp), bucket_size, filled, step, adam, plain_dtype, lr)
-            for p in range(pp)
-            for d in range(dp)
-            for t in range(tp)
+            _rank(params, (d, dp), (t, tp), (p, pp), **options) for p in range(pp) for d in range(dp) for t in range(tp)
         ]
         return cls(params, tp, tuple(ranks))
 
@@ -138,8 +131,6 @@ class World:
 
     def whole(self, kind: str) -> dict[str, Tensor]:
         """The tensors of one kind, put together from all ranks; what nobody owns is nan."""
-        from megatron_distopt.checkpoint.whole_model import owned_pieces
-
         found = {p.name: torch.full(p.padded_shape(self.tp), math.nan) for p in self.params}
         for rank in self.ranks:
             for piece in owned_pieces(rank.model):
@@ -154,13 +145,14 @@ def _rank(
     dp: tuple[int, int],
     tp: tuple[int, int],
     pp: tuple[int, int],
-    bucket_size: int | None,
-    filled: bool,
-    step: int | None,
-    adam: str,
-    plain_dtype: torch.dtype | None,
-    lr: float,
+    bucket_size: int | None = None,
+    filled: bool = True,
+    step: int | None = 10,
+    adam: str = "torch_fused",
+    plain_dtype: torch.dtype | None = None,
+    lr: float = 1e-3,
 ) -> Rank:
+    """With the state of `element_numbers` where filled, and fresh otherwise."""
     mine = [param for param in params if min(int(param.stage * pp[1]), pp[1] - 1) == pp[0]]
     placements = {f"module.{param.name}": _placement(param, tp) for param in mine}
     by_dtype: dict[torch.dtype, list[Param]] = {}
@@ -208,8 +200,6 @@ def _buffer(
 
 
 def _fill(rank: Rank, params: Mapping[str, Param], step: int | None) -> None:
-    from megatron_distopt.checkpoint.whole_model import owned_pieces
-
     inner = rank.optimizer.inner
     state: dict[Any, dict[str, Tensor]] = {
         run.main: {kind: torch.zeros_like(run.main) for kind in KINDS[1:]} for run in rank.optimizer.flat_params

@@ -29,7 +29,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
@@ -121,23 +121,13 @@ def forget_groups() -> None:
             dist.destroy_process_group(group)
 
 
-@contextlib.contextmanager
-def _environment_of_ranks() -> Iterator[None]:
+def _environment_of_ranks() -> contextlib.AbstractContextManager[object]:
     """What a process has to find in its environment before it imports torch; restored afterwards."""
     wanted = {"OMP_NUM_THREADS": "1"}
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         wanted["GLOO_SOCKET_IFNAME"] = loopback[0]
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return mock.patch.dict(os.environ, wanted)
 
 
 _SERVERS = (ForkServer(), ForkServer())

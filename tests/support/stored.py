@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import MANIFEST, lock_file, new_save_id, read_manifest
@@ -123,14 +122,3 @@ def snapshot(world: World) -> list[Any]:
         )
         for optimizer in (rank.optimizer for rank in world.ranks)
     ]
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Bit for bit, through lists and dicts."""
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other)
