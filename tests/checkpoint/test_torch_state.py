@@ -461,7 +461,7 @@ def test_state_when_no_step_was_made_then_a_load_of_it_begins_anew() -> None:
         other.load_state_dict(optimizer.full_state_dict())
         _train(model, optimizer, 0)
         _train(other_model, other, 0)
-        assert is_same(_weights(other_model), _weights(model)), name
+        assert same(_weights(other_model), _weights(model)), name
 
 
 @pytest.mark.usefixtures("refused", "one_rank")
