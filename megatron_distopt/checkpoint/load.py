@@ -24,7 +24,7 @@ from megatron_distopt.checkpoint.load_plan import (
     plan_reads,
 )
 from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kind_of, no_collection, some_of
-from megatron_distopt.checkpoint.param_groups import not_options
+from megatron_distopt.checkpoint.param_groups import differences, not_options, tell
 from megatron_distopt.checkpoint.source import DAMAGED, read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
@@ -68,12 +68,14 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
     names = _names_of_all(model, everyone)
     checked: list[tuple[Loadable, LoadPlan]] = []
 
-    def check() -> str:
+    def check() -> tuple[str, list[str]]:
         state = opened()
-        checked.append((state, check_state(state, model, names)))
-        return state.manifest.save_id
+        plan = check_state(state, model, names)
+        checked.append((state, plan))
+        changed = [line for match in plan.groups for line in differences(match.group, match.options, match.kept)]
+        return state.manifest.save_id, changed
 
-    save_ids = exchange_together(check, everyone, "load")
+    save_ids, changed = zip(*exchange_together(check, everyone, "load"), strict=True)
     state, plan = checked[0]
     if len(set(save_ids)) > 1:
         raise CheckpointError(
@@ -81,6 +83,8 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
             "as it is while it is read. Let one run save there at a time."
         )
     raise_together(lambda: take_state(state, plan, model), everyone, "load")
+    if everyone.rank == 0:
+        tell(line for lines in changed for line in lines)
 
 
 def _names_of_all(model: WholeModel, everyone: Group) -> set[str]:
@@ -205,12 +209,12 @@ def fill_groups(
         into[read.box.relative_to(read.piece.piece.in_global.offsets).as_slices()].copy_(tensor)
         del tensor  # as in `_read_from`
     for match in matches:
-        group = match.optimizer.inner.param_groups[match.number]
+        left_out = (*not_options(match.optimizer), *match.kept)
         for key, value in match.options.items():
-            if key not in not_options(match.optimizer) and (key in group or match.is_same_class):
-                group[key] = as_kept(value, group.get(key))
+            if key not in left_out and (key in match.group or match.is_same_class):
+                match.group[key] = as_kept(value, match.group.get(key))
         if counts_in_groups(match.optimizer.plan.choice, match.optimizer.inner):
-            restore_group(match.optimizer.inner, group, match.step)
+            restore_group(match.optimizer.inner, match.group, match.step)
     for match, flat, saved in flat_params:
         inner = match.optimizer.inner
         step = saved.step if moments[flat] else None

@@ -63,6 +63,12 @@ class GroupMatch:
     options: Mapping[str, Any]
     states: Mapping[str, SavedState]  # by the params' names in the optimizer
     is_same_class: bool = True  # whether the inner optimizer computes what the saved one did
+    kept: frozenset[str] = frozenset()  # options that stay as the run has them
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The param group of the inner optimizer."""
+        return self.optimizer.inner.param_groups[self.number]
 
     @property
     def step(self) -> int | None:
@@ -272,7 +278,8 @@ def _match_group(
     check_steps(optimizer, steps, f"updates in checkpoint {where}")
     inner = optimizer.plan.choice.name
     is_same = state.manifest.inner == inner or {state.manifest.inner, inner} <= _ADAMS
-    return GroupMatch(optimizer, number, records[first].options if records else {}, states, is_same)
+    options = records[first].options if records else {}
+    return GroupMatch(optimizer, number, options, states, is_same, model.kept_options)
 
 
 def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:

@@ -19,8 +19,10 @@ from megatron_distopt.checkpoint.param_groups import (
     Scalar,
     check_types,
     check_values,
+    differences,
     not_options,
     plain_option,
+    tell,
 )
 from megatron_distopt.checkpoint.torch_state import (
     MAIN_PARAM,
@@ -83,9 +85,13 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
         return _to_agree_on(params, state_dict, checked[0])
 
     _check_agreement(exchange_together(check, params.everyone, "load"))
-    for current, saved in zip(params.groups, state_dict["param_groups"], strict=True):
-        for key, value in _options(params, saved).items():
-            current[key] = as_kept(value, current.get(key))
+    pairs = [
+        (ours, _options(params, saved)) for ours, saved in zip(params.groups, state_dict["param_groups"], strict=True)
+    ]
+    if params.everyone.rank == 0:
+        tell(line for current, saved in pairs for line in differences(current, saved))
+    for current, saved in pairs:
+        current.update({key: as_kept(value, current.get(key)) for key, value in saved.items()})
     if scale := _loss_scale_in(state_dict):
         optimizer = params.share.optimizer
         load_loss_scale(optimizer.loss_scale, scale)

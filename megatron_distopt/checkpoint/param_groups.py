@@ -22,6 +22,9 @@ LOSS_SCALE = "dynamic_loss_scale"
 #: Keys of a param group that are not saved as options: the run that loads chooses its kernel and whether experts are
 #: spread over ranks, and the count and the loss scale have fields of their own.
 NOT_OPTIONS = ("params", "step", *IMPLEMENTATION, "is_expert_parallel", LOSS_SCALE)
+#: From these the scheduler of a Megatron computes lr and weight_decay of every step. Nothing changes them in a run.
+SCHEDULE = frozenset(("max_lr", "min_lr", "start_wd", "end_wd", "lr_mult", "wd_mult"))
+_SCHEDULED = ("lr", "weight_decay")
 #: Options that every optimizer computes with.
 _NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
 _LISTS_OF_NUMBERS = ("betas",)
@@ -221,6 +224,29 @@ def plain_option(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain_option(member) for key, member in value.items()}
     return list(map(plain_option, value)) if isinstance(value, (list, tuple)) else value
+
+
+def differences(current: Mapping[str, Any], saved: Mapping[str, Any], kept: Collection[str] = ()) -> Iterator[str]:
+    """What a resume has to say about a param group: options that differ, and whose value holds from now on.
+
+    Of a group of a Megatron not those that its scheduler sets anyway.
+
+    >>> list(differences({"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": [0.9, 0.95]}))
+    ['betas is [0.9, 0.95], of the checkpoint; this run was given [0.9, 0.99]']
+    """
+    silent = (*NOT_OPTIONS, *(_SCHEDULED if "wd_mult" in current else ()))
+    for key in sorted(current.keys() & saved.keys() - set(silent)):
+        ours, theirs = plain_option(current[key]), plain_option(saved[key])
+        if ours != theirs and key in kept:
+            yield f"{key} is {ours}, of this run; the checkpoint has {theirs}"
+        elif ours != theirs:
+            yield f"{key} is {theirs}, of the checkpoint; this run was given {ours}"
+
+
+def tell(lines: Iterable[str]) -> None:
+    """Logs what a resume has changed, each line once."""
+    for line in dict.fromkeys(lines):
+        _log.info("resumed: %s", line)
 
 
 def _is_plain(value: object) -> bool:

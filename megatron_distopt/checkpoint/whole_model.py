@@ -84,6 +84,7 @@ class WholeModel:
     frozen: frozenset[str] = frozenset()  # names of params that do not train here; a checkpoint may hold them
     about: Mapping[str, str | int] = field(default_factory=dict)  # host and sizes of groups, for the manifest
     from_weights: str = "start from its weights with a new optimizer"  # without a checkpoint of it, for errors
+    kept_options: frozenset[str] = frozenset()  # options of param groups that a load leaves as the run has them
 
 
 @dataclass(frozen=True, eq=False)

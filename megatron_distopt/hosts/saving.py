@@ -15,6 +15,7 @@ from megatron_distopt.checkpoint import WholeModel, save_checkpoint
 from megatron_distopt.checkpoint.background import BackgroundSaver
 from megatron_distopt.checkpoint.folder import drop_older
 from megatron_distopt.checkpoint.load_plan import class_of
+from megatron_distopt.checkpoint.param_groups import SCHEDULE
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import CheckpointError
@@ -98,3 +99,12 @@ def take_own_entry(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> Non
     for name, owned, options in owned_params(optimizer.inner) if _ENTRY in state else ():
         description, tensors = state[_ENTRY][_OWNED][name]
         owned.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
+
+
+def options_of_run(args: object) -> frozenset[str]:
+    """The options of param groups that a load leaves as the run has them, from the arguments of a Megatron's script.
+
+    Megatron takes them from the checkpoint, so that its --override-opt_param-scheduler moves the lr that it logs alone.
+    """
+    names = ("use_checkpoint_opt_param_scheduler", "use_checkpoint_lr_scheduler")
+    return frozenset() if any(getattr(args, name, False) for name in names) else SCHEDULE

@@ -39,7 +39,7 @@ from megatron_distopt.hosts.megatron_2023.fork_files import (
 from megatron_distopt.hosts.megatron_2023.forks import has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import expert_place, is_expert
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
-from megatron_distopt.hosts.saving import Saver, head_entry
+from megatron_distopt.hosts.saving import Saver, head_entry, options_of_run
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 
@@ -199,4 +199,4 @@ def whole_model_of(optimizer: BuiltOptimizer) -> WholeModel:
         "expert_parallel": expert[1],
     }
     share = Share(optimizer.sharded, placements, lambda name: not plan.excluded_from_norm(name))
-    return WholeModel([share], canonical, frozen, about, FROM_WEIGHTS)
+    return WholeModel([share], canonical, frozen, about, FROM_WEIGHTS, options_of_run(get_args()))

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron import get_args
 from megatron.core import mpu
 from torch import Tensor
 
 from megatron_distopt.checkpoint import WholeModel
 from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.checkpoint.param_groups import differences, tell
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
@@ -39,7 +42,7 @@ from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Optimize
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
-from megatron_distopt.hosts.saving import check_own_entry, is_of_other_class, own_entry, take_own_entry
+from megatron_distopt.hosts.saving import check_own_entry, is_of_other_class, options_of_run, own_entry, take_own_entry
 from megatron_distopt.layout import ParamShard, Span, owned_shards
 from megatron_distopt.optimizer.inner import count_updates, moments_of, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
@@ -126,8 +129,11 @@ def match_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
 
 def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Takes the hyperparameters over, for those keys that ours have."""
-    for mine, theirs in zip(ours, match_groups(ours, saved), strict=True):
-        mine.update({key: theirs[key] for key in mine if key in theirs and key not in _IMPLEMENTATION})
+    kept, pairs = options_of_run(get_args()), list(zip(ours, match_groups(ours, saved), strict=True))
+    if dist.get_rank() == 0:
+        tell(line for mine, theirs in pairs for line in differences(mine, theirs, kept))
+    for mine, theirs in pairs:
+        mine.update({key: theirs[key] for key in mine.keys() & theirs.keys() - kept if key not in _IMPLEMENTATION})
 
 
 def load_loss_scale(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -70,7 +69,7 @@ def build(
         check_parallel_state(has_groups)
         merged = merge_config(config_from_environment(os.environ, options), config)
         choice = check_model(model_chunks, merged)
-        check_script_can_save(sys.modules.get("megatron.training.global_vars"), choice)
+        check_script_can_save(choice)
         return merged
 
     merged = raise_together(merge, Group.of())

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from megatron_distopt.checkpoint.manifest import (
     name_of,
     to_text,
 )
-from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS
+from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, differences, tell
 from megatron_distopt.checkpoint.save import Written, contribution_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, flat_params_of, owned_pieces
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
@@ -57,11 +56,11 @@ from megatron_distopt.formats.megatron_core.torch_dist import recognises
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.formats.torch_files import open_dcp
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
-from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, arguments, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.hosts.megatron_core.step import StepCalls
 from megatron_distopt.hosts.patch_points import rebind
-from megatron_distopt.hosts.saving import Saver, head_entry, is_of_other_class
+from megatron_distopt.hosts.saving import Saver, head_entry, is_of_other_class, options_of_run
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import InnerChoice, count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
@@ -281,18 +280,22 @@ def check_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
 def load_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
     """Takes `head_of` back; the tensors come with `load_parameter_state`, which then goes by name."""
     if not is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
-        for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
-            group.update({key: saved[key] for key in group if key in saved and key not in NOT_OPTIONS})
+        pairs = list(zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True))
+        kept = options_of_run(arguments())
+        if optimizer.stats_group.rank == 0:
+            tell(line for group, saved in pairs for line in differences(group, saved, kept))
+        for group, saved in pairs:
+            group.update({key: saved[key] for key in group.keys() & saved.keys() - kept if key not in NOT_OPTIONS})
     if optimizer.grad_scaler is not None and "grad_scaler" in state:
         optimizer.grad_scaler.load_state_dict(state["grad_scaler"])
 
 
-def check_script_can_save(script: ModuleType | None, choice: InnerChoice | None = None) -> None:
+def check_script_can_save(choice: InnerChoice | None = None) -> None:
     """Refuses at the start what the first save of Megatron-LM's training script would refuse: what was trained is lost.
 
-    `script` is its module with the arguments, None where another trains; `choice` is given where it is known.
+    `choice` is given where it is known.
     """
-    args = getattr(script, "_GLOBAL_ARGS", None)
+    args = arguments()
     if not getattr(args, "save", None) or getattr(args, "no_save_optim", None):
         return
     ckpt_format = getattr(args, "ckpt_format", None)

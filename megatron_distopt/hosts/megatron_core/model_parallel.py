@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.hosts.between_steps import GroupCounts, RemainderWatch
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
+from megatron_distopt.hosts.saving import options_of_run
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import StepDecision
 
@@ -76,7 +78,12 @@ def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:
         "expert_parallel": ranks.expert[1],
     }
     shares = [_share_of(optimizer, names, ranks) for optimizer in optimizers]
-    return WholeModel(shares, canonical, frozen, about, FROM_WEIGHTS)
+    return WholeModel(shares, canonical, frozen, about, FROM_WEIGHTS, options_of_run(arguments()))
+
+
+def arguments() -> Any:
+    """The arguments of Megatron-LM's training script; None where another one trains."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def _share_of(optimizer: OneOptimizer, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:

@@ -8,6 +8,7 @@ that they share carries the bytes (wire.py), and gloo tensors of the CPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -321,4 +322,6 @@ def take_over_world(*, carries_cpu: bool = True) -> None:
     dist.destroy_process_group()
     store = dist.PrefixStore("world of sim", store)
     backend = f"cpu:gloo,{DEVICE}:{NAME}" if carries_cpu else NAME
+    # The flight recorder of torch 2.15 asks for the name of the group in C++, which a group of Python has not.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
