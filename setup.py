@@ -1,14 +1,14 @@
-"""Packaging. Installing into an existing fork must not move its deepspeed or megatron, so these are extras. For torch
-the oldest release is named that has all functions that the package calls. torch does not bring numpy, without which its
-gloo cannot exchange objects; rich is pure Python."""
+"""Packaging. Installing into an existing fork must not move its deepspeed or megatron, so these are extras. torch does
+not bring numpy, without which its gloo cannot exchange objects; rich is pure Python."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION: dict[str, str] = {}
+VERSION: dict[str, Any] = {}
 exec((ROOT / "megatron_distopt" / "version.py").read_text(encoding="utf-8"), VERSION)
 
 #: From 0.17 on it asks for Python 3.12, and from 0.18 on it imports triton on every machine.
@@ -50,6 +50,8 @@ setup(
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
@@ -57,7 +59,7 @@ setup(
     packages=find_packages(include=["megatron_distopt", "megatron_distopt.*"]),
     package_data={"megatron_distopt": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["numpy", "rich>=13", "torch>=2.1"],
+    install_requires=["numpy", "rich>=13", "torch>={}.{}".format(*VERSION["OLDEST_TORCH"])],
     entry_points={
         "console_scripts": ["megatron-distopt = megatron_distopt.cli.main:main"],
         "megatron.optimizer_factories": ["distopt = megatron_distopt.plugin.entry_point:distopt"],

@@ -5,10 +5,11 @@ Importing this package is free: torch, apex, deepspeed, transformer_engine and m
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 from megatron_distopt.config import DistOptConfig, config_from_arguments
+from megatron_distopt.version import OLDEST_TORCH
 from megatron_distopt.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -46,6 +47,21 @@ _LAZY = {
     "get_megatron_optimizer": "megatron_distopt.hosts.detect",
     "install": "megatron_distopt.plugin",
 }
+
+
+def _check_torch() -> None:
+    """Refuses a torch that is too old, without importing it. One that was built in place has no metadata."""
+    try:
+        installed = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return
+    number = installed.split("+")[0].split(".")[:2]
+    if all(map(str.isdecimal, number)) and tuple(map(int, number)) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(f"torch is {installed}, and must be at least {oldest}. Type: pip install 'torch>={oldest}'")
+
+
+_check_torch()
 
 
 def __getattr__(name: str) -> object:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from importlib import metadata
 from typing import Any
 
 import pytest
 
+import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.compatibility import EXCLUSIONS, Feature, check_compatible
 from megatron_distopt.errors import ConfigError
@@ -50,3 +53,14 @@ def test_feature_when_it_stands_alone_then_taken(feature: Feature) -> None:
     if feature is not Feature.MUON_OPTIONS:
         check_compatible(DistOptConfig(**ASKED[feature]))
     check_compatible(DistOptConfig(loss_scale="dynamic"), {Feature.FP16_PARAMS: "fp16 params"})
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_served"), [("2.5.1+cu124", False), ("1.13.1", False), ("2.6.0a0+git", True), ("2.13.0+cpu", True)]
+)
+def test_import_when_torch_is_older_than_the_oldest_that_is_served_then_it_says_what_to_type(
+    installed: str, is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: installed)
+    with nullcontext() if is_served else pytest.raises(ImportError, match=r"pip install 'torch>=2\.6'"):
+        megatron_distopt._check_torch()

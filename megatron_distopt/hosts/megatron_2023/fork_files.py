@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron import get_args
 from megatron.core import mpu
 from torch import Tensor
@@ -130,7 +129,7 @@ def match_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
 def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Takes the hyperparameters over, for those keys that ours have."""
     kept, pairs = options_of_run(get_args()), list(zip(ours, match_groups(ours, saved), strict=True))
-    if dist.get_rank() == 0:
+    if Group.of().rank == 0:
         tell(line for mine, theirs in pairs for line in differences(mine, theirs, kept))
     for mine, theirs in pairs:
         mine.update({key: theirs[key] for key in mine.keys() & theirs.keys() - kept if key not in _IMPLEMENTATION})
