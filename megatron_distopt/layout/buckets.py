@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout.spans import Span
@@ -19,8 +19,9 @@ from megatron_distopt.layout.spans import Span
 _USUAL_BUCKETS = 8
 #: A rank's shard of a bucket has to be worth a message, and the last bucket must not take long to reduce.
 _LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
-#: Elements of 16 bits that a device loads or stores at a time.
-_VECTOR_NUMEL = 8
+#: Elements of 16 bits that a device loads or stores at a time, and those that have one scale in low precision.
+_VECTOR_NUMEL, BLOCK_NUMEL = 8, 128
+_ALIGNMENT_NUMEL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,14 @@ class BufferLayout:
         return self.numel // self.num_shards
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """By name, where each param begins if nothing is padded for ranks and buckets."""
+        starts = [slot.in_buffer.start for slot in self.slots]
+        unit = next(unit for unit in (BLOCK_NUMEL, _ALIGNMENT_NUMEL, 1) if not any(start % unit for start in starts))
+        places = accumulate((_round_up(slot.in_buffer.numel, unit) for slot in self.slots), initial=0)
+        return dict(zip((slot.name for slot in self.slots), places, strict=False))
+
+    @cached_property
     def slot_of(self) -> dict[str, ParamSlot]:
         return {slot.name: slot for slot in self.slots}
 
@@ -147,7 +156,7 @@ def lay_out(
     *,
     num_shards: int,
     bucket_size: int | None = None,
-    alignment_numel: int = 64,
+    alignment_numel: int = _ALIGNMENT_NUMEL,
     last: Sequence[ParamSpec] = (),
 ) -> BufferLayout:
     """Lays the params one after the other, in the order given, and cuts buckets at param boundaries.
@@ -156,9 +165,9 @@ def lay_out(
         params: in buffer order; hosts give the reverse of registration, roughly the order of backward.
         num_shards: size of the data-parallel group.
         bucket_size: a bucket ends with the param that fills it to this; None for one bucket.
-        alignment_numel: every param starts at a multiple of this. 64 elements are 128 bytes or more, enough for
-            the vectorised kernels of every accelerator; the forks of 2023 use 1. Where it is a multiple of 8, buckets
-            and shards begin at multiples of 8 as well, which are 16 bytes of a 16-bit param.
+        alignment_numel: every param starts at a multiple of this; the forks of 2023 use 1. Where it is a multiple of
+            128 or of 8, so do shards. With 128 a block of state in low precision is in one param and on one rank,
+            whatever ranks and buckets there are; 64 are enough for the kernels of every accelerator.
         last: params that come after the others, in buckets of their own.
 
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
@@ -171,7 +180,7 @@ def lay_out(
             raise LayoutError(f"{name} is {number}. Write {name}=1 or more.")
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
-    shard_unit = 1 if alignment_numel % _VECTOR_NUMEL else _VECTOR_NUMEL
+    shard_unit = next(unit for unit in (BLOCK_NUMEL, _VECTOR_NUMEL, 1) if alignment_numel % unit == 0)
     bucket_start = cursor = 0
     ends = (len(params), len(params) + len(last))
     for number, param in enumerate([*params, *last], start=1):

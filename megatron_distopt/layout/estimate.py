@@ -11,15 +11,14 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import astuple, dataclass
 from itertools import groupby
 
-from megatron_distopt.layout.buckets import BufferLayout
+from megatron_distopt.layout.buckets import BLOCK_NUMEL, BufferLayout
 from megatron_distopt.layout.shards import owned_shards, plan_flat_params
 
 #: Bytes an element of each form of main params of 16-bit params and of moments, without scales.
 MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0, "float16": 2}
 MOMENT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-#: The forms that have a scale of one byte for so many elements.
+#: The forms that have a scale of one byte for each block of elements.
 WITH_SCALES = ("float16", "float8_e4m3fn", "float8_e5m2", "int8")
-BLOCK_NUMEL = 128
 _FP32_NBYTES = 4
 #: Every flat param that Adam updates counts its updates in an fp32 tensor of one element.
 _COUNTER_NBYTES = 4

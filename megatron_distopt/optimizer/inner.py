@@ -53,10 +53,14 @@ class FlatOptimizer(Optimizer):
     reads_tensors = False  # whether `grad_scale` and `found_inf` are read as by torch's fused optimizers
     leaves_grads = False  # whether it divides while it reads, and leaves the gradients as they are
     _models: Mapping[Tensor, Tensor] = {}
+    _places: Mapping[Tensor, int] = {}
 
-    def round_into(self, models: Mapping[Tensor, Tensor]) -> None:
-        """From now on the update of a main param is rounded into its model param, where this `rounds_itself`."""
-        self._models = dict(models)
+    def round_into(self, models: Mapping[Tensor, Tensor], places: Mapping[Tensor, int] = {}) -> None:
+        """From now on the update of a main param is rounded into its model param, where this `rounds_itself`.
+
+        `places`: of the first elements of main params among those of their buffers; random rounding depends on it.
+        """
+        self._models, self._places = dict(models), dict(places)
 
     def update_with(
         self,

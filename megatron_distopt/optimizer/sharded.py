@@ -123,7 +123,10 @@ class ShardedOptimizer:
             self.inner.hold(self.buffers, self.flat_params, self.plan.groups)
         if isinstance(self.inner, FlatOptimizer) and self.inner.rounds_itself:
             on_device = [flat for flat in self.flat_params if flat.owns_memory and flat.on_host is None]
-            self.inner.round_into({flat.main: flat.model for flat in on_device})
+            starts = {name: place for buffer in self.buffers for name, place in buffer.layout.places.items()}
+            firsts = ((flat.main, flat.plan.shards[0]) for flat in self.flat_params)
+            places = {main: starts[shard.name] + shard.in_param.start for main, shard in firsts}
+            self.inner.round_into({flat.main: flat.model for flat in on_device}, places)
 
     def separate(self, key_of: Callable[[str], Hashable]) -> None:
         """Cuts flat params between neighbours with different keys, so that each part has a count of updates of its own.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.layout.estimate import BLOCK_NUMEL
+from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.optimizer.low_precision.block_codes import (
     CODES,
     BlockCode,
@@ -29,7 +29,7 @@ def _blocks(scale: float, spread: float = 0.0) -> Tensor:
 
 
 def _noise(values: Tensor) -> Tensor:
-    return random_bits(0, values.numel(), torch.tensor(3.0), 1).view(values.shape).to(torch.int16)
+    return random_bits(0, values.numel(), torch.tensor(3.0)).view(values.shape).to(torch.int16)
 
 
 def _kept(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> Tensor:
@@ -80,7 +80,7 @@ def test_code_when_values_are_nearly_infinite_then_they_are_kept_or_nan(name: st
 def test_code_when_rounded_at_random_often_then_the_mean_is_the_value(name: str) -> None:
     values = _blocks(1.0)[:4]
     numel, rounds = values.numel(), 400
-    noises = [random_bits(0, numel, torch.tensor(float(step)), 0).view(values.shape) for step in range(rounds)]
+    noises = [random_bits(0, numel, torch.tensor(float(step))).view(values.shape) for step in range(rounds)]
     mean = torch.stack([_kept(values, CODES[name], noise.to(torch.int16)) for noise in noises]).mean(0)
     # The deviation of a mean of 400 is a twentieth of a step's at most half; five of those, of 512 values.
     step = values.abs() * STEP[name] * 2 + values.abs().amax(1, keepdim=True) * 2.0**-10
@@ -89,7 +89,7 @@ def test_code_when_rounded_at_random_often_then_the_mean_is_the_value(name: str)
 
 def test_bf16_when_rounded_at_random_then_it_is_a_neighbour_and_right_in_the_mean() -> None:
     value = torch.full((20_000,), 1.0 + 0.3 * 2.0**-7)
-    rounded = round_to_bf16(value, random_bits(0, value.numel(), torch.tensor(1.0), 0) & 0xFFFF).float()
+    rounded = round_to_bf16(value, random_bits(0, value.numel(), torch.tensor(1.0)) & 0xFFFF).float()
     assert sorted(set(rounded.tolist())) == [1.0, 1.0 + 2.0**-7]
     assert float((rounded - 1.0).mean() * 2**7) == pytest.approx(0.3, abs=0.02)  # six deviations of the mean
 
@@ -105,9 +105,9 @@ def test_bf16_when_a_value_is_extreme_then_its_sign_and_kind_stay(value: float) 
 
 def test_random_bits_when_asked_for_in_parts_then_they_are_those_of_the_whole() -> None:
     count = torch.tensor(7.0)
-    whole = random_bits(0, 1000, count, 2)
-    assert torch.equal(torch.cat([random_bits(0, 300, count, 2), random_bits(300, 700, count, 2)]), whole)
-    for other in (random_bits(0, 1000, count + 1, 2), random_bits(0, 1000, count, 3)):
+    whole = random_bits(0, 1000, count)
+    assert torch.equal(torch.cat([random_bits(0, 300, count), random_bits(300, 700, count)]), whole)
+    for other in (random_bits(0, 1000, count + 1), random_bits(1000, 1000, count)):
         assert (other == whole).float().mean() < 0.01
     ones = torch.stack([(whole >> bit) & 1 for bit in range(31)]).float().mean(1)
     assert ones.min() > 0.42 and ones.max() < 0.58  # five deviations of a mean of 1,000 coins

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.optimizer.low_precision import low_precision_adam
 from tests.support.models import Params, exact_grads, stepped, summed
 from tests.support.spawn import run_ranks
 
@@ -67,12 +69,27 @@ FUSED = {"fused adam": 1e-6, "fused sgd": 1e-6}
 def train_sharded(rank: int, world_size: int) -> dict[tuple[str, int], Run]:
     """All cases at all sizes in one spawn: the first ranks form the data-parallel group of each size."""
     groups = {size: dist.new_group(range(size)) for size in SIZES}
-    return {
+    trained = {
         (name, size): _train_sharded(case, rank, group)
         for size, group in groups.items()
         for name, case in CASES.items()
         if rank < size
     }
+    with mock.patch.object(low_precision_adam, "has_torch_fused", lambda device_type: False):  # see FUSED
+        for size, group in groups.items():
+            for name, options in IN_LOW_PRECISION.items() if rank < size else ():
+                case = Case(_config(adam="auto", bucket_size=BUCKET_SIZE[size], **options), default=torch.bfloat16)
+                trained[name, size] = _train_sharded(case, 0, group)
+    return trained
+
+
+#: State whose blocks and random bits are those of an element's place in its param; all ranks have the same gradients.
+IN_LOW_PRECISION: dict[str, dict[str, Any]] = {
+    "bf16 state": {"main_params_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+    "8-bit moments": {"main_params_dtype": "remainder", "exp_avg_dtype": "float8_e4m3fn", "exp_avg_sq_dtype": "int8"},
+    "fp16 main params": {"main_params_dtype": "float16", "exp_avg_sq_dtype": "float8_e5m2"},
+}
+BUCKET_SIZE = {1: None, 3: 300}
 
 
 def _train_sharded(case: Case, rank: int, group: dist.ProcessGroup) -> Run:
@@ -154,3 +171,11 @@ def test_sharded_step_when_sums_are_exact_then_equals_undistributed(
             torch.testing.assert_close(found.params[param_name], value, rtol=FUSED.get(name, 0.0), atol=0.0)
         # The sums of squares are equal to the bit; one square root and one division in float64 follow in two orders.
         assert found.norms == pytest.approx(wanted.norms, rel=1e-15, abs=0.0)
+
+
+@pytest.mark.parametrize("name", IN_LOW_PRECISION)
+def test_state_in_low_precision_when_there_are_other_ranks_and_buckets_then_every_bit_is_the_same(
+    trained: list[dict[tuple[str, int], Run]], name: str
+) -> None:
+    (one, many) = (trained[0][name, size].params for size in SIZES)
+    assert all(torch.equal(one[param], many[param]) for param in one)

@@ -14,8 +14,8 @@ by a GPU; MKL's root of fp32, which torch takes on a CPU, is an ulp off at times
 [Note: stochastic rounding] An exponential average with a decay of 0.999 changes by a thousandth at most where the
 gradient vanishes, less than half a step of bf16 or of 8 bits, so rounding to nearest would keep it up for ever. Second
 moments and bf16 main params are therefore rounded up or down at random, in proportion to what is cut off. The random
-bits are a function of an element's number in its flat param, the number of that, and the count of updates, so a run can
-be repeated to the bit.
+bits are a function of an element's place among all elements of its buffer, padding left out, and the count of updates.
+So a run can be repeated to the bit, and they do not depend on ranks and buckets.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
     return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
 
 
-def random_bits(start: int, numel: int, count: Tensor, salt: int) -> Tensor:
+def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
     """31 random bits, int32 [numel], for neighbouring elements; the same whenever it is called with the same arguments.
 
-    `count` is of updates, 0-D on the device of the result; `salt` says which of several sequences.
+    `count` is of updates, 0-D on the device of the result.
     Source: the constants of a 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).
     """
-    bits = torch.arange(start, start + numel, dtype=torch.int32, device=count.device)
-    bits.mul_(_signed(0x9E3779B1)).add_(count.to(torch.int32) * _signed(0xC2B2AE35) + _signed(salt * 0x27D4EB2F))
+    bits = torch.arange(numel, dtype=torch.int32, device=count.device).add_(_signed(start))
+    bits.mul_(_signed(0x9E3779B1)).add_(count.to(torch.int32) * _signed(0xC2B2AE35))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
     return bits.bitwise_xor_(_shifted(bits, 16)).bitwise_and_(0x7FFFFFFF)

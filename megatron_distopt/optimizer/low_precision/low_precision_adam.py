@@ -76,12 +76,9 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every param that has a gradient."""
-        updates, number = list[ParamUpdate](), 0
+        updates = list[ParamUpdate]()
         for index, group in enumerate(self.param_groups):
-            for main in group["params"]:
-                if main.grad is not None:
-                    updates.append(self._prepared(number, index, main, main.grad))
-                number += 1
+            updates += [self._prepared(index, main, main.grad) for main in group["params"] if main.grad is not None]
         tensors = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         self.leaves_grads = self._by_kernel and is_taken(updates, self.param_groups)
         if self.leaves_grads:
@@ -105,7 +102,7 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
     def _precision_of(self, main: Tensor) -> Precision:
         return self.precision if self._device_type in (None, main.device.type) else FULL
 
-    def _prepared(self, number: int, group: int, main: Tensor, grad: Tensor) -> ParamUpdate:
+    def _prepared(self, group: int, main: Tensor, grad: Tensor) -> ParamUpdate:
         """Makes the state that is not there yet, and brings the other into its form."""
         state = self.state[main]
         if "step" not in state:
@@ -120,7 +117,7 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         elif isinstance(stored, PlainValues) and stored.tensor is not main:  # it is the model param itself
             model = None
         first, second = (stored_of(state[kind]) for kind in _MOMENTS)
-        return ParamUpdate(number, group, stored, first, second, grad, state["step"], model)
+        return ParamUpdate(self._places.get(main, 0), group, stored, first, second, grad, state["step"], model)
 
     def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
         """Moments of which others have made plain tensors, as by loading them, go back into the form."""

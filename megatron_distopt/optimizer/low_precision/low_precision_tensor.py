@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Span
-from megatron_distopt.layout.estimate import BLOCK_NUMEL, MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES
+from megatron_distopt.layout.buckets import BLOCK_NUMEL
+from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES
 from megatron_distopt.optimizer.low_precision.stored_values import (
     PlainValues,
     RemainderValues,

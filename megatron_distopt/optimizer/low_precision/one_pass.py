@@ -118,7 +118,7 @@ class Row(NamedTuple):
         )
         addresses = [tensor.data_ptr() for tensor in (*state, *models)] + [0] * (not models)
         numel = update.main.numel
-        numbers = numel, phase, update.step.data_ptr(), update.group, update.number, int(is_aligned)
+        numbers = numel, phase, update.step.data_ptr(), update.group, update.place, int(is_aligned)
         num_programs = -(-(phase + numel) // (BLOCKS * BLOCK_NUMEL))
         return cls(Combination.of(update), num_programs, (*addresses, offset, source, *scales, *numbers))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_distopt.layout.estimate import BLOCK_NUMEL
+from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.optimizer.low_precision.block_codes import (
     CODES,
     BlockCode,
@@ -258,7 +258,7 @@ class RemainderValues(StoredValues):
 class ParamUpdate:
     """A flat param that is updated in this step, with its state as it is stored."""
 
-    number: int  # among all of them, for random bits
+    place: int  # of the first value in its buffer, for random bits
     group: int  # index of its param group
     main: StoredValues
     first: StoredValues  # moment
@@ -280,7 +280,7 @@ class ParamUpdate:
         """Rounds fp32 values [stop - start] into the stored state, and those of the main param into the model param."""
         noise = None
         if self.main.is_rounded_at_random or self.second.is_rounded_at_random:
-            noise = random_bits(start, stop - start, self.step.to(self.grad.device), self.number)
+            noise = random_bits(self.place + start, stop - start, self.step.to(self.grad.device))
         self.first.update(start, stop, first)
         self.second.update(start, stop, second, noise)
         if noise is not None and self.main.is_rounded_at_random:

@@ -28,7 +28,7 @@ tl: Any = import_module("triton.language")
 _MAIN, _FIRST, _SECOND, _MODEL, _GRAD, _SOURCE = (tl.constexpr(column) for column in range(6))
 _MAIN_SCALES, _FIRST_SCALES, _SECOND_SCALES = (tl.constexpr(column) for column in range(6, 9))
 _NUMEL, _PHASE, _STEP, _GROUP = (tl.constexpr(column) for column in range(9, 13))
-_NUMBER, _IS_ALIGNED, _FIRST_PROGRAM = (tl.constexpr(column) for column in range(13, 16))
+_PLACE, _IS_ALIGNED, _FIRST_PROGRAM = (tl.constexpr(column) for column in range(13, 16))
 _CELLS = tl.constexpr(16)
 
 #: See `one_pass.FORMS`. Other forms are codes, those of 8 bits at least 32.
@@ -194,10 +194,9 @@ def _encoded(values, exponents, noise, CODE: tl.constexpr, IS_RANDOM: tl.constex
 
 
 @triton.jit
-def _noise(at, count, number):
+def _noise(at, count):
     """int32, 31 random bits for each value; see `block_codes.random_bits`."""
-    seed = count.to(tl.int32).to(tl.uint32) * 0xC2B2AE35 + number.to(tl.uint32) * 0x27D4EB2F
-    bits = at.to(tl.uint32) * 0x9E3779B1 + seed
+    bits = at.to(tl.uint32) * 0x9E3779B1 + count.to(tl.int32).to(tl.uint32) * 0xC2B2AE35
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
     return ((bits ^ (bits >> 16)) & 0x7FFFFFFF).to(tl.int32)
@@ -317,7 +316,7 @@ def _update(
     noise = at
     if MAIN == _BF16 or (SECOND == _BF16 or SECOND >= 32):
         count = tl.load(_cell(table, _STEP, row).to(tl.pointer_type(tl.float32)))
-        noise = _noise(at + skipped, count, _cell(table, _NUMBER, row))
+        noise = _noise(at + skipped + _cell(table, _PLACE, row).to(tl.int32), count)
     if MAIN == _REMAINDER:
         upper = _nearest_bf16(x)
         _store(model, skipped, at, is_here, upper, tl.int16, 2, IS_ALIGNED)
