@@ -55,8 +55,8 @@ from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.formats.megatron_core.torch_dist import recognises
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.formats.torch_files import open_dcp
-from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
-from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, arguments, whole_model_of
+from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE, arguments
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.hosts.megatron_core.step import StepCalls
 from megatron_distopt.hosts.patch_points import rebind

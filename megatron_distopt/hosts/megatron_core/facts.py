@@ -5,7 +5,9 @@ tests/hosts/test_megatron_core_options.py fails where the installed megatron-cor
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_distopt.hosts.patch_points import PatchPoint
 
@@ -172,3 +174,8 @@ def is_judged(where: str, field: str) -> bool:
     if where == "config":
         return field in SERVED_BY_CONFIG + IDLE_IN_CONFIG or field.startswith(OTHER_OPTIMIZERS)
     return field in SERVED_BY_DDP + IDLE_IN_DDP or field.startswith(OF_FSDP)
+
+
+def arguments() -> Any:
+    """The arguments of Megatron-LM's training script; None where another one trains."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts
 from megatron_distopt.hosts.inner_optimizers import MUON, MuonRequest, config_for_adam
 from megatron_distopt.hosts.megatron_core.buffers import layout_of
 from megatron_distopt.hosts.megatron_core.core_muon import check_layer_wise, check_matrices, is_hosts_muon, request_from
-from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, is_judged
+from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, arguments, is_judged
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner
@@ -86,8 +85,7 @@ def _goes_on_after_nan() -> bool:
 
     The field of DistributedDataParallelConfig cannot say it: False is its default.
     """
-    script = sys.modules.get("megatron.training.global_vars")
-    return getattr(getattr(script, "_GLOBAL_ARGS", None), "check_for_nan_in_loss_and_grad", True) is False
+    return getattr(arguments(), "check_for_nan_in_loss_and_grad", True) is False
 
 
 def _state_precision(host: Any) -> dict[str, str]:

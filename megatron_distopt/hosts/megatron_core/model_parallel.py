@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from torch.nn import Parameter
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.between_steps import GroupCounts, RemainderWatch
+from megatron_distopt.hosts.megatron_core.facts import arguments
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saving import options_of_run
@@ -79,11 +79,6 @@ def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:
     }
     shares = [_share_of(optimizer, names, ranks) for optimizer in optimizers]
     return WholeModel(shares, canonical, frozen, about, FROM_WEIGHTS, options_of_run(arguments()))
-
-
-def arguments() -> Any:
-    """The arguments of Megatron-LM's training script; None where another one trains."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def _share_of(optimizer: OneOptimizer, names: Mapping[Parameter, str], ranks: ModelRanks) -> Share:
