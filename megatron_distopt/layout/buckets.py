@@ -21,7 +21,8 @@ _USUAL_BUCKETS = 8
 _LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
 #: Elements of 16 bits that a device loads or stores at a time, and those that have one scale in low precision.
 _VECTOR_NUMEL, BLOCK_NUMEL = 8, 128
-_ALIGNMENT_NUMEL = 64
+#: Where each param begins, in elements: enough for the kernels of every accelerator.
+ALIGNMENT_NUMEL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class BufferLayout:
     def places(self) -> dict[str, int]:
         """By name, where each param begins if nothing is padded for ranks and buckets."""
         starts = [slot.in_buffer.start for slot in self.slots]
-        unit = next(unit for unit in (BLOCK_NUMEL, _ALIGNMENT_NUMEL, 1) if not any(start % unit for start in starts))
+        unit = next(unit for unit in (BLOCK_NUMEL, ALIGNMENT_NUMEL, 1) if not any(start % unit for start in starts))
         places = accumulate((_round_up(slot.in_buffer.numel, unit) for slot in self.slots), initial=0)
         return dict(zip((slot.name for slot in self.slots), places, strict=False))
 
@@ -156,7 +157,7 @@ def lay_out(
     *,
     num_shards: int,
     bucket_size: int | None = None,
-    alignment_numel: int = _ALIGNMENT_NUMEL,
+    alignment_numel: int = ALIGNMENT_NUMEL,
     last: Sequence[ParamSpec] = (),
 ) -> BufferLayout:
     """Lays the params one after the other, in the order given, and cuts buckets at param boundaries.

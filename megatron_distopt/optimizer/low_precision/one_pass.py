@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.device import current, pinned
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.layout.estimate import BLOCK_NUMEL
+from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.optimizer.accelerator import CUDA
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.stored_values import (
