@@ -258,8 +258,8 @@ class DistOptConfig:
     )
     checkpoint_format: str = option(
         "distopt",
-        "the optimizer's files behind a host's own calls; distopt loads at any parallel size, gathered is the file of "
-        "a Megatron of 2023",
+        "the optimizer's files behind a host's own calls; distopt loads at any parallel size, gathered is what a "
+        "Megatron's own optimizer writes and reads",
         one_of("distopt", "gathered"),
     )
     async_save: bool = option(False, "train on while a copy of the optimizer state is written")

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor, serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
@@ -62,7 +63,7 @@ from megatron_distopt.hosts.megatron_core.step import StepCalls
 from megatron_distopt.hosts.patch_points import rebind
 from megatron_distopt.hosts.saving import Saver, head_entry, is_of_other_class, options_of_run
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer.inner import InnerChoice, count_updates, moments_of
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice, count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -167,8 +168,21 @@ class CheckpointCalls(StepCalls):
             chunk.start_param_sync(force_sync=True)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Collective: `save`, into a folder beside the file that the host chose."""
-        self.save(optimizer_folder_of(exchange(filename, Group.of())[0]))
+        """Collective: `save`, into a folder beside the file that the host chose; or that file, if it is asked for."""
+        if self._writes_hosts_own("save"):
+            super().save_parameter_state(filename)
+        else:
+            self.save(optimizer_folder_of(exchange(filename, Group.of())[0]))
+
+    def _writes_hosts_own(self, what: str) -> bool:
+        """Collective: whether the methods of the host are to write, which go by [Note: aligned lists]."""
+        if self.ours()[0].sharded.config.checkpoint_format != "gathered":
+            return False
+        if not hasattr(DistributedOptimizer, "_get_main_param_and_optimizer_states"):
+            raise CheckpointError("checkpoint_format is 'gathered', and must be 'distopt' with this megatron-core.")
+        self.finish_saving()
+        self.check_is_there(what)
+        return True
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Collective: `load`, from the folder beside the file that the host names, or from that file.
@@ -195,9 +209,9 @@ class CheckpointCalls(StepCalls):
         """Collective: the state of this rank, for `dist_checkpointing` to save or to fill.
 
         Args:
-            model_sharded_state_dict: kept for the host; our names come from the model itself.
+            model_sharded_state_dict: for the host's own format; our names come from the model itself.
             is_loading: whether the host fills it.
-            sharding_type, metadata: kept for the host; there is one format, for any layout.
+            sharding_type, metadata: for the host's own format; ours is one for any layout.
 
         Raises:
             CheckpointError: this version of the host saves shards of a regular grid only.
@@ -207,6 +221,11 @@ class CheckpointCalls(StepCalls):
         if is_loading:
             _look_at_next_load()
             return _state_to_load(whole_model_of(self.ours()))
+        if self._writes_hosts_own("save"):
+            given = {"sharding_type": sharding_type, "metadata": metadata}
+            given = {name: value for name, value in given.items() if value is not None}
+            of_host: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, False, **given)
+            return of_host
         _check_takes_boxes()
         return _state_to_save(whole_model_of(self.ours()), Group.of())
 
@@ -254,7 +273,8 @@ def head_of(optimizer: OneOptimizer) -> dict[str, Any]:
     step = count_updates(optimizer.sharded.inner)
     updates = {} if step is None else {"step": step}
     groups = [
-        {key: value for key, value in group.items() if key != "params"} | updates for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key not in ("params", *IMPLEMENTATION)} | updates
+        for group in optimizer.param_groups
     ]
     state: dict[str, Any] = {"optimizer": {"param_groups": groups, **head_entry(optimizer.sharded.plan.choice)}}
     if optimizer.grad_scaler is not None:

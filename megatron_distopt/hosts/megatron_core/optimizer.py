@@ -33,7 +33,7 @@ from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, HostError
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.base import compare_ranks, loss_scale_of, names_by_param, plan_groups
 from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch, not_copied
 from megatron_distopt.hosts.inner_optimizers import (
@@ -58,7 +58,8 @@ from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedS
 from megatron_distopt.hosts.megatron_core.step import groups_on_all_ranks, norm_group_of
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
-from megatron_distopt.optimizer.inner import FlatOptimizer, InnerChoice, is_torchs
+from megatron_distopt.optimizer.inner import FlatOptimizer, InnerChoice, is_torchs, moments_of
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
 
@@ -144,6 +145,10 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             for bucket in buckets:
                 owned = bucket["param_map"].items()
                 bucket["param_map"] = {param: where for param, where in owned if param in trained}
+        self.per_bucket_numel, self.per_bucket_numel_unpadded = (
+            [{(each.param_dtype, each.grad_dtype): [*map(numel_of, each.buckets)]} for each in self.buffers]
+            for numel_of in (lambda bucket: bucket.grad_data.numel(), lambda bucket: bucket.numel_unpadded)
+        )
         self.model_param_gbuf_map = self._build_model_param_gbuf_map(self.gbuf_ranges)
         for param in trained:
             if param.dtype != torch.float32:
@@ -211,21 +216,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         find = getattr(self, "get_grad_stats_parallel_group", None) or self.get_model_parallel_group
         return Group.of(find())
 
-    def get_parameters(self) -> list[Tensor]:
-        """The main params of this rank, 1-D.
-
-        Raises:
-            HostError: between `prepare_grads` and the update with clipping, where state is on the host: `grad` of main
-                params there is not set, and is what a caller would clip.
-        """
-        if self.prepared is not None and self.config.clip_grad > 0 and self.sharded.host_updates is not None:
-            raise HostError(
-                "get_parameters() was called between prepare_grads() and the update, to clip grads that main params "
-                "on the host do not have. Call clip_grad_norm(...), or leave out --optimizer-cpu-offload."
-            )
-        params: list[Tensor] = super().get_parameters()
-        return params
-
     def _init_optimizer_states_with_dummy_values(self) -> None:
         """As the host's: a step with gradients of zero, which leaves the model as it is."""
         inner = self.sharded.inner
@@ -238,6 +228,13 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self.sharded.show_flat_params()
         if self.counts is not None:
             self.counts.show()
+
+    def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
+        """What the host's own formats hold of a param."""
+        group, number = self.model_param_group_index_map[model_param]
+        main = self.sharded.inner.param_groups[group]["params"][number]
+        found = {"param": main, **moments_of(self.sharded.inner, main)}
+        return {kind: as_plain(tensor.detach()) for kind, tensor in found.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""

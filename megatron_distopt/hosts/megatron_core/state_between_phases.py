@@ -36,10 +36,6 @@ def _is_emptied(tensor: Tensor, numel: int) -> bool:
     return tensor.is_meta or is_freed or (tensor.numel() == 0 and numel > 0)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 class OffloadedState:
     """Moves the state of one optimizer away and back, in whichever precision it is.
 
@@ -69,13 +65,11 @@ class OffloadedState:
 
     def _move_main_params_and_forms(self, device: torch.device) -> None:
         for flat in _on_device(self._sharded):
-            if flat.owns_memory and not isinstance(flat.main, LowPrecisionTensor):
-                flat.main.data = flat.main.data.to(device)
-            tensors = (flat.main, *self._sharded.inner.state.get(flat.main, {}).values())
-            for stored in [tensor.stored for tensor in tensors if isinstance(tensor, LowPrecisionTensor)]:
-                # A main param in bf16 is the model param itself, which stays.
-                if all(_address(part) != _address(flat.model) for part in stored.parts):
-                    stored.move(lambda part: part.to(device))
+            for tensor in (flat.main, *self._sharded.inner.state.get(flat.main, {}).values()):
+                if isinstance(tensor, LowPrecisionTensor):
+                    tensor.move_to(device)
+                elif tensor is flat.main and flat.owns_memory:
+                    tensor.data = tensor.data.to(device)
 
     def check_is_there(self) -> None:
         """Refuses state that other code has emptied or cut: a save and a load need its values, wherever they are.

@@ -118,12 +118,12 @@ class StepCalls(MegatronOptimizer):
         grads, decisions = self._measure_and_decide(clip_grad=0.0, needs_norm=True)
         for optimizer, of_one, decision in zip(self.ours(), grads, decisions, strict=True):
             optimizer.prepared = PreparedStep(of_one, decision)
-            if decision.action is not StepAction.SKIP and optimizer.sharded.host_updates is None:
+            if decision.action is not StepAction.SKIP:
                 if decision.divisor != 1.0 and of_one:
                     torch._foreach_div_(list(of_one), decision.divisor)
                 optimizer.prepared = PreparedStep(of_one, replace(decision, divisor=1.0))
                 for flat, grad in zip(optimizer.sharded.flat_params, of_one, strict=True):
-                    flat.main.grad = grad
+                    flat.main.grad = grad.to(flat.main.device)  # a main param may be on the host
         return decisions[0].action is StepAction.SKIP
 
     def _measure_and_decide(
@@ -197,14 +197,13 @@ class StepCalls(MegatronOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
-        prepared = [prepared_of(optimizer) for optimizer in self.ours()]
-        grads: list[MainGrads] = [step.grads for step in prepared]
-        for number, optimizer in enumerate(self.ours()):
+        prepared, grads = [prepared_of(optimizer) for optimizer in self.ours()], list[MainGrads]()
+        for optimizer, step in zip(self.ours(), prepared, strict=True):
             optimizer.prepared = None
-            if optimizer.sharded.host_updates is None:
-                grads[number] = [flat.main.grad for flat in optimizer.sharded.flat_params]
-                for flat in optimizer.sharded.flat_params:
-                    flat.main.grad = None
+            pairs = [(flat.main, grad) for flat, grad in zip(optimizer.sharded.flat_params, step.grads, strict=True)]
+            grads.append([None if main.grad is None else main.grad.to(grad.device) for main, grad in pairs])
+            for main, _ in pairs:
+                main.grad = None
         self._update(grads, [step.decision for step in prepared])
         return True
 

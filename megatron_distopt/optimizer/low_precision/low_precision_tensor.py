@@ -80,8 +80,12 @@ class LowPrecisionTensor(Tensor):
             raise LayoutError(refusal("data of a low-precision tensor", found, rule, "Assign a copy on another device"))
         if not isinstance(new, LowPrecisionTensor) and not torch.equal(values := self.values(), new.to(values.device)):
             self._write(new.to(self.stored.device))
+        self.move_to(new.device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Moves what is stored, unless it is the model param; every tensor that shows the values follows."""
         if not self.is_model_param:
-            self.stored.move(lambda part: part.to(new.device))
+            self.stored.move(lambda part: part.to(device))
 
     def data_ptr(self) -> int:
         raise LayoutError(f"A low-precision tensor has no data_ptr(). {_CLONE}")
