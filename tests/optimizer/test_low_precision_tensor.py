@@ -111,6 +111,14 @@ def _remainder(dtype: str) -> tuple[LowPrecisionTensor, LowPrecisionTensor, Tens
     )
 
 
+def test_remainder_when_it_moves_away_then_all_but_the_model_param_does_and_it_is_read_where_it_is() -> None:
+    """As a save does meanwhile. The meta device, which keeps no values, stands for another one."""
+    main, second, model = _remainder("int8")
+    main.stored.move(lambda part: part.to("meta"))
+    assert {part.device.type for tensor in (main, second) for part in memory_of(tensor)} == {"meta"}
+    assert (model.device.type, main.values().device.type) == ("cpu", "meta")
+
+
 def test_remainder_when_others_write_to_it_then_the_param_stays_until_the_next_step() -> None:
     main, _, model = _remainder("float32")
     assert torch.equal(as_plain(main), model.float())

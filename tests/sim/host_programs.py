@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megatron_distopt.comm import Group, exchange
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory_of
 from tests.support.cases import Case
 from tests.support.exact_core import variables
@@ -130,14 +134,39 @@ def train_core(name: str, device: str) -> Trained:
             for _ in range(case.steps):
                 steps.append(training.step())
                 if name.startswith("moved away"):
-                    training.optimizer.offload_to_cpu()
-                    training.optimizer.restore_from_cpu()
+                    by_data, saves = name.endswith("precision") and len(steps) == 1, len(steps) == 1
+                    _move(training.optimizer, device, by_data=by_data, saves=saves)
             if case.fields:
                 _check_places(training.optimizer, dict(case.fields)["optimizer_offload_fraction"])
             params = {key: param.cpu() for key, param in training.params().items()}
     norms = [step.grad_norm for step in steps if step.grad_norm is not None]
     assert {*map(type, norms)} <= {float}, "as the host's"
     return Trained([float(step.loss) for step in steps], norms, params)
+
+
+def _move(optimizer: Any, device: str, *, by_data: bool, saves: bool) -> None:
+    """Away and back, with a save in between; `by_data` as verl does it."""
+    moves: list[Callable[[], object]] = [optimizer.offload_to_cpu, optimizer.restore_from_cpu]
+    if by_data:
+        moves = [partial(_move_by_data, optimizer, "cpu"), partial(_move_by_data, optimizer, device)]
+    moves[0]()
+    for part in optimizer.chained_optimizers:
+        kept = [each for main, state in part.optimizer.state.items() for each in (main, *state.values()) if each.dim()]
+        seconds = [main.stored.second.device for main in part.optimizer.state if hasattr(main, "stored")]
+        assert {each.device for tensor in kept for each in memory_of(tensor)} | {*seconds} == {torch.device("cpu")}
+    with tempfile.TemporaryDirectory() as own:
+        if saves:
+            optimizer.save(exchange(own, Group.of())[0])
+            exchange(None, Group.of())  # the first rank may remove it
+    moves[1]()
+
+
+def _move_by_data(optimizer: Any, device: str) -> None:
+    for part in optimizer.chained_optimizers:
+        for main in (main for group in part.shard_fp32_from_float16_groups for main in group):
+            main.data = main.data.to(device)
+        for state in part.optimizer.state.values():
+            state.update({name: state[name].to(device) for name in ("exp_avg", "exp_avg_sq")})
 
 
 def _check_places(optimizer: Any, fraction: float) -> None:

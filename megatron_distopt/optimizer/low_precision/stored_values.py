@@ -221,7 +221,8 @@ class RemainderValues(StoredValues):
     def read(self, start: int, stop: int) -> Tensor:
         if self.held is not None:
             return self.held[start:stop]
-        bits = _upper(self.model[start:stop]).add_(self.low[start:stop])
+        model = self.model[start:stop].to(self.low.device)  # which may have moved away between two steps
+        bits = _upper(model).add_(self.low[start:stop])
         return bits.add_(self.second.ties(start, stop), alpha=_LOWER).view(torch.float32)
 
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
@@ -249,6 +250,7 @@ class RemainderValues(StoredValues):
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.low, self.held = move(self.low), None if self.held is None else move(self.held)
+        self.second.move(move)  # it holds bits of these values
 
     def end_of_stretch(self, start: int, numel: int) -> int:
         return self.second.end_of_stretch(start, numel)
