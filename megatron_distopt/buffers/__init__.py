@@ -1,7 +1,14 @@
 """The contiguous tensors that a layout describes, for grads and params. Nothing here communicates."""
 
 from megatron_distopt.buffers.compact import CompactBuffer, pack_params
-from megatron_distopt.buffers.grad_buffer import GradSlot, LocalGrad, allocate_grads, check_grad_dtype, getters
+from megatron_distopt.buffers.grad_buffer import (
+    GradSlot,
+    LocalGrad,
+    allocate_grads,
+    check_grad_dtype,
+    getters,
+    show_assigned,
+)
 from megatron_distopt.buffers.sharded_buffer import (
     SUPPORTED_DTYPES,
     ShardedBuffer,
@@ -22,5 +29,6 @@ __all__ = [
     "getters",
     "move_into_buffer",
     "pack_params",
+    "show_assigned",
     "view_of",
 ]

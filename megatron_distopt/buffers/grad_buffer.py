@@ -6,17 +6,18 @@ has to move only the first one into the buffer. Nothing is zeroed for that: it o
 
 On several ranks it holds this rank's contribution, or what the collective left of it, where torch's
 DistributedDataParallel has the average. Code that reads it would compute something else without an error, so reading it
-is refused.
+is refused, also where a program has assigned it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.buffers.sharded_buffer import dtype_name, view_of
 from megatron_distopt.errors import AccessError, ConfigError
@@ -106,6 +107,28 @@ class LocalGrad(Tensor):
         raise _unreadable(self.param_name, "copy.deepcopy")
 
 
+#: torch's own `param.grad`, and by param how a gradient is shown that a program assigns to it.
+_torch_grad: Any = torch._C.TensorBase.grad
+_shown_by: MutableMapping[Parameter, Callable[[Parameter, Tensor], Tensor]] = WeakIdKeyDictionary()
+
+
+def show_assigned(param: Parameter, show: Callable[[Parameter, Tensor], Tensor] | None) -> None:
+    """From now on `param.grad = tensor` assigns what `show` makes of the tensor; None to assign the tensor itself."""
+    if show is None:
+        _shown_by.pop(param, None)
+    else:
+        _shown_by[param] = show
+    if not _shown_by and "grad" in vars(Parameter):
+        del Parameter.grad
+    elif _shown_by:
+        Parameter.grad = property(_torch_grad.__get__, _assign, _torch_grad.__delete__)  # type: ignore[assignment]
+
+
+def _assign(param: Parameter, grad: Tensor | None) -> None:
+    show = _shown_by.get(param) if type(grad) is Tensor else None
+    _torch_grad.__set__(param, grad if show is None else show(param, grad))  # type: ignore[arg-type]
+
+
 def _unguarded(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -167,7 +190,7 @@ class GradSlot:
         is_same_param = self.param.dtype is self._dtype and self.param.device == self.view.device
         if not is_same_param or grad.shape != self.view.shape:
             return  # the param was converted, which is refused in the step
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # it may be an assigned one
             self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
         self.show()
 
@@ -183,6 +206,18 @@ class GradSlot:
         """Gives `param.grad` memory of its own, in the dtype of the param, for others to read and change."""
         if self.param.grad is self.shown:
             self.param.grad = self.view.to(self.param.dtype, copy=True)
+
+    @torch.no_grad()
+    def release(self, *, is_own: bool) -> None:
+        """Makes `param.grad` torch's own: a copy where the buffer holds a gradient of this rank, else None."""
+        grad = self.param.grad
+        if grad is self.shown:
+            self.give_back()
+            self.param.grad = self.param.grad if is_own else None
+        elif isinstance(grad, LocalGrad):
+            self.param.grad = _unguarded(Tensor.as_subclass, (grad, Tensor), {})
+        if hasattr(self.param, "grad_dtype"):
+            self.param.grad_dtype = self.param.dtype
 
     def show(self) -> None:
         """Makes `param.grad` what the buffer holds."""

@@ -182,6 +182,7 @@ class TorchParams:
     groups: Sequence[MutableMapping[str, Any]]  # the live param groups; their "params" are not read
     data: Group  # the data-parallel group
     everyone: Group  # all ranks that load together
+    empty: Mapping[str, Sequence[int]]  # by name the shape of each param without elements, of which no buffer knows
 
     @cached_property
     def numbered(self) -> list[str]:
@@ -223,6 +224,11 @@ class TorchParams:
     def begins(self) -> list[Mapping[str, Any]]:
         """By group, the state of a param of three elements that was never updated, see [Note: torch's format]."""
         return [_begin(self.share.optimizer, number, group) for number, group in enumerate(self.groups)]
+
+
+def _is_moment(value: Any) -> bool:
+    """Whether a value of `TorchParams.begins` is one that is kept for each element."""
+    return torch.is_tensor(value) and value.shape == (3,)
 
 
 def _begin(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,13 +310,18 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
 
 def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     """The state of one param; None where torch would have no entry."""
+    begin, pieces = params.begins[params.number_of[name]], params.pieces.get(name, [])
+    # torch refuses a param without an entry where others have one.
+    nothing: dict[str, Any] | None = None if params.is_whole and not params.has_main else {}
+    if (shape := params.empty.get(name)) is not None:
+        shown = {key: torch.zeros(shape) if _is_moment(value) else copy.deepcopy(value) for key, value in begin.items()}
+        return shown or nothing
     if name not in params.trained:
         return None
-    number, pieces = params.number_of[name], params.pieces.get(name, [])
-    optimizer, begin, flat = params.share.optimizer, params.begins[number], pieces[0].flat if pieces else None
+    optimizer, flat = params.share.optimizer, pieces[0].flat if pieces else None
     moments = moments_of(optimizer.inner, flat.main) if flat is not None else {}
     values = {key: value for key, value in begin.items() if torch.is_tensor(value)}
-    kinds = dict.fromkeys([*(key for key, value in values.items() if value.shape == (3,)), *moments])
+    kinds = dict.fromkeys([*filter(lambda key: _is_moment(begin[key]), begin), *moments])
     if flat is None:  # only the owners know what is kept once
         none, of_cpu = ((), ()), torch.device("cpu")
         known = {key: value for key, value in values.items() if key not in kinds}
@@ -321,9 +332,7 @@ def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     state = {kind: _value(params, name, moments.get(kind), begin.get(kind)) for kind in kinds}
     if name in params.has_main:
         state[MAIN_PARAM] = _value(params, name, None if flat is None else flat.main)
-    if not state and not scalars:
-        return None if params.is_whole else {}  # torch refuses a param without an entry, and others may have one
-    return {**scalars, **state}
+    return {**scalars, **state} or nothing
 
 
 def _value(params: TorchParams, name: str, flat: Tensor | None, begin: Tensor | None = None) -> Tensor:
@@ -346,7 +355,7 @@ def is_unwritten(state: Mapping[str, Any]) -> bool:
     """Whether all that is kept for each element of a param is nan, see [Note: torch's format]."""
     values = [value for key, value in state.items() if key != MAIN_PARAM and torch.is_tensor(value) and value.dim()]
     parts = [part for value in values for part in (value.parts if isinstance(value, ShardedValue) else [value])]
-    floats = [part for part in parts if part.is_floating_point()]
+    floats = [part for part in parts if part.is_floating_point() and part.numel()]
     return bool(floats) and all(bool(as_plain(part).isnan().all()) for part in floats)
 
 

@@ -284,7 +284,7 @@ class Communicator:
 
     def is_reducing(self, name: str) -> bool:
         """Whether the bucket of a gradient is under way."""
-        return self._grads.number_of[name] in self._grads.under_way
+        return self._grads.number_of.get(name) in self._grads.under_way
 
     def check_open(self, name: str) -> None:
         """Checks that a gradient may still be changed.

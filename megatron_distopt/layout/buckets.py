@@ -114,6 +114,10 @@ class BufferLayout:
                 )
         unpadded = [Span(0, bucket.numel_unpadded).moved_by(bucket.in_buffer.start) for bucket in self.buckets]
         for slot in self.slots:
+            if not slot.in_buffer.numel:
+                raise LayoutError(
+                    f"Param {slot.name} has no elements. Freeze it by requires_grad_(False) at the start."
+                )
             if not 0 <= slot.bucket < len(self.buckets):
                 raise LayoutError(
                     f"Param {slot.name} is in bucket {slot.bucket} of {len(self.buckets)}. Give each param its bucket."

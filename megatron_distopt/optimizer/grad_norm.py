@@ -129,7 +129,9 @@ def nonfinite_params(flat_params: Sequence[FlatParam]) -> list[str]:
     return infinite or list(large)
 
 
-def report_nonfinite(names: Sequence[str], group: Group, *, raises: bool, when: str = "") -> None:
+def report_nonfinite(
+    names: Sequence[str], group: Group, *, raises: bool, reduce_dtype: str | None, when: str = ""
+) -> None:
     """Collective: says on which ranks the gradient is not finite, and of which params.
 
     Raises:
@@ -138,8 +140,11 @@ def report_nonfinite(names: Sequence[str], group: Group, *, raises: bool, when: 
     found = enumerate(exchange(names, group))
     places = [f"rank {group.global_rank(rank)}: {_some(each)}" for rank, each in found if each]
     where = _some(places, separator="; ") + when
+    if reduce_dtype == "float16":
+        where += ", where gradients are sent as float16, which ends at 65,504"
     if raises:
-        remedy = (
+        remedy = "Leave reduce_dtype='float16' out, or write 'bfloat16'. " if reduce_dtype == "float16" else ""
+        remedy += (
             "Look at those params first; MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them"
         )
         raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))

@@ -213,7 +213,9 @@ def decide(
             optimizer.num_skipped += 1
     if action is not StepAction.SKIP and not is_finite:
         names = nonfinite_params([flat for optimizer in optimizers for flat in optimizer.flat_params])
-        report_nonfinite(names, group, raises=action is StepAction.RAISE)
+        report_nonfinite(
+            names, group, raises=action is StepAction.RAISE, reduce_dtype=optimizers[0].config.reduce_dtype
+        )
     return tuple(
         StepDecision(action, measured, divisor, divisor * clip_divisor(measured.norm(divisor), clip_grad))
         for divisor in divisors
@@ -294,8 +296,9 @@ def finish_deferred_check(
         return
     act_on_deferred_notice(optimizers)
     check, *_ = [optimizer.take_deferred_check() for optimizer in optimizers]
-    policy = optimizers[0].config.policy
+    config = optimizers[0].config
+    policy = config.policy
     if check is None or policy is NonFinitePolicy.SKIP or check.stats.is_finite:
         return
     raises = policy is NonFinitePolicy.RAISE
-    report_nonfinite(check.nonfinite_flat_params(), group, raises=raises, when=when)
+    report_nonfinite(check.nonfinite_flat_params(), group, raises=raises, reduce_dtype=config.reduce_dtype, when=when)

@@ -405,6 +405,24 @@ _GRADIENTS = {
         _OVERLAP,
         needs=("no loss scale", "not reentrant"),
     ),
+    "grad_of_autograd": Idiom(
+        (*_GRADS, *_AFTER),
+        """
+        trained = [p for p in model.parameters() if p.requires_grad]
+        torch.autograd.grad(model(batch(rank, 57, {n})), trained, allow_unused=True)
+        """,
+        needs=("not reentrant",),
+    ),
+    "grad_penalty": Idiom(
+        _GRADS,
+        """
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(model(batch(rank, 58, {n})), trained, allow_unused=True, create_graph=True)
+        sum(grad.float().square().sum() for grad in found if grad is not None).backward()
+        """,
+        _OVERLAP,
+        needs=("no loss scale", "not reentrant", "not compiled"),
+    ),
     "grad_dropped": Idiom(_GRADS, "pick(model, {n}).grad = None", _OVERLAP),
     "grad_dropped_on_one_rank": Idiom(_GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None", _OVERLAP),
     "grads_scaled": Idiom(

@@ -131,6 +131,11 @@ EQUAL = {
         phases=(_each(weights=_all(["alias_of_data"])),), **_THEN_BFLOAT16
     ),
     "a step without any gradient": program(Iteration(microbatches=())),
+    "autograd.grad before and after the step with overlap": program(
+        grads=["grad_of_autograd"], after=["grad_of_autograd"], options=_OVERLAP
+    ),
+    "autograd.grad under a loss scale": program(grads=["grad_of_autograd"], dtype="float16", options=_DYNAMIC),
+    "a gradient penalty": program(grads=["grad_penalty"]),
     "gradients written by hand alone": Program(phases=(_each(microbatches=(), grads=_all(["grad_written_all"])),)),
     "full_grad, then the gradients dropped": program(Iteration(grads=_all(["full_grad"]), step="none", zero="model")),
     "full_grad where a rank has no data": program(

@@ -9,14 +9,17 @@ import copy
 import dataclasses
 import gc
 import io
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import BatchNorm1d, Embedding, LayerNorm, Linear, Module, Parameter, Sequential
 from torch.optim.lr_scheduler import StepLR
 
@@ -136,12 +139,18 @@ def ranks_that_own_nothing_have_groups_of_the_same_form(rank: int) -> None:
     assert (optimizer.param_groups[0]["lr_mult"], optimizer.param_groups[1]["weight_decay"]) == (2.0, 0.0)
 
 
-def empty_param_is_left_aside(rank: int) -> None:
+def empty_param_with_a_gradient_is_left_aside_and_saved(rank: int) -> None:
     model = _small()
     model.register_parameter("nothing", Parameter(torch.empty(0, 3)))
     optimizer = _with_adamw(model)
     _backward(model)
+    model.nothing.sum().backward()
     assert stepped(optimizer).updated
+    state = get_optimizer_state_dict(model, optimizer)
+    assert state["state"]["nothing"]["exp_avg"].shape == (0, 3), "torch refuses a state without it"
+    set_optimizer_state_dict(model, optimizer, state)
+    if full := optimizer.full_state_dict():
+        torch.optim.AdamW(model.parameters()).load_state_dict(full)
 
 
 def module_buffers_that_training_changes_are_those_of_the_first_rank(rank: int) -> None:
@@ -248,6 +257,39 @@ def next_optimizer_trains_when_the_first_one_has_gone(rank: int) -> None:
     assert len(set(norms)) == 1, "the gradients are the same ones, and each is counted once"
 
 
+def memory_is_free_when_an_optimizer_has_gone(rank: int) -> None:
+    for how in ("released", "forgotten"):
+        model = _small()
+        optimizer = _with_adamw(model)
+        _backward(model)
+        optimizer.step()
+        grads = [ref(buffer.grad) for buffer in optimizer.sharded.buffers]
+        if how == "released":
+            optimizer.release()
+            assert model[0].weight.grad is None
+            _backward(model)
+            assert type(model[0].weight.grad) is Tensor
+        del model, optimizer
+        gc.collect()
+        gc.collect()  # the first one ends the optimizer
+        assert [grad() for grad in grads] == [None], how
+
+
+def norms_and_sums_that_the_docs_write_out_are_those_of_torch(rank: int) -> None:
+    model, theirs = _small(), _small()
+    optimizer = _with_adamw(model)
+    (SIZE * model(torch.full((2, 6), 1.0 + rank)).square().sum()).backward()
+    sum(theirs(torch.full((2, 6), 1.0 + each)).square().sum() for each in range(SIZE)).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5, norm_type=math.inf)
+    largest = max(grad.abs().max().item() for p in model.parameters() if (grad := optimizer.full_grad(p)) is not None)
+    l2 = optimizer.clip_grad_norm_(float("inf"))
+    optimizer.clip_grad_norm_(l2 * min(1.0, 0.5 / largest))
+    close = {"rtol": 1e-5, "atol": 1e-6}  # the order of sums over ranks, and two divisions
+    torch.testing.assert_close(torch.tensor(largest), wanted, **close)
+    for ours, param in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_grad(ours), param.grad, **close)
+
+
 # --- loss scale and state
 
 
@@ -295,7 +337,9 @@ CASES: dict[str, Callable[[int], None]] = {
         tied_and_frozen_params_are_one_and_none,
         list_of_chunks_trains_as_one_model,
         ranks_that_own_nothing_have_groups_of_the_same_form,
-        empty_param_is_left_aside,
+        empty_param_with_a_gradient_is_left_aside_and_saved,
+        memory_is_free_when_an_optimizer_has_gone,
+        norms_and_sums_that_the_docs_write_out_are_those_of_torch,
         module_buffers_that_training_changes_are_those_of_the_first_rank,
         module_buffers_are_left_alone_when_told_so,
         reload_takes_what_is_below_the_precision_of_params,

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, RMSprop
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.errors import AccessError, ConfigError, LayoutError, RanksDisagreeError
+from megatron_distopt.errors import AccessError, ConfigError, LayoutError, NonFiniteGradError, RanksDisagreeError
 from tests.support.spawn import run_ranks
 
 #: Ranks at start-up, where two pairs may differ, and in training.
@@ -354,6 +354,27 @@ def _assign_weight(model: Any, optimizer: Any) -> None:
     model[0].weight.grad = torch.ones(8, 6)
 
 
+def _assign_by_autograd(model: Any, optimizer: Any) -> None:
+    grads = torch.autograd.grad(model(torch.full((2, 6), 1.0 + dist.get_rank())).sum(), list(model.parameters()))
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        param.grad = grad
+
+
+def _half_frozen() -> Module:
+    model = _model()
+    model[0].requires_grad_(False)
+    return model
+
+
+def _begin_to_train(model: Any, optimizer: Any) -> None:
+    model[0].requires_grad_(True)
+    _backward(model)
+
+
+def _large_backward(model: Any, optimizer: Any) -> None:
+    (1e5 * model(torch.ones(2, 6)).sum()).backward()
+
+
 def clear(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
@@ -387,6 +408,18 @@ TRAINING: dict[str, Case] = {
         trained(_backward, lambda model, _: clip_grad_norm_(model.parameters(), 1.0)),
         everyone(AccessError, "optimizer.clip_grad_norm_(max_norm)"),
     ),
+    "clip by torch of assigned grads": (
+        trained(_assign_by_autograd, lambda model, _: clip_grad_norm_(model.parameters(), 1.0)),
+        everyone(AccessError, "optimizer.clip_grad_norm_(max_norm)"),
+    ),
+    "clip by torch of params that begin to train": (
+        trained(_begin_to_train, lambda model, _: clip_grad_norm_(model[0].parameters(), 1.0), model=_half_frozen),
+        everyone(AccessError, "optimizer.clip_grad_norm_(max_norm)"),
+    ),
+    "overflow of what is sent": (
+        trained(_large_backward, _step, reduce_dtype="float16"),
+        everyone(NonFiniteGradError, "sent as float16", "65,504", "Leave reduce_dtype='float16' out"),
+    ),
     "grad is read": (
         trained(_backward, lambda model, _: model[0].weight.grad.norm()),
         everyone(AccessError, "'0.weight'", "optimizer.full_grad(param)"),
@@ -414,7 +447,7 @@ TRAINING: dict[str, Case] = {
     ),
     "other norm": (
         trained(_backward, lambda _, optimizer: optimizer.clip_grad_norm_(1.0, norm_type=1.0)),
-        everyone(ConfigError, "norm_type"),
+        everyone(ConfigError, "norm_type", "optimizer.full_grad(param)"),
     ),
     "state on another rank": (
         trained(lambda _, optimizer: optimizer.consolidate_state_dict(to=1)),

@@ -56,7 +56,10 @@ class StateCalls(Optimizer):
     def _torch_params(self) -> TorchParams:
         name_of, model = self._names_of_grouped(), self._model
         names = [[name_of[param] for param in group["params"]] for group in self.param_groups]
-        return TorchParams(model.share(), names, self.param_groups, model.data, model.everyone)
+        empty = {
+            name: tuple(param.shape) for param, name in name_of.items() if param.requires_grad and not param.numel()
+        }
+        return TorchParams(model.share(), names, self.param_groups, model.data, model.everyone, empty)
 
     def _check_torchs_format(self, call: str) -> None:
         """Refuses torch's format, which is cut by element, where whole params are updated, whose state owners have."""

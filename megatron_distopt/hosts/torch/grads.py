@@ -11,15 +11,18 @@ backward until a step is made or gradients are cleared.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_distopt.buffers import GradSlot, ShardedBuffer
+from megatron_distopt.buffers import GradSlot, LocalGrad, ShardedBuffer, show_assigned
 from megatron_distopt.comm import NO_TIME, CommTime, Communicator, sum_over
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
@@ -54,6 +57,8 @@ class Grads:
         self._buffers: list[ShardedBuffer] = []
         self._owned: dict[str, Span] = {}  # elements of a param; none of most params of a large model
         self._handles: list[RemovableHandle] = []
+        #: Params whose gradients others may not read; those without a slot have a hook, too.
+        self._guarded: dict[Parameter, RemovableHandle | None] = {}
         #: Rounds so far, see [Note: phases of a gradient].
         self.num_rounds = 0
         self.phase = Phase.LOCAL
@@ -85,22 +90,52 @@ class Grads:
         for buffer in buffers:
             self._owned |= {shard.name: shard.in_param for shard in owned_shards(buffer.layout, buffer.rank)}
         for slot in slots:
-            was_frozen = not slot.param.requires_grad
-            slot.param.requires_grad_(True)  # torch takes hooks of no other param, and keeps them when it is frozen
             before, after = partial(self._before, slot), partial(self._after, slot)
-            self._handles.append(slot.param.register_hook(before))  # type: ignore[no-untyped-call]
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
-            slot.param.requires_grad_(not was_frozen)
+            with _unfrozen(slot.param):
+                self._handles.append(slot.param.register_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(slot.param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            self._guard(slot.name, slot.param, None)
         if self.phase is Phase.REDUCED:  # as the other gradients of this step are reduced already
             for slot in slots:
                 slot.take()
             self._communicator.reduce_now(buffers)
 
+    def guard(self, waiting: Mapping[str, Parameter]) -> None:
+        """Guards the first gradients of params that may begin to train, which no buffer holds."""
+
+        def accumulated(param: Parameter) -> None:
+            param.grad = param.grad  # as if it had been assigned
+
+        for name, param in waiting.items():
+            if param not in self._guarded and self._data.size > 1:
+                with _unfrozen(param):
+                    handle = param.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+                self._guard(name, param, handle)
+
+    def _guard(self, name: str, param: Parameter, handle: RemovableHandle | None) -> None:
+        """Shows gradients that are assigned to a param as those of backward, see [Note: param.grad]."""
+        if self._data.size > 1:
+            if earlier := self._guarded.get(param):
+                earlier.remove()
+            self._guarded[param] = handle
+            show_assigned(param, partial(self._shown, name))
+            param.grad = param.grad  # it may have been assigned before
+
+    def _shown(self, name: str, param: Parameter, grad: Tensor) -> Tensor:
+        return grad if self._ddp.has(param) else LocalGrad.of(grad, name, self.zeroing)
+
     def release(self) -> None:
         """Removes the hooks: from now on gradients are torch's own and are not reduced."""
-        for handle in self._handles:
+        for handle in (*self._handles, *filter(None, self._guarded.values())):
             handle.remove()
+        for param in self._guarded:
+            show_assigned(param, None)
+        is_local = self._data.size == 1 or self.phase is Phase.LOCAL
+        for slot in self.slots:
+            slot.release(is_own=is_local and not self._communicator.is_reducing(slot.name))
+        self.phase = Phase.LOCAL
         self._handles.clear()
+        self._guarded.clear()
 
     def zeroing(self, name: str) -> None:
         """Called before a gradient is zeroed in place, as `model.zero_grad(set_to_none=False)` does."""
@@ -123,27 +158,36 @@ class Grads:
         return loss
 
     def _before(self, slot: GradSlot, _: Tensor) -> None:
+        """Called when a gradient was computed, which `torch.autograd.grad` does not accumulate."""
+
+        def accumulates(_: object) -> None:
+            if self.phase is not Phase.LOCAL:
+                self._reopen()
+
+        if self.phase is not Phase.LOCAL:
+            get_gradient_edge(slot.param).node.register_prehook(accumulates)
+
+    def _after(self, slot: GradSlot, _: Tensor) -> None:
+        grad = slot.param.grad
         if self._needs_scaling and not self._is_scaled:
             raise ConfigError(
                 f"The gradient of {slot.name!r} comes from a loss that is not scaled. Write "
                 "optimizer.scale_loss(loss).backward(), or leave loss_scale out."
             )
-        if self.phase is not Phase.LOCAL:
-            self._reopen()
         if self._communicator.overlaps_grads and self._communicator.is_reducing(slot.name):
-            if not slot.is_missing:
+            if isinstance(grad, LocalGrad):
                 self._communicator.check_open(slot.name)
             self._drop_round()  # it was cleared without `clear`: by model.zero_grad() or param.grad = None
-
-    def _after(self, slot: GradSlot, _: Tensor) -> None:
         if self._ddp.has(slot.param):  # see [Note: gradients under DDP]
             slot.give_back()
             self._ddp.arrived(slot.param)
             self._has_arrived = True
             return
-        if slot.param.grad is not slot.shown:
+        if grad is not slot.shown:
             self._kept.discard(slot.name)
-        slot.take()
+        # A gradient with a graph stays where it can be read and differentiated until the step takes it.
+        if self._data.size > 1 or grad is None or not grad.requires_grad:
+            slot.take()
         if not self._communicator.is_paused:
             self._has_arrived = True
             if self._communicator.overlaps_grads:
@@ -337,6 +381,15 @@ class Grads:
             self._communicator.finish_grads()
             self.on_drop()
         self._next_round()
+
+
+@contextmanager
+def _unfrozen(param: Parameter) -> Iterator[None]:
+    """Within it a param takes hooks; torch keeps them when it is frozen."""
+    is_trained = param.requires_grad
+    param.requires_grad_(True)
+    yield
+    param.requires_grad_(is_trained)
 
 
 def _mark_of(is_kept: Sequence[bool]) -> int:

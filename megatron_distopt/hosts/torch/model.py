@@ -177,10 +177,11 @@ class ShardedModel:
         members = {param for group in self._plan.torch_groups for param in group["params"]}
         waiting = members - {slot.param for slot in self.grads.slots}
         self.waiting = {name: param for name, param in named_params(self.chunks).items() if param in waiting}
+        self.grads.guard(self.waiting)
 
     def newcomers(self) -> list[str]:
         """Names of params in a group that have no state and a gradient: they were frozen or empty before."""
-        return [name for name, param in self.waiting.items() if param.grad is not None]
+        return [name for name, param in self.waiting.items() if param.grad is not None and param.numel()]
 
     def admit(self) -> None:
         """Collective: takes over the newcomers of any rank, which train from now on."""

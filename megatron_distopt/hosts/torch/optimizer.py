@@ -59,7 +59,8 @@ class TorchDistributedOptimizer(StateCalls):
             model.hooks = (DigestLog(model.config, model.whole, model.everyone),)
         model.grads.on_drop = partial(announce_drop, model)
         self._saver = Saver(model.config, model.everyone)
-        finalize(self, model.release).atexit = False  # peers may be gone by then
+        self._end = finalize(self, model.release)
+        self._end.atexit = False  # peers may be gone by then
         for each in given:
             _redirect(each, self, is_alone=len(given) == 1)
 
@@ -180,7 +181,7 @@ class TorchDistributedOptimizer(StateCalls):
 
         Args:
             max_norm: largest L2 norm of the averaged gradient.
-            norm_type: 2.0; no other norm can be had.
+            norm_type: 2.0; docs/torch.md clips by another norm.
 
         Returns:
             The norm before clipping, fp32 0-D.
@@ -190,7 +191,8 @@ class TorchDistributedOptimizer(StateCalls):
             LayoutError: gradients were cleared on some ranks and kept on others, or assigned after they were summed.
         """
         if norm_type != 2.0:
-            raise ConfigError(refusal("norm_type", norm_type, "be 2.0", "Leave norm_type out"))
+            remedy = "Leave norm_type out, or compute another norm from optimizer.full_grad(param): see docs/torch.md"
+            raise ConfigError(refusal("norm_type", norm_type, "be 2.0", remedy))
         if not float(max_norm) > 0:
             raise ConfigError(refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)"))
         model = self._model
@@ -239,8 +241,12 @@ class TorchDistributedOptimizer(StateCalls):
         self._model.params.reload()
 
     def release(self) -> None:
-        """Ends this optimizer: the params stay what they are and may be given to another one."""
-        self._model.release()
+        """Ends this optimizer: the params stay what they are and may be given to another one.
+
+        Their gradients are torch's own again. On several ranks those that were summed are dropped, as each rank has a
+        part of them.
+        """
+        self._end()
 
 
 #: What a user may call on an optimizer that was given.
