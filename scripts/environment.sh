@@ -1,8 +1,9 @@
 # Sourced by the other scripts: `prepare EXTRA` makes .venv in the root of the repository and installs the package with
-# that extra. Sets: root, venv, gpus. Needs Python 3.10 or newer (PYTHON names the interpreter; python3).
+# that extra. Sets: root, venv, gpus. Needs Python 3.10 or newer (PYTHON names the interpreter; python3). VENV and TORCH
+# name another folder and another release, see test_versions.sh.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
+venv=${VENV:-$root/.venv}
 gpus=0
 if nvidia-smi -L >/dev/null 2>&1; then
     gpus=$(nvidia-smi -L | wc -l)
@@ -18,7 +19,7 @@ fail() {
 }
 
 # The release that this was tried with on CPUs; with a GPU the newest, built for the CUDA of the day.
-_torch() { [ "$gpus" -gt 0 ] && echo torch || echo torch==2.13.0; }
+_torch() { [ "$gpus" -gt 0 ] && [ -z "${TORCH:-}" ] && echo torch || echo "torch==${TORCH:-2.13.0}"; }
 
 _pip_install() {
     "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input --no-compile "$@"
