@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,7 +162,7 @@ def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.
     """
     sent = bucket.view(group.size, -1).to(dtype)
     received = torch.empty_like(sent)
-    work: dist.Work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
+    work: Any = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
     return RoundedSum(work, sent, received, shard, group)
 
 

@@ -255,7 +255,7 @@ def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:
     is_same = _address(tensor) == _address(other)
-    return is_same and tensor.storage_offset() == other.storage_offset() + other.numel()
+    return is_same and int(tensor.storage_offset()) == other.storage_offset() + other.numel()
 
 
 def _address(tensor: Tensor) -> int:

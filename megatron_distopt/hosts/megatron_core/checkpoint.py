@@ -138,8 +138,8 @@ class CheckpointCalls(StepCalls):
 
     def load_sharded(self, state: Mapping[str, Any]) -> None:
         """Collective: takes `sharded_state_dict` back from `dist_checkpointing.load`, and gathers the params."""
-        if state.get(_FOLDER) is not None:
-            self.load(state[_FOLDER])
+        if isinstance(folder := state.get(_FOLDER), str):
+            self.load(folder)
             return
         self.check_is_there("load")
         model = whole_model_of(self.ours())
@@ -459,6 +459,9 @@ def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
         for key in keys:
             if _is_filled(state, _box_key(model, key, piece.piece.in_global), piece.piece.in_global):
                 boxes.setdefault(_whole_key(model, key), {})[piece.piece.in_global] = None
+    if not boxes and getattr(arguments(), "no_save_optim", False):
+        text = "The checkpoint has optimizer state, of which a script that is told --no-save-optim asks for no tensor"
+        raise CheckpointError(f"{text}. Drop --no-save-optim in the run that loads it.")
     kinds = {model.canonical(name): found for name, found in _kinds_by_name(model).items()}
     tensors = {
         key: replace(record, chunks=tuple(Chunk(box, 0, 0, 0) for box in boxes.get(_whole_key(model, key), ())))
