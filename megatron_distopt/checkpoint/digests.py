@@ -83,15 +83,11 @@ def digest_of(values: Tensor, offsets: Sequence[int]) -> Tensor:
         values, offsets = values.contiguous().unsqueeze(-1), (*offsets, 0)
     sums = values.view(_INTEGERS[values.element_size()])
     for dim in reversed(range(sums.dim())):
-        sums = (sums * _weights(dim, offsets[dim], offsets[dim] + sums.shape[-1], sums.device)).sum(-1)
+        start, stop, device = offsets[dim], offsets[dim] + sums.shape[-1], sums.device
+        is_kept = stop <= _NUM_KEPT
+        weights = _kept_weights(dim, device)[start:stop] if is_kept else _made_weights(dim, start, stop, device)
+        sums = (sums * weights).sum(-1)
     return sums.long()
-
-
-def _weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """The weights of some neighbouring indices of a dimension, int64 [stop - start]."""
-    if stop <= _NUM_KEPT:
-        return _kept_weights(dim, device)[start:stop]
-    return _made_weights(dim, start, stop, device)
 
 
 @lru_cache(maxsize=16)

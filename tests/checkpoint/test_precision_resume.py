@@ -13,6 +13,7 @@ from torch.nn import GELU, Linear, Module, Sequential
 
 from megatron_distopt import distribute
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
+from tests.support.models import fitted
 from tests.support.spawn import run_ranks
 
 PRECISIONS = {
@@ -52,17 +53,8 @@ def _build(name: str, group: Any) -> tuple[Module, Any]:
     return model, distribute(model, optimizer, process_group=group, **vars(PRECISIONS[name]))
 
 
-def _train(model: Module, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        inputs, targets = (torch.randn(32, width, generator=generator).bfloat16() for width in (24, 8))
-        loss = (model(inputs) - targets).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
+def _train(model: Any, optimizer: Any, steps: range) -> list[float]:
+    return [fitted(model, optimizer, step) for step in steps]
 
 
 def _values(optimizer: Any) -> Values:

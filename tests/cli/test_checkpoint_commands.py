@@ -70,15 +70,6 @@ def test_convert_when_it_needs_model_files_then_refused_and_nothing_written(
     assert str(whole) in err and "no model files" in err
 
 
-@pytest.mark.parametrize("words", [["--to", "per_rank"], ["--to", "Torch"], ["--to", "torch", "--dp", "0"]])
-def test_convert_when_an_option_is_bad_then_it_is_named_with_the_value(words: list[str], capsys: Output) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["convert", "a", "b", *words])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert f"argument {words[-2]}: " in error and repr(words[-1]) in error
-
-
 def test_commands_when_interrupted_then_a_line_and_the_status_of_a_shell(
     whole: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,13 +59,28 @@ def test_patch_when_the_fork_is_none_then_one_line_and_status_1(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["patch"], ["patch", "--check"], ["patch", "--check", "--apply", "x"], ["doctor", "--nonsense"]]
+    ("line", "named"),
+    [
+        ("", ()),
+        ("patch", ()),
+        ("patch --check", ()),
+        ("patch --check --apply x", ()),
+        ("doctor --nonsense", ("--nonsense",)),
+        ("convert a b --to per_rank", ("argument --to: ", "'per_rank'")),
+        ("convert a b --to Torch", ("argument --to: ", "'Torch'")),
+        ("convert a b --to torch --dp 0", ("argument --dp: ", "'0'")),
+        ("plan --bucket-size 0", ("argument --bucket-size: ", "'0'")),
+        ("plan --bucket-size some", ("argument --bucket-size: ", "'some'")),
+        ("plan --memory nan", ("argument --memory: ", "nan")),
+        ("plan --optimizer torch.optim:Adafactor", ("argument --optimizer: ", "torch.optim:Adafactor")),
+        ("plan --backward-ms 1", ("--backward-ms",)),
+    ],
 )
-def test_command_when_the_command_line_is_bad_then_status_2(words: list[str], capsys: Output) -> None:
+def test_command_when_the_command_line_is_bad_then_status_2(line: str, named: tuple[str, ...], capsys: Output) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(words)
+        main(line.split())
     assert stop.value.code == 2
-    assert "usage: megatron-distopt" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "usage: megatron-distopt", *named)
 
 
 def test_doctor_when_there_is_a_problem_then_status_1_and_both_forms_say_the_same(
@@ -96,11 +111,11 @@ def test_doctor_when_json_is_asked_for_then_stdout_is_one_document_whatever_othe
     assert "log" in err.splitlines()
 
 
-def test_command_when_it_only_reads_files_then_torch_is_not_imported(tmp_path: Path) -> None:
-    fork = per_rank_2023(tmp_path)
+def test_command_when_it_only_reads_files_or_computes_then_torch_is_not_imported(tmp_path: Path) -> None:
+    fork, sizes = per_rank_2023(tmp_path), ["--layers", "2", "--hidden", "64", "--vocab", "128"]
     probe = (
         "import sys; from megatron_distopt.cli.main import main; "
-        f"assert main(['patch', '--check', {str(fork)!r}]) == 0; "
+        f"assert main(['patch', '--check', {str(fork)!r}]) == main({['plan', *sizes]}) == 0; "
         "sys.exit(str([name for name in ('torch', 'megatron', 'deepspeed') if name in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)

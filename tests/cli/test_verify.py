@@ -131,13 +131,6 @@ GROUPS: list[tuple[str, Callable[[GroupRecord, GroupRecord], tuple[GroupRecord, 
 ]
 
 
-def test_verify_when_a_param_is_in_two_groups_then_the_manifest_is_refused(copied: Path, capsys: Output) -> None:
-    first, second = read_manifest(copied).groups
-    rewritten(copied, groups=(first, replace(second, names=(*second.names, QKV))))
-    found = problems(capsys, copied)
-    assert found[0][1] == "manifest" and f"{QKV!r}" in found[0][2] and "groups 0 and 1" in found[0][2]
-
-
 @pytest.mark.parametrize(("change", "text"), [pytest.param(*row, id=name) for name, *row in GROUPS])
 def test_verify_when_groups_do_not_fit_then_the_param_is_named(
     change: Callable[[GroupRecord, GroupRecord], tuple[GroupRecord, ...]], text: str, copied: Path, capsys: Output
@@ -161,16 +154,8 @@ def test_verify_when_params_of_a_group_have_other_state_then_each_is_named(copie
     ]
 
 
-def test_verify_when_elements_are_there_twice_then_the_manifest_is_refused(copied: Path, capsys: Output) -> None:
-    tensors = dict(read_manifest(copied).tensors)
-    record = tensors[f"main/{QKV}"]
-    tensors[f"main/{QKV}"] = replace(record, chunks=(*record.chunks, record.chunks[0]))
-    rewritten(copied, tensors=tensors)
-    found = problems(capsys, copied)
-    assert found[0][1] == "manifest" and f"main/{QKV} overlap" in found[0][2]
-
-
 def test_verify_when_the_manifest_is_damaged_then_that_is_the_problem(copied: Path, capsys: Output) -> None:
+    """What else is refused of one, such as a param in two groups, is in test_damage.py and test_group_values.py."""
     (copied / MANIFEST).write_text("{}", encoding="utf-8")
     ((status, area, text), verdict) = problems(capsys, copied)
     assert (status, area, verdict) == ("problem", "manifest", ["1 problem: load an earlier checkpoint"])

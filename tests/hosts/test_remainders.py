@@ -16,6 +16,7 @@ from torch.nn import GELU, Linear, Sequential
 
 from megatron_distopt import distribute
 from megatron_distopt.errors import DistOptError
+from tests.support.models import fitted
 from tests.support.spawn import run_ranks
 
 Act = Callable[[Sequential, Any], None]
@@ -33,13 +34,7 @@ def _train(options: dict[str, str], rank: int, *acts: Act) -> tuple[list[float],
     optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), accelerator="torch", **options)
     losses = []
     for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step * 10 + rank)
-        inputs, targets = (torch.randn(64, width, generator=generator).bfloat16() for width in (64, 8))
-        loss = (model(inputs) - targets).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
+        losses.append(fitted(model, optimizer, step * 10 + rank, rows=64))
         for act in acts if step == 2 else ():
             act(model, optimizer)
     return losses, [param.detach().clone() for param in model.parameters()]

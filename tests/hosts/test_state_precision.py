@@ -19,6 +19,7 @@ from megatron_distopt import distribute
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from tests.support.cases import Case
 from tests.support.mini_fork import MiniFork
+from tests.support.models import fitted
 from tests.support.spawn import run_ranks
 
 #: Those of one spawn each.
@@ -60,16 +61,8 @@ def _train_torch() -> Trained:
     torch.manual_seed(0)
     model = Sequential(Linear(48, 100), GELU(), Linear(100, 70), GELU(), Linear(70, 8)).bfloat16()
     optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), accelerator="torch", clip_grad=1.0)
-    losses = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        inputs, targets = (torch.randn(32, width, generator=generator).bfloat16() for width in (48, 8))
-        loss = (model(inputs) - targets).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return Trained(tuple(losses), {name: param.detach().clone() for name, param in model.named_parameters()})
+    losses = tuple(fitted(model, optimizer, seed) for seed in range(STEPS))
+    return Trained(losses, {name: param.detach().clone() for name, param in model.named_parameters()})
 
 
 def _train_fork(fork: MiniFork) -> Trained:

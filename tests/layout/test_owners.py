@@ -6,23 +6,24 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from random import Random
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_distopt.cli.plan_command import LLAMA, layout_of
+from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes, stage_params
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import (
     BufferLayout,
     MatrixSpec,
     OwnerPlan,
     ParamSpec,
-    default_bucket_size,
     lay_out,
     owned_shards,
     plan_owners,
 )
-from tests.support.large_models import LARGE_MODELS, LargeModel, matrices_of, params_of
 
 Case = tuple[BufferLayout, Mapping[str, MatrixSpec]]
 
@@ -158,22 +159,25 @@ def test_plan_when_matrices_are_not_those_of_the_buffer_then_refused(
 # --- models of public sizes
 
 
-def _planned(model: LargeModel, num_shards: int, bucket_size: int | None) -> OwnerPlan:
-    layout = lay_out(params_of(model), num_shards=num_shards, bucket_size=bucket_size)
-    return plan_owners(layout, matrices_of(model))
+LARGE_MODELS = {
+    "LLaMA 7B": GptSizes(layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000, **LLAMA),
+    "LLaMA 70B": GptSizes(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=32000, **LLAMA),
+    "Mixtral 8x7B": GptSizes(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, experts=8, **LLAMA),
+}
 
 
-def _with_default_buckets(model: LargeModel, num_shards: int) -> OwnerPlan:
-    numel = sum(param.numel for param in params_of(model))
-    return _planned(model, num_shards, default_bucket_size(numel, num_shards))
+def _planned(model: GptSizes, num_shards: int, bucket_size: int | Literal["auto"] | None) -> OwnerPlan:
+    params = stage_params(model, ParallelSizes(dp=num_shards), 0, "bfloat16")
+    layout = layout_of(params, Choice(ParallelSizes(dp=num_shards), bucket_size=bucket_size), num_shards)
+    return plan_owners(layout, {param.spec.name: param.matrices for param in params if param.matrices is not None})
 
 
 @pytest.mark.parametrize("num_shards", [64, 4096])
 @pytest.mark.parametrize("model", LARGE_MODELS.values(), ids=LARGE_MODELS)
 def test_plan_when_the_model_is_large_then_even_and_cheap_at_any_number_of_ranks(
-    model: LargeModel, num_shards: int
+    model: GptSizes, num_shards: int
 ) -> None:
-    plan = _with_default_buckets(model, num_shards)
+    plan = _planned(model, num_shards, AUTO)
     if num_shards <= 64:
         assert plan.imbalance < 1.06  # a rank has six matrices at least
     else:  # a rank has few matrices, or none: the costliest matrix decides, or one more than the average rank has
@@ -182,7 +186,7 @@ def test_plan_when_the_model_is_large_then_even_and_cheap_at_any_number_of_ranks
 
 
 @pytest.mark.parametrize("model", LARGE_MODELS.values(), ids=LARGE_MODELS)
-def test_plan_when_a_buffer_is_one_bucket_then_hardly_anything_travels(model: LargeModel) -> None:
+def test_plan_when_a_buffer_is_one_bucket_then_hardly_anything_travels(model: GptSizes) -> None:
     plan = _planned(model, 8, None)
     # A border between two shards cuts one matrix; others travel only for the sake of balance.
     holders = [plan.layout.buckets[owner.bucket].holders(owner.in_buffer, 8) for owner in plan.owners]

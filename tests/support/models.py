@@ -7,10 +7,11 @@ an fp32, so neither the sum over ranks and microbatches nor the norm rounds anyw
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter, ParameterDict
+from torch.nn import Module, Parameter, ParameterDict, Sequential
 
 from megatron_distopt import TorchDistributedOptimizer
 from megatron_distopt.optimizer.step import StepDecision
@@ -74,3 +75,14 @@ def stepped(optimizer: TorchDistributedOptimizer) -> StepDecision:
     optimizer.step()
     assert optimizer.last_step is not None
     return optimizer.last_step
+
+
+def fitted(model: Sequential, optimizer: Any, seed: int, rows: int = 32) -> float:
+    """A step towards random targets in bf16; the loss before it."""
+    generator, widths = torch.Generator().manual_seed(seed), (model[0].in_features, model[-1].out_features)
+    inputs, targets = (torch.randn(rows, width, generator=generator).bfloat16() for width in widths)
+    loss = (model(inputs) - targets).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss)

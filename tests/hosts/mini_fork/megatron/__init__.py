@@ -10,28 +10,16 @@ __path__.append(os.path.join(os.environ["MINI_FORK_CORE"], "megatron"))
 
 # ruff: noqa: E402
 from . import groups
-from .global_vars import (
-    get_args,
-    get_current_global_batch_size,
-    get_num_microbatches,
-    get_tensorboard_writer,
-    get_timers,
-    update_num_microbatches,
-)
+from .global_vars import get_args, get_num_microbatches, get_timers
 from .initialize import initialize_megatron
-from .utils import is_last_rank, is_rank_0, print_rank_0, print_rank_last
+from .utils import print_rank_0, print_rank_last
 
 __all__ = [
     "get_args",
-    "get_current_global_batch_size",
     "get_num_microbatches",
-    "get_tensorboard_writer",
     "get_timers",
     "groups",
     "initialize_megatron",
-    "is_last_rank",
-    "is_rank_0",
     "print_rank_0",
     "print_rank_last",
-    "update_num_microbatches",
 ]

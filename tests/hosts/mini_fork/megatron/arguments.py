@@ -23,15 +23,15 @@ def _add_numbers(parser):
         "num-layers": 2, "hidden-size": 16, "num-attention-heads": 4, "ffn-hidden-size": None, "seq-length": 8,
         "max-position-embeddings": None, "vocab-size": 64, "micro-batch-size": 2, "global-batch-size": None,
         "train-iters": 4, "seed": 1234, "save-interval": None, "exit-interval": None, "log-interval": 1,
-        "tensor-model-parallel-size": 1, "pipeline-model-parallel-size": 1, "lr-warmup-iters": 0,
-        "lr-decay-iters": None, "loss-scale-window": 1000, "hysteresis": 2, "expert-model-parallel-size": 1,
+        "tensor-model-parallel-size": 1, "pipeline-model-parallel-size": 1,
+        "loss-scale-window": 1000, "hysteresis": 2, "expert-model-parallel-size": 1,
         "ds-sequence-parallel-size": None, "local_rank": None,
     }  # fmt: skip
     real = {
-        "lr": 1e-2, "min-lr": 0.0, "weight-decay": 0.01, "start-weight-decay": None, "end-weight-decay": None,
+        "lr": 1e-2, "weight-decay": 0.01,
         "adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8, "sgd-momentum": 0.9, "clip-grad": 1.0,
         "loss-scale": None, "initial-loss-scale": 2.0**32, "min-loss-scale": 1.0, "init-method-std": 0.1,
-        "hidden-dropout": 0.0, "attention-dropout": 0.0, "layernorm-epsilon": 1e-5,
+        "layernorm-epsilon": 1e-5,
     }  # fmt: skip
     for defaults, kind in ((whole, int), (real, float)):
         for name, default in defaults.items():
@@ -43,21 +43,17 @@ def _add_switches(parser):
         "fp16", "bf16", "use-distributed-optimizer", "accumulate-allreduce-grads-in-fp32", "log-num-zeros-in-grad",
         "log-optimizer-states-to-tensorboard", "sequence-parallel", "no-save-optim", "no-load-optim", "no-save-rng",
         "no-load-rng", "finetune", "deepspeed", "cpu-optimizer", "cpu-torch-adam", "ds-fused-adam",
-        "create-moe-param-group", "untie-embeddings-and-output-weights", "data-parallel-random-init",
+        "untie-embeddings-and-output-weights",
     ):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
-    off = {"action": "store_false"}
-    parser.add_argument("--no-contiguous-buffers-in-local-ddp", dest="use_contiguous_buffers_in_local_ddp", **off)
-    parser.add_argument("--no-barrier-with-level-1-timing", dest="barrier_with_L1_time", **off)
-    parser.add_argument("--barrier-with-L1-time", action="store_true", default=True)
+    name = "use_contiguous_buffers_in_local_ddp"
+    parser.add_argument("--no-contiguous-buffers-in-local-ddp", dest=name, action="store_false")
+    parser.set_defaults(barrier_with_L1_time=True)
 
 
 def _add_choices(parser):
     parser.add_argument("--optimizer", default="adam", choices=["adam", "sgd"])
     parser.add_argument("--DDP-impl", default="local", choices=["local", "torch"])
-    parser.add_argument("--lr-decay-style", default="linear", choices=["constant", "linear", "cosine"])
-    parser.add_argument("--timing-log-level", type=int, default=0, choices=range(3))
-    parser.add_argument("--timing-log-option", default="minmax", choices=["max", "minmax", "all"])
     parser.add_argument("--save")
     parser.add_argument("--load")
     parser.add_argument("--deepspeed_config")
@@ -99,9 +95,6 @@ def validate_args(args, defaults={}):  # noqa: B006
         assert args.use_contiguous_buffers_in_local_ddp, "the distributed optimizer needs contiguous buffers"
     if args.DDP_impl != "local":
         args.use_contiguous_buffers_in_local_ddp = False
-    for name in ("start_weight_decay", "end_weight_decay"):
-        if getattr(args, name) is None:
-            setattr(args, name, args.weight_decay)
     args.iteration = args.curr_iteration = args.consumed_train_samples = 0
     _print_args(args)
     return args

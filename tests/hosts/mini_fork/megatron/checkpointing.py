@@ -14,20 +14,19 @@ from .switches import FILE_LAYOUT
 from .utils import is_rank_0, print_rank_0, unwrap_model
 
 
-def _common_path(checkpoints_path, iteration, release=False):
+def _common_path(checkpoints_path, iteration):
     """The folder of this tensor and pipeline rank."""
-    directory = "release" if release else f"iter_{iteration:07d}"
     name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
-    return os.path.join(checkpoints_path, directory, name)
+    return os.path.join(checkpoints_path, f"iter_{iteration:07d}", name)
 
 
 if FILE_LAYOUT == "per_rank":
 
-    def get_checkpoint_names(checkpoints_path, iteration, use_distributed_optimizer, release=False):
+    def get_checkpoint_names(checkpoints_path, iteration, use_distributed_optimizer):
         """(file of the model, file of the optimizer), which is one file without the distributed optimizer."""
-        path = _common_path(checkpoints_path, iteration, release)
+        path = _common_path(checkpoints_path, iteration)
         if not use_distributed_optimizer:
             return (os.path.join(path, "model_optim_rng.pt"),) * 2
         optimizer_path = f"{path}_{mpu.get_data_parallel_rank():03d}"
@@ -35,8 +34,8 @@ if FILE_LAYOUT == "per_rank":
 
 else:
 
-    def get_checkpoint_name(checkpoints_path, iteration, release=False):
-        return os.path.join(_common_path(checkpoints_path, iteration, release), "model_optim_rng.pt")
+    def get_checkpoint_name(checkpoints_path, iteration):
+        return os.path.join(_common_path(checkpoints_path, iteration), "model_optim_rng.pt")
 
     def get_distributed_optimizer_checkpoint_name(model_checkpoint_name):
         return os.path.join(os.path.dirname(model_checkpoint_name), "distrib_optim.pt")
@@ -47,16 +46,11 @@ def get_checkpoint_tracker_filename(checkpoints_path):
 
 
 def read_metadata(tracker_filename):
-    """Collective: (the largest iteration that a rank has read, whether it is a release)."""
+    """Collective: the largest iteration that a rank has read."""
     with open(tracker_filename) as file:
-        text = file.read().strip()
-    release = text == "release"
-    if not release and not text.isdigit():
-        print_rank_0(f"{tracker_filename} has neither a number nor 'release', leaving")
-        sys.exit()
-    iteration = torch.tensor([0 if release else int(text)])
+        iteration = torch.tensor([int(file.read())])
     torch.distributed.all_reduce(iteration, op=torch.distributed.ReduceOp.MAX)
-    return iteration.item(), release
+    return iteration.item()
 
 
 def get_rng_state():
@@ -125,19 +119,19 @@ def _save_gathered(iteration, model_state, optimizer, opt_param_scheduler):
 
 
 def _load_base_checkpoint(load_dir):
-    """Collective: (state of the model, state of the optimizer, iteration, release), all None without a tracker file."""
+    """Collective: (state of the model, state of the optimizer, iteration), all None without a tracker file."""
     tracker_filename = get_checkpoint_tracker_filename(load_dir)
     if not os.path.isfile(tracker_filename):
         print_rank_0(f"no {tracker_filename}, so nothing is loaded")
-        return None, None, None, None
-    iteration, release = read_metadata(tracker_filename)
+        return None, None, None
+    iteration = read_metadata(tracker_filename)
     if FILE_LAYOUT == "per_rank":
         distributed = get_args().use_distributed_optimizer
-        other, _ = get_checkpoint_names(load_dir, iteration, not distributed, release)
+        other, _ = get_checkpoint_names(load_dir, iteration, not distributed)
         assert not os.path.isfile(other), f"{other} was saved {'without' if distributed else 'with'} distopt"
-        names = get_checkpoint_names(load_dir, iteration, distributed, release)
+        names = get_checkpoint_names(load_dir, iteration, distributed)
     else:
-        names = (get_checkpoint_name(load_dir, iteration, release),) * 2
+        names = (get_checkpoint_name(load_dir, iteration),) * 2
     try:
         model_state = torch.load(names[0], map_location="cpu", weights_only=False)
         same = names[0] == names[1]
@@ -145,7 +139,7 @@ def _load_base_checkpoint(load_dir):
     except BaseException as error:  # noqa: BLE001
         print_rank_0(f"no checkpoint can be read, leaving: {error}")
         sys.exit()
-    return model_state, optim_state, iteration, release
+    return model_state, optim_state, iteration
 
 
 def check_checkpoint_args(checkpoint_args):
@@ -162,19 +156,19 @@ def check_checkpoint_args(checkpoint_args):
         assert saved == given, f"{name} is {given}, and {saved} in the checkpoint"
 
 
-def load_checkpoint(model, optimizer, opt_param_scheduler, load_arg="load", strict=True):
+def load_checkpoint(model, optimizer, opt_param_scheduler):
     """Collective: the iteration to go on from."""
     args = get_args()
-    load_dir = getattr(args, load_arg)
-    model_state, optim_state, saved_iteration, release = _load_base_checkpoint(load_dir)
+    load_dir = args.load
+    model_state, optim_state, saved_iteration = _load_base_checkpoint(load_dir)
     if model_state is None:
         return 0
-    iteration = 0 if args.finetune or release else model_state["iteration"]
+    iteration = 0 if args.finetune else model_state["iteration"]
     if not args.finetune:
         check_checkpoint_args(model_state["args"])
         args.consumed_train_samples = model_state["args"].consumed_train_samples
-    unwrap_model(model)[0].load_state_dict(model_state["model"], strict=strict)
-    if not release and not args.finetune and not args.no_load_optim:
+    unwrap_model(model)[0].load_state_dict(model_state["model"])
+    if not args.finetune and not args.no_load_optim:
         try:
             _load_optimizer(optimizer, opt_param_scheduler, optim_state, load_dir, saved_iteration)
         except KeyError as error:
@@ -182,7 +176,7 @@ def load_checkpoint(model, optimizer, opt_param_scheduler, load_arg="load", stri
             sys.exit()
     elif args.fp16 or (args.bf16 and FILE_LAYOUT == "gathered"):
         optimizer.reload_model_params()
-    if not release and not args.finetune and not args.no_load_rng:
+    if not args.finetune and not args.no_load_rng:
         _load_rng_state(model_state, load_dir)
     torch.distributed.barrier()
     print_rank_0(f"going on from {load_dir}, iteration {iteration}")

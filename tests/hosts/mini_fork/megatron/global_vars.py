@@ -20,18 +20,6 @@ def get_timers():
     return _STATE.timers
 
 
-def get_tensorboard_writer():
-    return None
-
-
 def get_num_microbatches():
     args = get_args()
     return args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-
-
-def get_current_global_batch_size():
-    return get_args().global_batch_size
-
-
-def update_num_microbatches(consumed_samples, consistency_check=True):
-    """This fork has no batch-size rampup."""

@@ -17,7 +17,7 @@ def initialize_megatron(extra_args_provider=None, args_defaults=None, ignore_unk
     """Collective: sets the global variables and the process groups; `allow_no_cuda` is for the caller's comfort."""
     args = parse_args(extra_args_provider, ignore_unknown_args)
     validate_args(args, args_defaults or {})
-    set_global_variables(args, Timers(args.timing_log_level, args.timing_log_option))
+    set_global_variables(args, Timers())
     _initialize_distributed()
     random.seed(args.seed)
     np.random.seed(args.seed)

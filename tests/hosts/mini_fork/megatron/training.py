@@ -36,11 +36,8 @@ def pretrain(
         forward_step_func: from (iterator, model) to (output, function of the output to (loss, what to log)).
     """
     initialize_megatron(extra_args_provider, args_defaults)
-    args, timers = get_args(), get_timers()
-    timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
+    args = get_args()
     model, optimizer, opt_param_scheduler = setup_model_and_optimizer(model_provider, model_type)
-    timers("model-and-optimizer-setup").stop()
-    timers.log(["model-and-optimizer-setup"])
     iterator = train_valid_test_dataset_provider(args.iteration)
     records = train(forward_step_func, model, optimizer, opt_param_scheduler, iterator)
     if args.curves:
@@ -62,8 +59,6 @@ def get_model(model_provider_func, model_type=ModelType.encoder_or_decoder, wrap
         model = torchDDP(model, process_group=mpu.get_data_parallel_group())
     elif wrap_with_ddp:
         model = LocalDDP(model, args.accumulate_allreduce_grads_in_fp32, args.use_contiguous_buffers_in_local_ddp)
-        if args.data_parallel_random_init:
-            model.broadcast_params()
     return [model]
 
 
@@ -72,13 +67,8 @@ def get_optimizer_param_scheduler(optimizer):
     return OptimizerParamScheduler(
         optimizer,
         max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters * args.global_batch_size,
-        lr_decay_steps=(args.lr_decay_iters or args.train_iters) * args.global_batch_size,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
+        lr_decay_steps=args.train_iters * args.global_batch_size,
+        wd=args.weight_decay,
     )
 
 
@@ -111,7 +101,7 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
         tensor_shape=(args.seq_length, args.micro_batch_size, args.hidden_size),
         grad_scaler=optimizer.scale_loss,
         sequence_parallel=args.sequence_parallel,
-        timers=timers if args.timing_log_level >= 2 else None,
+        timers=None,
     )
     timers("forward-backward").stop()
     if args.nan_at == [args.curr_iteration, args.rank]:
@@ -183,8 +173,6 @@ def training_log(
         record["optimizer_states"] = _optimizer_states(optimizer)
     if iteration % args.log_interval == 0:
         print_rank_last(" | ".join(f"{key}: {value}" for key, value in record.items()))
-        if args.timing_log_level > 0:
-            get_timers().log(["forward-backward", "optimizer"])
     return record
 
 
@@ -202,14 +190,9 @@ def _optimizer_states(optimizer):
 
 def write_curves(filename, records, model, optimizer):
     """Collective: rank 0 writes what the last rank has logged, and what every rank holds."""
-    inner = getattr(optimizer, "optimizer", None)
     mine = {
-        "rank": torch.distributed.get_rank(),
         "params": {name: _sha256(param) for name, param in unwrap_model(model)[0].named_parameters()},
-        "optimizer": type(optimizer).__name__,
         "optimizer_module": type(optimizer).__module__,
-        "inner_optimizer": type(inner).__name__,
-        "param_groups": [len(group["params"]) for group in optimizer.param_groups],
     }
     everyones = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyones, (records, mine))

@@ -7,17 +7,13 @@ def is_rank_0():
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def is_last_rank():
-    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-
-
 def print_rank_0(message):
     if is_rank_0():
         print(message, flush=True)  # noqa: T201
 
 
 def print_rank_last(message):
-    if is_last_rank():
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         print(message, flush=True)  # noqa: T201
 
 

@@ -77,12 +77,6 @@ class DistributedDataParallel(MegatronModule):
         for param in self._experts_apart:
             param.main_grad.zero_()
 
-    def broadcast_params(self):
-        for param in self.module.parameters():
-            torch.distributed.broadcast(
-                param.data, src=mpu.get_data_parallel_src_rank(), group=mpu.get_data_parallel_group()
-            )
-
     def allreduce_gradients(self):
         """Collective: divides, then adds up, in the dtype of the gradients."""
         assert self._grad_buffers is not None, "there are no buffers to average"

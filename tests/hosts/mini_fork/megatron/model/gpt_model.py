@@ -68,8 +68,7 @@ class Attention(MegatronModule):
         args = get_args()
         self.heads = args.num_attention_heads // mpu.get_tensor_model_parallel_world_size()
         self.width = args.hidden_size // args.num_attention_heads
-        self.multi_query, self.dropout = args.multi_query, args.attention_dropout
-        self.sequence_parallel = args.sequence_parallel
+        self.multi_query, self.sequence_parallel = args.multi_query, args.sequence_parallel
         if self.multi_query:
             self.query = _column(args.hidden_size, args.hidden_size)
             self.key_value = torch.nn.Linear(args.hidden_size, 2 * self.width)
@@ -83,7 +82,7 @@ class Attention(MegatronModule):
         q, k, v = (part.permute(1, 2, 0, 3).float() for part in self._project(x))  # [batch, heads, sequence, width]
         scores = q @ k.transpose(-1, -2) / self.width**0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        weights = F.dropout(scores.masked_fill(later, -1e4).softmax(-1), self.dropout, self.training)
+        weights = scores.masked_fill(later, -1e4).softmax(-1)
         context = (weights @ v).permute(2, 0, 1, 3).flatten(2).to(x)
         return self.dense(context)[0]
 
@@ -94,9 +93,7 @@ class Attention(MegatronModule):
             return mixed.view(*mixed.shape[:2], self.heads, 3 * self.width).chunk(3, dim=-1)
         query = self.query(x)[0]
         mixed = self.key_value(mappings.gather_from_sequence_parallel_region(x) if self.sequence_parallel else x)
-        if (
-            not self.sequence_parallel
-        ):  # else its gradients are of this rank's heads only, and the optimizer adds them up
+        if not self.sequence_parallel:  # else its gradients are of this rank's heads; the optimizer adds them up
             mixed = mappings.copy_to_tensor_model_parallel_region(mixed)
         key, value = mixed.unsqueeze(2).chunk(2, dim=-1)
         return query.view(*query.shape[:2], self.heads, self.width), key, value
@@ -134,14 +131,13 @@ class Layer(MegatronModule):
         args = get_args()
         _seed(args.seed + layer_number)
         self.layer_number = layer_number  # from 1, over all stages
-        self.hidden_dropout = args.hidden_dropout
         self.input_layernorm, self.self_attention = LayerNorm(), Attention()
         self.post_attention_layernorm, self.mlp = LayerNorm(), MLP()
         self.expert = Expert(args.seed + layer_number) if args.experts else None
 
     def forward(self, x):
-        x = x + F.dropout(self.self_attention(self.input_layernorm(x)), self.hidden_dropout, self.training)
-        x = x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.hidden_dropout, self.training)
+        x = x + self.self_attention(self.input_layernorm(x))
+        x = x + self.mlp(self.post_attention_layernorm(x))
         return x if self.expert is None else x + self.expert(x)
 
 
@@ -150,16 +146,14 @@ class Embedding(MegatronModule):
         super().__init__()
         args = get_args()
         _seed(args.seed)
-        self.sequence_parallel, self.hidden_dropout = args.sequence_parallel, args.hidden_dropout
+        self.sequence_parallel = args.sequence_parallel
         self.word_embeddings = _word_embeddings()
         self.position_embeddings = torch.nn.Embedding(args.max_position_embeddings, args.hidden_size)
         _init(self.position_embeddings.weight.data)
 
     def forward(self, tokens, positions):
         x = (self.word_embeddings(tokens) + self.position_embeddings(positions)).transpose(0, 1).contiguous()
-        if self.sequence_parallel:
-            x = mappings.scatter_to_sequence_parallel_region(x)
-        return F.dropout(x, self.hidden_dropout, self.training)
+        return mappings.scatter_to_sequence_parallel_region(x) if self.sequence_parallel else x
 
 
 class Encoder(MegatronModule):

@@ -6,19 +6,14 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.model.module import param_is_not_shared
 
 
-def clip_grad_norm_fp32(parameters, grads_for_norm, max_norm, norm_type=2, model_parallel_group=None):
+def clip_grad_norm_fp32(parameters, grads_for_norm, max_norm, model_parallel_group=None):
     """Collective: scales the gradients in place so that their norm is at most `max_norm`; returns what it was."""
     grads = [param.grad.detach() for param in parameters if param.grad is not None]
     assert all(grad.dtype == torch.float for grad in grads), "gradients must be fp32"
-    norms = torch.stack([grad.norm(norm_type) for grad in grads_for_norm] or [torch.zeros(())])
-    if norm_type == torch.inf:
-        total = norms.max()
-        torch.distributed.all_reduce(total, op=torch.distributed.ReduceOp.MAX, group=model_parallel_group)
-    else:
-        total = norms.norm(norm_type) ** norm_type
-        torch.distributed.all_reduce(total, group=model_parallel_group)
-        total = total ** (1.0 / norm_type)
-    total_norm = total.item()
+    norms = torch.stack([grad.norm() for grad in grads_for_norm] or [torch.zeros(())])
+    total = norms.norm() ** 2
+    torch.distributed.all_reduce(total, group=model_parallel_group)
+    total_norm = (total**0.5).item()
     clip_coeff = max_norm / (total_norm + 1.0e-6)
     if clip_coeff < 1.0:
         for grad in grads:

@@ -13,18 +13,10 @@ from ..switches import ADAM
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
 
-    def __init__(
-        self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0
-    ):
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self.adam_w_mode = adam_w_mode
+        self.adam_w_mode = True
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -40,16 +32,11 @@ class FusedAdam(torch.optim.Optimizer):
         state, (beta1, beta2), grad = self.state[param], group["betas"], param.grad
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param.data), torch.zeros_like(param.data)
-        if not self.adam_w_mode:
-            grad = grad + group["weight_decay"] * param
         state["exp_avg"].lerp_(grad, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        correct = group["bias_correction"]
-        mean = state["exp_avg"] / (1 - beta1 ** group["step"] if correct else 1.0)
-        square = state["exp_avg_sq"] / (1 - beta2 ** group["step"] if correct else 1.0)
-        update = mean / (square.sqrt() + group["eps"])
-        if self.adam_w_mode:
-            update.add_(param, alpha=group["weight_decay"])
+        mean = state["exp_avg"] / (1 - beta1 ** group["step"])
+        square = state["exp_avg_sq"] / (1 - beta2 ** group["step"])
+        update = (mean / (square.sqrt() + group["eps"])).add_(param, alpha=group["weight_decay"])
         param.sub_(update, alpha=group["lr"])
 
 

@@ -153,7 +153,7 @@ class MegatronOptimizer(ABC):
             raise AttributeError("the attention has no key_value")
         self._allreduce_coalesced(args, lambda name, _: ".key_value." in name)
 
-    def allreduce_word_embedding_grads(self, args):
+    def allreduce_embedding_grads(self, args):
         if mpu.is_rank_in_embedding_group(ignore_virtual=True) and mpu.get_pipeline_model_parallel_world_size() > 1:
             first = mpu.is_pipeline_first_stage(ignore_virtual=True)
             model = unwrap_model(self.models[0 if first else -1])
@@ -161,20 +161,6 @@ class MegatronOptimizer(ABC):
                 weight = model.shared_embedding_or_output_weight()
                 grad = weight.main_grad if args.DDP_impl == "local" else weight.grad
                 torch.distributed.all_reduce(grad, group=mpu.get_embedding_group())
-
-    def allreduce_position_embedding_grads(self, args):
-        """Only for a decoder that begins on a later stage, which this fork's model has not."""
-        if (
-            mpu.is_rank_in_position_embedding_group()
-            and mpu.get_pipeline_model_parallel_world_size() > 1
-            and args.pipeline_model_parallel_split_rank is not None
-        ):
-            weight = unwrap_model(self.models[0]).language_model.embedding.position_embeddings.weight
-            torch.distributed.all_reduce(weight.main_grad, group=mpu.get_position_embedding_group())
-
-    def allreduce_embedding_grads(self, args):
-        self.allreduce_word_embedding_grads(args)
-        self.allreduce_position_embedding_grads(args)
 
     def _reduce_partial_grads(self, args, timers):
         """Collective: over the tensor-parallel group; without sequence parallelism the model has summed key-values."""
