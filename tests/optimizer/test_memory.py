@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass
 
 import pytest
@@ -125,3 +126,11 @@ def test_memory_when_state_is_kept_in_less_then_it_is_what_the_page_says(
     memory = ours.memory
     assert memory.state_nbytes / 512**2 == pytest.approx(state_nbytes, abs=1e-3)
     assert memory.undistributed_state_nbytes / 512**2 == pytest.approx(state_nbytes, abs=1e-2)
+
+
+def test_start_when_grads_are_kept_in_16_bits_then_the_block_counts_their_fp32_copies(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "megatron_distopt"):
+        distribute(Linear(64, 64).bfloat16(), DistOptConfig(accelerator="torch", grads_in_fp32=False))
+    assert "moments 32.5 KiB, fp32 copies of grads in a step 16.2 KiB" in caplog.text
