@@ -209,6 +209,7 @@ def _tensors_in(state: Any) -> Iterator[Tensor]:
 
 def tenants_swap_state() -> None:
     """SkyRL's adapter_store.py: two tenants train in turn, each as if it were alone."""
+    needs(hasattr(DistributedOptimizer, "_init_optimizer_states_with_dummy_values"), "first step without gradients")
     _tenants_swap_state(BF16)
     with pytest.MonkeyPatch.context() as patch:  # a host that counts in its groups, as with TransformerEngine
         kinds = "megatron_distopt.hosts.megatron_core.optimizer.is_torchs"
@@ -284,6 +285,18 @@ def _clip_in_two(training: Training) -> list[float]:
         assert chained.step_with_ready_grads()
         training.finish_step()
     return norms
+
+
+def parts_of_a_step_are_replaced() -> None:
+    """miles' nvme_stream.py puts a function of its own in the place of one that the host's step calls."""
+    with trained(BF16, steps=1) as training:
+        (part,), before = parts_of(training.optimizer), training.params()
+        part.step_with_ready_grads = lambda: True
+        with hosts_own_runs():
+            assert training.step().success
+        assert all_equal(training.params(), before)
+        del part.step_with_ready_grads
+        assert training.step().success and not all_equal(training.params(), before)
 
 
 def state_is_begun_by_the_hosts_function() -> None:
@@ -585,6 +598,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         aligned_lists,
         tenants_swap_state,
         grads_are_clipped_by_hand,
+        parts_of_a_step_are_replaced,
         state_is_begun_by_the_hosts_function,
         state_is_reset,
         main_param_is_mutated,

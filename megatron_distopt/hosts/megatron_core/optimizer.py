@@ -58,7 +58,7 @@ from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedS
 from megatron_distopt.hosts.megatron_core.step import groups_on_all_ranks, norm_group_of
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
-from megatron_distopt.optimizer.inner import FlatOptimizer, InnerChoice, is_torchs, moments_of
+from megatron_distopt.optimizer.inner import InnerChoice, is_torchs, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
@@ -216,19 +216,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         find = getattr(self, "get_grad_stats_parallel_group", None) or self.get_model_parallel_group
         return Group.of(find())
 
-    def _init_optimizer_states_with_dummy_values(self) -> None:
-        """As the host's: a step with gradients of zero, which leaves the model as it is."""
-        inner = self.sharded.inner
-        if isinstance(inner, FlatOptimizer):
-            inner.round_into({})
-        for flat in self.sharded.flat_params:
-            flat.main.grad = torch.zeros_like(flat.main)
-        inner.step()
-        self.zero_grad()
-        self.sharded.show_flat_params()
-        if self.counts is not None:
-            self.counts.show()
-
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
         """What the host's own formats hold of a param."""
         group, number = self.model_param_group_index_map[model_param]
@@ -237,10 +224,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return {kind: as_plain(tensor.detach()) for kind, tensor in found.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops `param.grad`, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
-        for flat in self.sharded.flat_params:
-            flat.main.grad = None
-        for param in self.named.values():
+        """Drops `grad` of all params, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
+        for param in (*self.named.values(), *(flat.main for flat in self.sharded.flat_params)):
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:

@@ -45,6 +45,11 @@ from megatron_distopt.optimizer.step import (
 
 _log = logging.getLogger("megatron_distopt")
 
+#: Methods that the host's own `step` calls of each optimizer.
+_PARTS_OF_STEP = frozenset(
+    ("prepare_grads", "get_parameters", "get_grad_norm", "clip_grad_norm", "count_zeros", "step_with_ready_grads")
+)
+
 
 @dataclass(frozen=True)
 class NormGroupStats:
@@ -89,6 +94,9 @@ class StepCalls(MegatronOptimizer):
         Raises:
             LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they have to be on one.
         """
+        if self._is_overridden():
+            by_parts: tuple[bool, float | None, int | None] = super().step()
+            return by_parts
         ours = self.ours()
         config, group = ours[0].config, ours[0].stats_group
         threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
@@ -109,6 +117,10 @@ class StepCalls(MegatronOptimizer):
         self._clip_groups(grads, decision, config.clip_grad)
         self._update(grads, decisions)
         return decision.updated, decision.grad_norm, self._zeros_of(decision) if decision.updated else None
+
+    def _is_overridden(self) -> bool:
+        """Whether other code has put functions of its own in the place of what the host's own step calls."""
+        return any(not _PARTS_OF_STEP.isdisjoint(vars(optimizer)) for optimizer in (self, *self.ours()))
 
     def prepare_grads(self) -> bool:
         """Collective: measures all gradients and decides; True where the step must be skipped.
@@ -152,11 +164,8 @@ class StepCalls(MegatronOptimizer):
         return grads, decisions
 
     def get_grad_norm(self) -> float:
-        """Of the averaged, unscaled gradient; after `prepare_grads`.
-
-        Where other code has put a function of its own in the place of `get_parameters`, of those params alone.
-        """
-        if any("get_parameters" in vars(optimizer) for optimizer in self.ours()):
+        """Of the averaged, unscaled gradient; after `prepare_grads`."""
+        if self._is_overridden():
             return float(super().get_grad_norm())
         return prepared_of(self.ours()[0]).decision.norm
 
@@ -197,6 +206,8 @@ class StepCalls(MegatronOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
+        if self not in self.ours() and self._is_overridden():
+            return bool(super().step_with_ready_grads())
         prepared, grads = [prepared_of(optimizer) for optimizer in self.ours()], list[MainGrads]()
         for optimizer, step in zip(self.ours(), prepared, strict=True):
             optimizer.prepared = None
