@@ -119,7 +119,8 @@ def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _G
     """Checks the state dict, and returns what it has for each param of the sharded step, by name."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
-    check_counts(_loss_scale_in(state_dict), "the state dict")
+    scale = _loss_scale_in(state_dict)
+    check_counts(scale, scale.get("num_skipped", 0), "the state dict")
     entries = _entries(params, state_dict)
     scalars = _scalar_keys(entries, params)
     given = {name: _given(params, name, entry, scalars) for name, entry in entries.items() if name in params.trained}

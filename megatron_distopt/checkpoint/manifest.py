@@ -121,11 +121,6 @@ class Manifest:
         return tuple(name_of(key) for key in self.tensors if kind_of(key) == MAIN)
 
     @property
-    def counts(self) -> dict[str, float]:
-        """The loss scale and the count of skipped steps."""
-        return {**self.loss_scale, "num_skipped": self.num_skipped}
-
-    @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
@@ -199,7 +194,7 @@ def from_text(text: str, where: str) -> Manifest:
     """The inverse of `to_text`; `where` is the path of the file, for errors."""
     manifest, what = parsed(text, where), f"manifest {where}"
     check_groups((*manifest.groups, *manifest.resting), what)
-    check_counts(manifest.counts, what)
+    check_counts(manifest.loss_scale, manifest.num_skipped, what)
     return manifest
 
 
@@ -230,9 +225,9 @@ def parsed(text: str, where: str) -> Manifest:
         ) from None
 
 
-def check_counts(counts: Mapping[str, Any], what: str) -> None:
-    """Checks a loss scale and a count of skipped steps. Megatron's count of tolerated overflows may be negative."""
-    for key, value in counts.items():
+def check_counts(loss_scale: Mapping[str, Any], num_skipped: object, what: str) -> None:
+    """Checks the loss scale and the count of skipped steps. Megatron's count of tolerated overflows may be negative."""
+    for key, value in {**loss_scale, "num_skipped": num_skipped}.items():
         is_right = (
             isinstance(value, (int, float))
             and math.isfinite(value)

@@ -95,7 +95,7 @@ def contribution_of(model: WholeModel) -> Contribution:
         earlier=earlier_saves(model),
         resting=resting,
     )
-    check_counts(head.counts, "the optimizer")
+    check_counts(head.loss_scale, head.num_skipped, "the optimizer")
     return Contribution(head, tensors)
 
 

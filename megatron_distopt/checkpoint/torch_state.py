@@ -399,9 +399,6 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
     state = torch_state_dict(params)
     states = {number: kinds for number, kinds in state["state"].items() if not is_unwritten(kinds)}
     values = {(number, kind): value for number, kinds in states.items() for kind, value in kinds.items()}
-    if params.is_whole:
-        whole = {key: value.parts[0] if isinstance(value, ShardedValue) else value for key, value in values.items()}
-        return _nested({key: _on_cpu(value) for key, value in whole.items()}, state["param_groups"])
 
     def describe() -> tuple[dict[_ValueKey, _Sharded], dict[_ValueKey, Any]]:
         for placement in params.share.placements.values():

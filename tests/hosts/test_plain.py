@@ -10,8 +10,10 @@ import dataclasses
 import gc
 import io
 import math
+import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -290,6 +292,17 @@ def norms_and_sums_that_the_docs_write_out_are_those_of_torch(rank: int) -> None
         torch.testing.assert_close(optimizer.full_grad(ours), param.grad, **close)
 
 
+def folder_is_of_one_process_group(rank: int) -> None:
+    group, _ = dist.new_subgroups(1)
+    folder = _from_ranks(tempfile.mkdtemp())[0]
+    optimizer = distribute(_small(), CONFIG, process_group=group)
+    for each in range(SIZE):
+        if rank == each:
+            with pytest.raises(CheckpointError, match=r"of rank 0.*a folder of its own") if rank else nullcontext():
+                optimizer.save(folder)
+        dist.barrier()
+
+
 # --- loss scale and state
 
 
@@ -339,6 +352,7 @@ CASES: dict[str, Callable[[int], None]] = {
         ranks_that_own_nothing_have_groups_of_the_same_form,
         empty_param_with_a_gradient_is_left_aside_and_saved,
         memory_is_free_when_an_optimizer_has_gone,
+        folder_is_of_one_process_group,
         norms_and_sums_that_the_docs_write_out_are_those_of_torch,
         module_buffers_that_training_changes_are_those_of_the_first_rank,
         module_buffers_are_left_alone_when_told_so,

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
-from megatron_distopt.comm import raise_together
+from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import CheckpointError, ConfigError, refusal
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.saving import Saver
-from megatron_distopt.hosts.torch.model import ShardedModel
+from megatron_distopt.hosts.torch.model import FIRST_RANK, ShardedModel
 from megatron_distopt.optimizer.step import act_on_deferred_notice
 
 
@@ -143,7 +143,17 @@ class StateCalls(Optimizer):
             RanksDisagreeError: on the others.
         """
         self._before_state()
+        raise_together(lambda: self._check_folder(Path(folder)), self._model.everyone, "save")
         self._saver.save(Path(folder), self._model.whole())
+
+    def _check_folder(self, folder: Path) -> None:
+        """Refuses a folder in which another process group of the job saves, which would be replaced."""
+        group = self._model.everyone
+        if group.rank == 0 and group.size < Group.of(None).size and is_checkpoint(folder):
+            first = read_manifest(folder).about.get(FIRST_RANK, group.global_rank(0))
+            if first != group.global_rank(0):
+                got, rule = f"that of the process group of rank {first}", "be of one process group"
+                raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, "Give each group a folder of its own"))
 
     @torch.no_grad()
     def _before_state(self, *, is_read: bool = True) -> None:

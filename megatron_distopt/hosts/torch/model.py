@@ -50,6 +50,9 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precis
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 
+#: In what a manifest says about a run: the number in the job of the first of the ranks that saved together.
+FIRST_RANK = "first_rank"
+
 
 @dataclass(frozen=True)
 class ParamSet:
@@ -211,7 +214,7 @@ class ShardedModel:
 
     def whole(self) -> WholeModel:
         frozen = frozenset(named_params(self.chunks)) - self.placements.keys()
-        sizes = {"ranks": self.everyone.size, "data_parallel": self.data.size}
+        sizes = {"ranks": self.everyone.size, "data_parallel": self.data.size, FIRST_RANK: self.everyone.global_rank(0)}
         return WholeModel([self.share()], frozen=frozen, about={"host": "any torch module", **sizes})
 
     def share(self) -> Share:
