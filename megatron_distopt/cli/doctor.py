@@ -224,6 +224,12 @@ def _entry_points(found: Survey | None) -> Iterator[Finding]:
         state, which = (problem, ", which the fork asks") if is_patched else (noted, "")
         text = f"distopt is not registered in {GROUP}{which}. Run pip install megatron-distopt in this Python."
         yield state(_ENVIRONMENT, "entry point", text)
+    if find_spec("ray") is not None and found is not None:
+        text = "Ray's workers, which are other processes than the driver, train with the host's own optimizer until "
+        text += (
+            'megatron-distopt patch --apply, or runtime_env={"worker_process_setup_hook": "megatron_distopt.install"}'
+        )
+        yield noted(_ENVIRONMENT, "ray", "Ray's workers get in by the entry point" if is_patched else text)
     for entry in entries:
         if entry.value != _OUR_ENTRY_POINT:
             text = f"also {entry.name} = {entry.value}; they are used in order of names"

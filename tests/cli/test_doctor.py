@@ -131,7 +131,11 @@ def test_doctor_when_the_fork_has_megatron_core_then_its_release_and_options_are
 def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_would_ask_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(plan_apply(fork_at(per_rank_2023(tmp_path))))
+    monkeypatch.syspath_prepend(str(write_tree(tmp_path / "installed", {"ray.py": ""})))
+    fork = per_rank_2023(tmp_path)
+    assert says(of(diagnose(tmp_path), "ray").text, "the host's own", "patch --apply", "worker_process_setup_hook")
+    write(plan_apply(fork_at(fork)))
+    assert says(of(diagnose(tmp_path), "ray").text, "by the entry point")
     assert of(diagnose(tmp_path), "entry point").text.endswith("; the fork asks for it")
     entries(monkeypatch)
     (text,) = problems(diagnose(tmp_path))
