@@ -244,4 +244,5 @@ def _restore_scalars(state: Any, main: Tensor, saved: SavedState) -> None:
     for key, scalar in saved.scalars:
         if key not in state.get(main, {}):
             dtype = getattr(torch, scalar.dtype) if scalar.dtype else None
-            state[main][key] = torch.tensor(scalar.value, dtype=dtype, device=main.device) if dtype else scalar.value
+            device = None if key == "step" else main.device  # counts are on the CPU, as in torch
+            state[main][key] = torch.tensor(scalar.value, dtype=dtype, device=device) if dtype else scalar.value

@@ -32,11 +32,11 @@ from megatron_distopt.checkpoint.torch_state import (
     is_adam,
     is_unwritten,
 )
-from megatron_distopt.checkpoint.whole_model import flat_params_of, load_loss_scale
+from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer.inner import is_torchs, moments_of
+from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 _REMEDY = "Load what optimizer.state_dict() of the same params in the same groups returned"
@@ -85,9 +85,8 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
         return _to_agree_on(params, state_dict, checked[0])
 
     _check_agreement(exchange_together(check, params.everyone, "load"))
-    pairs = [
-        (ours, _options(params, saved)) for ours, saved in zip(params.groups, state_dict["param_groups"], strict=True)
-    ]
+    both = zip(params.groups, state_dict["param_groups"], strict=True)
+    pairs = [(current, _options(params, saved, current)) for current, saved in both]
     if params.everyone.rank == 0:
         tell(line for current, saved in pairs for line in differences(current, saved))
     for current, saved in pairs:
@@ -148,7 +147,7 @@ def _check_form(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
 
 
 def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> None:
-    records = [GroupRecord((), _options(params, group)) for group in groups]
+    records = [GroupRecord((), _options(params, *each)) for each in zip(groups, params.groups, strict=True)]
     check_values(records, "the state dict")
     for number, (record, current) in enumerate(zip(records, params.groups, strict=True)):
         place = f"of param group {number} in the state dict"
@@ -163,9 +162,11 @@ def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> 
             )
 
 
-def _options(params: TorchParams, group: Mapping[str, Any]) -> dict[str, Any]:
+def _options(params: TorchParams, group: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a load takes: of None only what the group has already, see `torch_state_dict`."""
     others = (*not_options(params.share.optimizer), "param_names")
-    return {key: plain_option(value) for key, value in group.items() if key not in others}
+    is_written = {key for key, value in group.items() if value is not None or key in current}
+    return {key: plain_option(value) for key, value in group.items() if key not in others and key in is_written}
 
 
 def _loss_scale_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +183,9 @@ def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) 
         found |= {key for key, value in entry.items() if torch.is_tensor(value) and value.numel() == 1 and has_more}
         found |= {key for key, value in entry.items() if value is not None and not torch.is_tensor(value)}
     needed = (needed_moments(params.share.optimizer, number) for number in range(len(params.names)))
-    return found - frozenset().union(*needed) - {MAIN_PARAM}
+    known = [each for begin in params.begins for each in begin.items()]  # of a param of three elements
+    moments = {key for key, value in known if torch.is_tensor(value) and value.dim()}
+    return (found | {key for key, _ in known}) - frozenset().union(*needed) - moments - {MAIN_PARAM}
 
 
 def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]) -> _GivenState:
@@ -278,9 +281,9 @@ def _to_agree_on(
 ) -> dict[str, dict[str, object]]:
     """What all ranks must be given alike that own a part of the same param, or have a param in the same group."""
     common: dict[str, object] = {LOSS_SCALE: sorted(_loss_scale_in(state_dict).items())}
-    for names, group in zip(params.names, state_dict["param_groups"], strict=True):
+    for names, group, current in zip(params.names, state_dict["param_groups"], params.groups, strict=True):
         if first := next((params.share.placements[name].name for name in names if name in given), None):
-            common[f"the param group of {first!r}"] = sorted(_options(params, group).items())
+            common[f"the param group of {first!r}"] = sorted(_options(params, group, current).items())
     return {"param groups": common} | {
         repr(params.share.placements[name].name): {"step": state.step, "kinds": sorted(state.values)}
         for name, state in given.items()
@@ -311,16 +314,4 @@ def _take_states(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
     ]
     separate(matches)
     fill_groups(matches, _reads(replace(params), given), main_kind=MAIN_PARAM)  # of flat params as they are cut now
-    if not is_torchs(optimizer.inner):
-        _take_kept_once(matches, given)
     optimizer.forget_deferred_check()
-
-
-def _take_kept_once(matches: Sequence[GroupMatch], given: Mapping[str, _GivenState]) -> None:
-    """Puts tensors that a class of the user's keeps once back as they were; counts stay on the CPU, as in torch."""
-    for match in matches:
-        for flat in flat_params_of(match.optimizer, match.number):
-            state = match.optimizer.inner.state.get(flat.main, {})
-            for key, value in given[flat.plan.shards[0].name].scalars.items():
-                if key in state and torch.is_tensor(value):
-                    state[key] = value.to(value.device if key == STEP else flat.main.device, copy=True)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from megatron_distopt.checkpoint.load_plan import needed_moments
@@ -32,7 +33,7 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.inner import moments_of, part_for
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, as_plain
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
@@ -223,7 +224,14 @@ class TorchParams:
     @cached_property
     def begins(self) -> list[Mapping[str, Any]]:
         """By group, the state of a param of three elements that was never updated, see [Note: torch's format]."""
-        return [_begin(self.share.optimizer, number, group) for number, group in enumerate(self.groups)]
+        return [_begin(self, number) for number in range(len(self.groups))]
+
+    @cached_property
+    def stand_ins(self) -> list[Optimizer | None]:
+        """By group, an optimizer that has updated a param of three elements once; None where it begins with zeros."""
+        return [
+            None if _begins_with_zeros(self, number) else _stand_in(self, number) for number in range(len(self.groups))
+        ]
 
 
 def _is_moment(value: Any) -> bool:
@@ -231,23 +239,40 @@ def _is_moment(value: Any) -> bool:
     return torch.is_tensor(value) and value.shape == (3,)
 
 
-def _begin(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
-    zeros = torch.zeros(3)
-    if is_adam(optimizer, number):
-        maxima = {"max_exp_avg_sq": zeros} if group.get("amsgrad") else {}
-        return {STEP: torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros, **maxima}
-    if "momentum_buffer" in needed_moments(optimizer, number) and not group.get("dampening"):
-        has_momentum = group.get("momentum") or is_muons_group(group)  # Muon keeps it for a factor of 0 as well
-        return {"momentum_buffer": zeros} if has_momentum else {}
-    param, options = zeros.to(optimizer.device), dict(optimizer.inner.param_groups[number])
+def _begins_with_zeros(params: TorchParams, number: int) -> bool:
+    optimizer = params.share.optimizer
+    updater = part_for(optimizer.inner, optimizer.inner.param_groups[number])
+    if not (
+        optimizer.plan.choice.is_adam or type(updater).__module__.startswith(("torch.optim.", "megatron_distopt."))
+    ):
+        return False  # a user's, which may inherit from one of torch's
+    has_momentum = "momentum_buffer" in needed_moments(optimizer, number)
+    return is_adam(optimizer, number) or (has_momentum and not params.groups[number].get("dampening"))
+
+
+def _stand_in(params: TorchParams, number: int) -> Optimizer:
+    optimizer = params.share.optimizer
+    live, param = optimizer.inner.param_groups[number], torch.zeros(3, device=optimizer.device)
+    # With what the class itself has written since then, such as a count, it would go on and not begin.
+    options = {key: copy.deepcopy(live[key]) for key in optimizer.plan.groups[number].options if key in live}
     with undisturbed(optimizer.device):
-        stand_in = optimizer.plan.choice.build([copy.deepcopy({**options, "params": []}) | {"params": [param]}])
+        stand_in = optimizer.plan.choice.build([{**options, "params": [param]}])
         param.grad = torch.zeros_like(param)
         stand_in.step()
+    return stand_in
+
+
+def _begin(params: TorchParams, number: int) -> dict[str, Any]:
+    zeros, group, stand_in = torch.zeros(3), params.groups[number], params.stand_ins[number]
+    if stand_in is None and is_adam(params.share.optimizer, number):
+        maxima = {"max_exp_avg_sq": zeros} if group.get("amsgrad") else {}
+        return {STEP: torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros, **maxima}
+    if stand_in is None:
+        has_momentum = group.get("momentum") or is_muons_group(group)  # Muon keeps it for a factor of 0 as well
+        return {"momentum_buffer": zeros} if has_momentum else {}
+    param = stand_in.param_groups[0]["params"][0]
     state = {key: value for key, value in stand_in.state.get(param, {}).items() if value is not None}
-    unwritten = {
-        key: value * math.nan for key, value in moments_of(stand_in, param).items() if value.is_floating_point()
-    }
+    unwritten = {key: value * math.nan for key, value in moments_of(stand_in, param).items()}
     return state | unwritten | ({STEP: state[STEP] * 0} if STEP in state else {})
 
 
@@ -259,9 +284,11 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
         [Note: torch's format].
     """
     first, groups = 0, []
-    for group, names in zip(params.groups, params.names, strict=True):
+    for group, names, stand_in in zip(params.groups, params.names, params.stand_ins, strict=True):
         hidden = {"params", STEP}.intersection(not_options(params.share.optimizer))
-        options = {key: value for key, value in group.items() if key not in hidden}
+        # What the class will write is None before, so that DCP finds the key; a load leaves it out.
+        unwritten = {} if stand_in is None else dict.fromkeys(stand_in.param_groups[0])
+        options = {key: value for key, value in {**unwritten, **group}.items() if key not in hidden}
         groups.append({**options, "params": list(range(first, first + len(names)))})
         first += len(names)
         if LOSS_SCALE in group:

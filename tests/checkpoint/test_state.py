@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import CheckpointError
-from tests.checkpoint.test_torch_state import Wordy
 from tests.support.fork_files import same
 from tests.support.models import Params, exact_grads, stepped
 
@@ -102,34 +99,3 @@ def test_load_when_saved_by_another_kind_of_optimizer_then_refused_and_nothing_c
     with pytest.raises(CheckpointError, match=r"Must hold exp_avg, exp_avg_sq, .* for torch_foreach"):
         trained.load(tmp_path, 0)
     assert same(trained.held(), before)
-
-
-class Alone(torch.nn.Module):
-    """One param of one element: its main param is as large as a step that is a tensor of one element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only = Parameter(torch.ones(1))
-
-    def forward(self) -> Tensor:
-        return self.only.square().sum()
-
-
-def test_load_when_a_param_has_one_element_then_a_step_of_one_element_round_trips() -> None:
-    def build() -> tuple[Alone, Any]:
-        model = Alone()
-        return model, distribute(model, Wordy(model.parameters()), CONFIG)
-
-    def train(model: Alone, optimizer: Any) -> float:
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
-        return model.only.item()
-
-    model, optimizer = build()
-    for _ in range(2):
-        train(model, optimizer)
-    other, other_optimizer = build()
-    other.load_state_dict(model.state_dict())
-    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert [train(other, other_optimizer) for _ in range(3)] == [train(model, optimizer) for _ in range(3)]

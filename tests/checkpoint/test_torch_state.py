@@ -181,44 +181,6 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
     assert all(same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
 
 
-class Wordy(torch.optim.Optimizer):
-    """Keeps a number of Python's and a moment under odd keys, and has a count from the start."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        for param in (param for group in self.param_groups for param in group["params"]):
-            self.state[param] = {"step": torch.zeros(()), "main": torch.zeros_like(param), "cut": 0}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Moves along a decaying mean."""
-        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
-            state = self.state[param]
-            state["step"] += 1
-            state["cut"] += 2
-            state["main"].mul_(0.5).add_(param.grad)
-            param.add_(state["main"], alpha=-0.125 / float(state["step"]))
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_one_rank_when_a_class_keeps_odd_things_then_they_come_back() -> None:
-    model = Params(default=torch.bfloat16)
-    optimizer = distribute(model, Wordy(model.groups()))
-    for step in range(2):
-        _train(model, optimizer, step)
-    state = copy.deepcopy(optimizer.full_state_dict())
-    assert {each["cut"] for each in state["state"].values()} == {4}
-    other_model = Params(default=torch.bfloat16)
-    other = distribute(other_model, Wordy(other_model.groups()))
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(state)
-    for step in (2, 3):
-        _train(model, optimizer, step)
-        _train(other_model, other, step)
-    assert same(_weights(other_model), _weights(model))
-    assert same(other.state_dict(), optimizer.state_dict())
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", LOW)
 def test_one_rank_when_the_state_is_in_low_precision_then_torch_saves_its_values_and_it_computes_as_a_tensor(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert
 from megatron_distopt.formats.recognise import load_any
-from megatron_distopt.optimizer.inner import InnerChoice, moments_of
+from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from tests.support.models import Params, exact_grads
 from tests.support.simulated import KINDS, World, element_numbers, small_model
@@ -153,46 +151,6 @@ def test_load_when_the_inner_optimizer_counts_once_a_group_then_refused_with_bot
         _counting_by_group().load(tmp_path)
     text = str(caught.value)
     assert "3 of 'decoder.layers.0.mlp.linear_fc1.weight'" in text and "torch_fused" in text
-
-
-def test_save_when_the_inner_optimizer_keeps_other_numbers_then_they_are_each_params_own(tmp_path: Path) -> None:
-    """NAdam multiplies up a factor that depends on the count."""
-    world = _nadam(steps={"scale": 0, "conv.weight": 1})
-    world.save(tmp_path)
-    other = _nadam(steps={})
-    other.load(tmp_path)
-    found = _products(other)
-    assert found == _products(world)
-    assert len(set(found.values())) == 3 and found["scale"] is None
-
-
-def _nadam(steps: Mapping[str, int]) -> World:
-    """After two steps of every param, or as many as are given."""
-    world = World.of(MODEL, filled=False)
-    optimizer = world.ranks[0].optimizer
-    optimizer.plan = replace(optimizer.plan, choice=InnerChoice("torch.optim:NAdam", torch.optim.NAdam))
-    groups = [{"params": group["params"], "lr": 0.1} for group in optimizer.inner.param_groups]
-    optimizer.inner = torch.optim.NAdam(groups)
-    optimizer.separate(lambda name: steps.get(name.removeprefix("module."), 2))
-    for number in range(2):
-        for run in optimizer.flat_params:
-            is_updated = number < steps.get(run.plan.shards[0].name.removeprefix("module."), 2)
-            run.main.grad = torch.ones_like(run.main) if is_updated else None
-        optimizer.inner.step()
-    for run in optimizer.flat_params:
-        run.main.grad = None
-    return world
-
-
-def _products(world: World) -> dict[str, float | None]:
-    optimizer = world.ranks[0].optimizer
-    return {
-        shard.name.removeprefix("module."): (
-            float(optimizer.inner.state[run.main]["mu_product"]) if run.main in optimizer.inner.state else None
-        )
-        for run in optimizer.flat_params
-        for shard in run.plan.shards
-    }
 
 
 # With real processes and gradients that are missing.

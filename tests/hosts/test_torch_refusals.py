@@ -79,6 +79,14 @@ def instance(build: Callable[[Any], Any], *args: Any, **options: Any) -> object:
     return distribute(model, build(model.parameters()), *args, accelerator="torch", **options)
 
 
+def _own_rate(rank: int) -> None:
+    model = Linear(2, 2)
+    optimizer = distribute(model, CONFIG)
+    optimizer.param_groups[0]["lr"] = 0.5 if rank == 2 else 0.01
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
 def added(later: Callable[[Sequential], Module]) -> object:
     """A group that is added later."""
     model = Sequential(Linear(2, 2), Linear(3, 3), Linear(3, 3))
@@ -173,8 +181,16 @@ START_UP: dict[str, Case] = {
         everyone(LayoutError, "in another distributed optimizer", "Call release() on the other one first"),
     ),
     "LBFGS instance": (
-        lambda rank: instance(torch.optim.LBFGS, CONFIG),
+        lambda rank: instance(torch.optim.LBFGS),
         everyone(ConfigError, "Optimizer LBFGS", *BY_PARAM),
+    ),
+    "options beside an instance": (
+        lambda rank: instance(RMSprop, adam="apex", lr=0.5),
+        everyone(ConfigError, "'apex' together with an optimizer object", "leave adam or the optimizer out"),
+    ),
+    "another rate in a step": (
+        _own_rate,
+        everyone(RanksDisagreeError, "The lr of param group 0 is 0.5 on rank 2 and 0.01 on rank 0", "all_reduce"),
     ),
     "bucket too small": (
         lambda rank: linear(bucket_size=3),

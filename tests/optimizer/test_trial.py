@@ -117,6 +117,33 @@ class Counting(_Own):
         return grad / self.count
 
 
+def keeping(**more: Callable[[Tensor], Any]) -> Callable[[Params], Optimizer]:
+    """A class that keeps a mean and something else, of which `more` says how it begins."""
+
+    class Keeping(_Own):
+        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+            mean = state.setdefault("exp_avg", torch.zeros_like(param))
+            if more.keys() - state.keys() and ("late" not in more or mean.any()):
+                state.update({key: make(param) for key, make in more.items()})
+            return mean.lerp_(grad, 0.1)
+
+    return Keeping
+
+
+class WarmingUp(_Own):
+    """It counts in its group, and writes a rate there; where there are params alone with `only_params`."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"] or not group.get("only_params"):
+                group["count"] = group.get("count", 0) + 1
+                group["lr"] = group.setdefault("base", group["lr"]) * min(1.0, group["count"] / 5)
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad
+
+
 class Still(_Own):
     """It does not begin before its hundredth step."""
 
@@ -142,6 +169,8 @@ ELEMENTS: dict[str, Callable[[Params], Optimizer]] = {
     "SGD, nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "a warm-up that begins at 0": lambda params: torch.optim.NAdam(params, lr=0.0),
     "Lion": Lion,
+    "a rate in its group": WarmingUp,
+    "numbers": keeping(count=lambda _: 0, rate=lambda _: 0.1, product=lambda _: torch.ones((), dtype=torch.float64)),
     "ScheduleFreeAdamW": po.ScheduleFreeAdamW,
 }
 PARAMS: dict[str, Callable[[Params], Optimizer]] = {
@@ -155,6 +184,14 @@ PARAMS: dict[str, Callable[[Params], Optimizer]] = {
     "a norm that rises": po.StableAdamW,
     "products that only later matter": po.SWATS,
     "lists of matrices": lambda params: po.SOAP(params, precondition_frequency=2),
+    "one number in a tensor with a dimension": po.QHAdam,
+    "a text": keeping(mode=lambda _: "warm"),
+    "nothing under a key": keeping(none=lambda _: None),
+    "a number that is not finite": keeping(best=lambda _: float("inf")),
+    "counts of elements": keeping(counts=lambda param: torch.zeros_like(param, dtype=torch.int64)),
+    "values of elements in bf16": keeping(rounded=torch.Tensor.bfloat16),
+    "values of elements from a later step on": keeping(late=torch.zeros_like),
+    "a rate that groups without params have not": lambda params: WarmingUp(params, only_params=True),
 }
 #: And what the error says of it.
 REFUSED: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
@@ -167,6 +204,7 @@ REFUSED: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
     "objects in the state": (po.ScalableShampoo, "fits into no checkpoint"),
     "state that is of no param": (po.MADGRAD, "'k' in its state"),
     "an argument without a default": (po.BSAM, "num_data"),
+    "a complex number": (keeping(phase=lambda _: 1j), "'phase'.*fits into no checkpoint"),
 }
 
 

@@ -41,12 +41,16 @@ from megatron_distopt.optimizer.choice import adopt_instance, choose_inner, fuse
 from megatron_distopt.optimizer.deterministic import check_deterministic
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.given import check_new
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, adopt_muon, is_muon, matrices_in
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import StepPlan
+
+#: Options of an optimizer that is made here.
+_OF_OWN_OPTIMIZER = ("adam", "optimizer", "lr", "weight_decay", "betas", "eps", "momentum", "decay")
 
 
 def _as_it_is(name: str, param: Parameter) -> Placement:
@@ -114,6 +118,8 @@ def distribute(
         """What this rank decides by itself."""
         chunks, given, merged = _checked(model, optimizer, config, param_groups, options)
         merged = config_from_environment(os.environ, merged)
+        for each in given:
+            _check_unused(each, merged)
         # Reverse of registration is roughly the order in which backward finishes gradients.
         named = dict(reversed(named_params(chunks).items()))
         for name, param in named.items():
@@ -200,6 +206,16 @@ def _check_optimizer(optimizer: Any, *, is_alone: bool) -> None:
         got, rule = f"hooks of {type(optimizer).__name__}, one of several optimizers", "be of all params together"
         remedy = "Register them on what distribute(...) returns"
         raise ConfigError(refusal("hooks", got, rule, remedy))
+
+
+def _check_unused(optimizer: Optimizer, config: DistOptConfig) -> None:
+    """Refuses options of an optimizer that is made here, where one was given; `adam` also chooses low precision's."""
+    is_full, default = Precision.of(config).is_full, DistOptConfig()
+    for name in _OF_OWN_OPTIMIZER if is_full else _OF_OWN_OPTIMIZER[1:]:
+        if name in config.explicit and getattr(config, name) != getattr(default, name):
+            got, kind = f"{getattr(config, name)!r} together with an optimizer object", type(optimizer).__name__
+            remedy = f"Give it to the constructor of {kind} if that has it, or leave {name} or the optimizer out"
+            raise ConfigError(refusal(name, got, f"be left to {kind}", remedy))
 
 
 def _check_param(name: str, param: Parameter) -> None:

@@ -120,7 +120,9 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be summed over ranks."""
     grads = model.grads
     number, kept = (2 * grads.num_rounds + is_dropped) % _MODULUS, grads.kept
-    options = model.params.options.checksum(grads.num_rounds, _MODULUS)
+    # The sum of squares over 4,096 ranks is exact.
+    modulus = 2**20 if model.sharded.stats_dtype is torch.float64 else _MODULUS
+    options = model.params.options.checksum(grads.num_rounds, modulus)
     newcomers = len(model.newcomers()) if model.waiting else 0
     begun = 0 if model.module_buffers is None else len(model.module_buffers.begun())
     alike = kept, kept**2, options, options**2

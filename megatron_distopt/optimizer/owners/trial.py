@@ -183,7 +183,11 @@ class _Trial:
     def check_elements(self, *, is_told: bool) -> None:
         start = self._start
         whole = self.run(start)
-        _check_state(whole.optimizer, is_cut=True)
+        of_first_step = self.run(start, whole.grads[:1])
+        for ran in (of_first_step, whole):
+            _check_state(ran.optimizer, is_cut=True)
+        if of_first_step.keys != whole.keys:
+            raise _Differs(f"it keeps {of_first_step.keys ^ whole.keys} from a later step on alone")
         for key, value in whole.options.items():
             is_written = repr(value) != repr(self._options.get(key))
             if is_written and not (value is None or isinstance(value, str) or _is_number(value)):
@@ -243,7 +247,7 @@ class _Trial:
         params = [param.clone().requires_grad_() for param in start]
         optimizer = self._build([{**copy.deepcopy(self._options), "params": params}])
         used = list[_Grads]()
-        for step in range(_NUM_STEPS):
+        for step in range(_NUM_STEPS if grads is None else len(grads)):
             drawn = _draw(self._regime, step, params) if grads is None else grads[step]
             used.append([None if (without or {}).get(step) == number else grad for number, grad in enumerate(drawn)])
             for param, grad in zip(params, used[-1], strict=True):
@@ -287,6 +291,11 @@ class _Ran:
         }
 
     @property
+    def keys(self) -> set[str]:
+        """Of the state of all params."""
+        return {key for state in self.optimizer.state.values() for key in state}
+
+    @property
     def options(self) -> dict[str, Any]:
         return option_values(self.optimizer.param_groups[0])
 
@@ -307,12 +316,18 @@ def _check_state(optimizer: Optimizer, *, is_cut: bool) -> None:
     for owner, state in optimizer.state.items():
         if not any(owner is param for param in optimizer.param_groups[0]["params"]):
             raise _Differs(f"it keeps {owner!r} in its state beside that of its params")
+        is_like = {key: isinstance(value, Tensor) and _form(value) == _form(owner) for key, value in state.items()}
+        if is_cut and state and not any(is_like.values()):
+            raise _Differs(f"it keeps nothing but numbers, {', '.join(state)}, with which no state begins")
         for key, value in state.items() if is_cut else ():
-            is_like = isinstance(value, Tensor) and (value.shape, value.dtype) == (owner.shape, owner.dtype)
-            if not is_like and not _is_number(value):
+            if not is_like[key] and not _is_number(value):
                 raise _Differs(
                     f"it keeps {key!r}, which is neither one finite number nor of shape and dtype of the param"
                 )
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _is_number(value: object) -> bool:

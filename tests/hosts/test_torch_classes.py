@@ -1,0 +1,197 @@
+"""Any class of torch.optim or pytorch_optimizer in `distribute`: it trains, and resumes in each way at other numbers of
+ranks, as it does undistributed; or it is refused before the first step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as in_dcp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron_distopt import TorchDistributedOptimizer, distribute
+from megatron_distopt.optimizer.inner import IMPLEMENTATION
+from tests.support.published import pytorch_optimizer
+from tests.support.spawn import run_ranks
+from tests.support.whole_classes import tried_once
+
+#: The vector is of bf16, and has no gradient in one step. The last one has a group, of which most ranks have nothing.
+SHAPES = {"matrix": (12, 10), "vector": (7,), "one": (1,)}
+STEPS, SAVED_AT = 8, 4
+WAYS = ("folder", "DCP", "full", "consolidated")
+Build = Callable[..., Optimizer]
+
+
+class WarmingUp(torch.optim.SGD):
+    """Counts in its groups and writes its rate there."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = group.setdefault("base", group["lr"]) * min(1.0, group["count"] / 6)
+        return super().step(closure)
+
+
+EVERY: dict[str, Build] = {
+    f"{module.__name__}.{name}": kind
+    for module in (torch.optim, pytorch_optimizer)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer)
+}
+SOME: dict[str, Build] = {
+    **{name: EVERY[f"torch.optim.{name}"] for name in ("NAdam", "ASGD", "Rprop", "Adafactor", "SGD")},
+    **{name: EVERY[f"pytorch_optimizer.{name}"] for name in ("AdaBelief", "ScheduleFreeAdamW", "QHAdam", "MADGRAD")},
+    **{name: EVERY[f"pytorch_optimizer.{name}"] for name in ("Adan", "Lion")},
+    "SGD, momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.1),
+    "RMSprop, centered": partial(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "a rate in its group": WarmingUp,
+}
+#: Those that do not go by elements.
+OTHERS = {"Adafactor": "params", "QHAdam": "params", "MADGRAD": "refused"}
+
+
+class Held(nn.Module):
+    """Steps with the mean of the gradients of ranks, which is exact."""
+
+    def __init__(self, build: Build, short: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        for name, shape in SHAPES.items():
+            value = torch.randn(shape, generator=generator)
+            self.register_parameter(name, nn.Parameter(value.bfloat16().to(short) if name == "vector" else value))
+        groups = [{"params": [self.matrix, self.vector]}, {"params": [self.one], "lr": 0.03125}]
+        self.optimizer = [build(groups, lr=0.0625)]  # no module
+
+    def train_with(self, optimizer: Optimizer, steps: Iterable[int], ranks: Sequence[int]) -> None:
+        for step in steps:
+            for group in optimizer.param_groups if step in (3, 5) else ():
+                group["lr"] *= 0.5
+            optimizer.zero_grad()
+            losses = list[Tensor]()
+            for name, param in self.named_parameters():
+                drawn = [torch.Generator().manual_seed(100 * step + rank) for rank in ranks]
+                grads = [torch.randint(-3, 4, param.shape, generator=each) * (12 / 256) + 3 / 256 for each in drawn]
+                losses += [(param.float() * sum(grads) / len(ranks)).sum()] if (name, step) != ("vector", 2) else []
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+
+    def end_of(self, optimizer: Optimizer) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Params in the dtype of the model, and options as the user sees them."""
+        hidden = ("params", *IMPLEMENTATION)
+        options = [{key: each for key, each in group.items() if key not in hidden} for group in optimizer.param_groups]
+        return [self.matrix.detach(), self.vector.detach().bfloat16(), self.one.detach()], options
+
+
+def _from_first(value: Any) -> Any:
+    """Collective: what rank 0 has."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def _saved(way: str, model: Held, optimizer: TorchDistributedOptimizer, to: str, group: Any) -> Any:
+    if way == "DCP":
+        state = {"o": in_dcp.get_optimizer_state_dict(model, optimizer)}
+        return dcp.save(state, checkpoint_id=to, process_group=group) and None
+    if way == "consolidated":
+        optimizer.consolidate_state_dict()
+        return optimizer.state_dict() if dist.get_rank() == 0 else None
+    return optimizer.full_state_dict() if way == "full" else optimizer.save(to)  # type: ignore[func-returns-value]
+
+
+def _load(way: str, model: Held, optimizer: TorchDistributedOptimizer, at: str, group: Any, saved: Any) -> None:
+    if way == "folder":
+        return optimizer.load(at)
+    model.load_state_dict(saved["weights"])
+    if way != "DCP":
+        return optimizer.load_state_dict(saved[way])
+    state = {"o": in_dcp.get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=at, process_group=group)
+    some = in_dcp.StateDictOptions(strict=False)  # torch refuses a param without state else, where another one has some
+    return in_dcp.set_optimizer_state_dict(model, optimizer, state["o"], options=some)
+
+
+def _run(rank: int, build: Build, groups: Mapping[int, Any], root: str) -> dict[str, Any]:
+    """Trained by two ranks, and resumed by one and three: what it goes by, and what it comes to, by way and size."""
+    found, saved = dict[str, Any](), dict[str, Any]()
+
+    def begun(size: int) -> tuple[Held, TorchDistributedOptimizer]:
+        model = Held(build)
+        return model, distribute(model, model.optimizer.pop(), process_group=groups[size], accelerator="torch")
+
+    try:
+        model, optimizer = begun(2) if rank < 2 else (None, None)
+    except Exception as error:  # noqa: BLE001 -- of any kind; nothing was begun
+        found["refused"] = str(error)
+    if _from_first(found):
+        return found
+    if model is not None and optimizer is not None:
+        found["goes by"] = "params" if optimizer.sharded.plan.choice.updates_whole_params else "elements"
+        model.train_with(optimizer, range(SAVED_AT), [rank])
+        for way in WAYS if found["goes by"] == "elements" else WAYS[:1]:  # the others are refused when they are called
+            saved[way] = _saved(way, model, optimizer, f"{root}/{way}", groups[2])
+        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+        model.train_with(optimizer, range(SAVED_AT, STEPS), [rank])
+        found["on"] = model.end_of(optimizer)
+        optimizer.release()
+        saved["weights"] = weights
+    saved = _from_first(saved)
+    for size, way in ((size, way) for size in (1, 3) for way in WAYS if rank < size and way in saved):
+        model, optimizer = begun(size)
+        _load(way, model, optimizer, f"{root}/{way}", groups[size], saved)
+        model.train_with(optimizer, range(SAVED_AT, STEPS), (0, 1))
+        found[f"{way} {size}"] = model.end_of(optimizer)
+        optimizer.release()
+    return found
+
+
+Ran = list[dict[str, dict[str, Any]]]
+
+
+@tried_once()
+def run_all(rank: int, size: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    groups, root = {each: dist.new_group(range(each)) for each in (1, 2, 3)}, _from_first(tempfile.mkdtemp())
+    return {name: _run(rank, {**EVERY, **SOME}[name], groups, str(Path(root, name))) for name in names}
+
+
+def check(name: str, ran: Ran) -> None:
+    model = Held({**EVERY, **SOME}[name], torch.float32)
+    (optimizer,) = model.optimizer
+    model.train_with(optimizer, range(STEPS), (0, 1))
+    wanted, options = model.end_of(optimizer)
+    for how, end in (each for of_rank in ran for each in of_rank[name].items() if each[0] != "goes by"):
+        for mine, param in zip(end[0], wanted, strict=True):
+            # A piece of a param ends elsewhere, and kernels round the last elements of a tensor in another way.
+            assert torch.allclose(mine.float(), param.float(), rtol=1e-5, atol=1e-6), how
+        assert ran[0][name]["goes by"] == "params" or end[1] == options, how
+
+
+@pytest.fixture(scope="module")
+def ran() -> Ran:
+    return run_ranks(run_all, 3, [*SOME], seconds=300.0)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed(name: str, ran: Ran) -> None:
+    found, wanted = ran[0][name], OTHERS.get(name, "elements")
+    assert [*found] == ["refused"] if wanted == "refused" else found["goes by"] == wanted
+    if wanted != "refused":
+        assert len(found) == 2 + 2 * (len(WAYS) if wanted == "elements" else 1)
+        check(name, ran)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EVERY)
+def test_any_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed_or_refused(name: str) -> None:
+    ran = run_ranks(run_all, 3, [name], seconds=300.0)
+    if "refused" not in ran[0][name]:
+        check(name, ran)
