@@ -156,14 +156,13 @@ class GroupCounts:
                 self._show(number, group, self._shown[number][0] + 1 if is_known else int(counts[0]))
 
     def _show(self, number: int, group: dict[str, Any], value: int) -> None:
-        group["step"] = value
-        self._shown[number] = value, max((count._version for count in self._counts(group)[:1]), default=0)
+        group["step"], counts = value, self._counts(group)
+        self._shown[number] = value, counts[0]._version if counts else 0
 
     def _counts(self, group: Mapping[str, Any]) -> list[Tensor]:
         """Empty for a group without a main param on this rank."""
-        return [
-            self._inner.state[main]["step"] for main in group["params"] if "step" in self._inner.state.get(main, ())
-        ]
+        states = [self._inner.state.get(main, {}) for main in group["params"]]
+        return [state["step"] for state in states if "step" in state]
 
 
 def notice_for(check: Callable[[], None], flag: Tensor, group: Group) -> Notice:
