@@ -165,6 +165,7 @@ def _first_layer_frozen(lr: float) -> tuple[torch.nn.Sequential, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(True)
     model[0].requires_grad_(False)
     groups = [{"params": list(layer.parameters()), "lr": lr * (1 + number)} for number, layer in enumerate(model)]
+    groups.append({"params": [], "lr": lr * 3})
     return model, distribute(model, torch.optim.AdamW(groups))
 
 
@@ -181,7 +182,7 @@ def test_load_when_a_group_is_frozen_then_it_has_the_options_that_were_saved(for
 
     resumed.load(place)
 
-    assert [group["lr"] for group in resumed.param_groups] == [0.5, 1.0], "options of the saved run"
+    assert [group["lr"] for group in resumed.param_groups] == [0.5, 1.0, 1.5], "options of the saved run"
     assert not any(param in resumed.state for param in model[0].parameters()), "it has no state before it trains"
 
 

@@ -213,15 +213,23 @@ class ShardedModel:
         self._take_over(sets, buffers, slots)
 
     def whole(self) -> WholeModel:
-        frozen = frozenset(named_params(self.chunks)) - self.placements.keys()
+        resting = (name for names in self._resting().values() for name in names)
+        frozen = frozenset([*named_params(self.chunks), *resting]) - self.placements.keys()
         sizes = {"ranks": self.everyone.size, "data_parallel": self.data.size, FIRST_RANK: self.everyone.global_rank(0)}
         return WholeModel([self.share()], frozen=frozen, about={"host": "any torch module", **sizes})
 
     def share(self) -> Share:
-        groups = enumerate(name_groups(self._plan.torch_groups, self.waiting))
-        resting = {number: group.names for number, group in groups if group.names}
         excluded = self._plan.step.excluded_from_norm
-        return Share(self.sharded, self.placements, lambda name: not excluded(name), resting)
+        return Share(self.sharded, self.placements, lambda name: not excluded(name), self._resting())
+
+    def _resting(self) -> dict[int, tuple[str, ...]]:
+        """By group the params without state; a name of its own where it has no params, as its options are kept, too."""
+        both = zip(name_groups(self._plan.torch_groups, self.waiting), self.sharded.plan.groups, strict=True)
+        return {
+            number: waiting.names or (f"param group {number}",)
+            for number, (waiting, trained) in enumerate(both)
+            if waiting.names or not trained.names
+        }
 
     def release(self) -> None:
         """Ends this: the params are torch's again."""
