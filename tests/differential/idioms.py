@@ -283,6 +283,9 @@ _AS_AN_OPTIMIZER = {
         """,
         _SEVERAL,
     ),
+    "state_through_torch": Idiom(
+        _ANY, "before = list(counted)\nworld.through_torch(model, optimizer, {n})\ncounted[:] = before  # of hooks"
+    ),
     "optimizer_deepcopy": Idiom(_ANY, "copy.deepcopy(optimizer)", _FIXED),
     "optimizer_pickle": Idiom(_ANY, "pickle.dumps(optimizer)", _FIXED),
     "step_hooks": Idiom(

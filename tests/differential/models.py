@@ -52,6 +52,23 @@ class Note:
         self.seen.append(self.word)
 
 
+class Counting(torch.optim.Optimizer):
+    """Writes into its param groups: how often it has updated, and the part of the lr to which that warms it up."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "step": 0, "warmed": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            group["warmed"] = min(1.0, group["step"] / 4)
+            for param in (each for each in group["params"] if each.grad is not None):
+                state = self.state[param]
+                state["sum"] = state.get("sum", torch.zeros_like(param)) * 0.5 + param.grad
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(state["sum"] * group["lr"] * group["warmed"])
+
+
 class Trained(nn.Module):
     """What all models have: a loss by itself, an entry beside `forward`, a branch, activation checkpointing."""
 
@@ -181,6 +198,19 @@ class OwnParams(Trained):
 
     def outputs(self, x: Tensor) -> Tensor:
         return self.last(functional.gelu(self.first(x) * self.scale + self.shift)) * self.scale
+
+
+class Hollow(Trained):
+    """A param without elements has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, HIDDEN))
+        self.first = Cast(nn.Linear(WIDTH, HIDDEN))
+        self.last = Cast(nn.Linear(HIDDEN, 4))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.last(functional.gelu(self.first(x) + self.nothing.sum(0)))
 
 
 class PartlyFrozen(Trained):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 import megatron_distopt
@@ -44,6 +45,18 @@ class OurWorld:
 
     def average_now(self) -> None:
         """Nothing: what the program does with `p.grad` next has to work by itself, or be refused."""
+
+    def through_torch(self, model: nn.Module, optimizer: Any, way: int) -> None:
+        """Collective: takes the state out in one of torch's formats, and loads it."""
+        if way % 3 == 0:
+            set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+            return
+        if way % 3 == 1:
+            state = optimizer.full_state_dict()
+        else:
+            optimizer.consolidate_state_dict()
+            state = optimizer.state_dict() if self.rank == 0 else {}
+        optimizer.load_state_dict(self.all_ranks("state", state)[0])
 
     def distribute(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
         """`distribute`, in the form that the README shows."""

@@ -110,6 +110,9 @@ class ReferenceWorld:
         if self.optimizer is not None:
             self.optimizer.average_grads()
 
+    def through_torch(self, model: nn.Module, optimizer: Optimizer, way: int) -> None:
+        """Nothing: the state is the same afterwards."""
+
     def distribute(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> AveragingOptimizer:
         """Starts all ranks from rank 0's weights and module buffers."""
         if any(nn.parameter.is_lazy(param) for param in model.parameters()):

@@ -26,6 +26,8 @@ OPTIMIZERS = {
     "RMSprop": "RMSprop({params}, lr={lr}, weight_decay=0.1, eps=1e-1, momentum=0.5)",
     "Adagrad": "Adagrad({params}, lr={lr}, weight_decay=0.1, eps=1e-1, lr_decay=0.1)",
     "Adadelta": "Adadelta({params}, lr={lr}, weight_decay=0.1, eps=1e-2)",
+    "ASGD": "ASGD({params}, lr={lr}, weight_decay=0.1, t0=2)",
+    "Counting": "Counting({params}, lr={lr}, weight_decay=0.1)",  # of models.py
 }
 
 GROUPS = {
@@ -98,7 +100,7 @@ def _beginning(program: Program, number: int) -> Iterator[str]:
         yield 'forward = torch.compile(model, backend="eager")'
     if number:
         yield f'model.load_state_dict(torch.load(world.folder / "weights{number - 1}"))'
-    yield f"optimizer = torch.optim.{_optimizer(program)}"
+    yield f"optimizer = {_optimizer(program)}"
     if program.scheduler_before and program.scheduler:
         yield f"scheduler = {_scheduler(program)}"
     yield from _actions(program.start)
@@ -124,11 +126,12 @@ def _built_afterwards(program: Program) -> Iterator[str]:
 def _optimizer(program: Program) -> str:
     # A step that is small against the spacing of 16-bit weights would be lost in the tolerance.
     lr = "0.02" if program.dtype == "float32" else "0.05"
-    return OPTIMIZERS[program.optimizer].format(params=GROUPS[program.groups], lr=lr)
+    text = OPTIMIZERS[program.optimizer].format(params=GROUPS[program.groups], lr=lr)
+    return text if program.optimizer == "Counting" else f"torch.optim.{text}"
 
 
 def _scheduler(program: Program) -> str:
-    has_momentum = program.optimizer not in ("Adagrad", "Adadelta")
+    has_momentum = program.optimizer not in ("Adagrad", "Adadelta", "ASGD", "Counting")
     text = SCHEDULERS[program.scheduler or ""].format(optimizer="optimizer", cycles=has_momentum)
     return f"torch.optim.lr_scheduler.{text}"
 
