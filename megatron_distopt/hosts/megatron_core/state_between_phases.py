@@ -76,7 +76,9 @@ class OffloadedState:
 
         Completes state that other code has begun.
         """
-        begin_counts(self._sharded.inner)
+        inner = self._sharded.inner
+        if any(state and "step" not in state for state in inner.state.values()):
+            begin_counts(inner)
         flat_params = self._sharded.flat_params
         mains = [(flat, "a main param", flat.main) for flat in flat_params if type(flat.main) is not LowPrecisionTensor]
         entries = [(flat, name, state[name]) for flat, state, name in self._entries(flat_params)]

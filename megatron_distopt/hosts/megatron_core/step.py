@@ -113,10 +113,12 @@ class StepCalls(MegatronOptimizer):
                 )
             for hook in self.hooks:
                 hook.after(replace(decision, action=StepAction.SKIP))
-            return False, decision.norm, self._zeros_of(decision)
+            return False, decision.norm, self._zeros_of(decision) if config.log_num_zeros_in_grad else None
         self._clip_groups(grads, decision, config.clip_grad)
         self._update(grads, decisions)
-        return decision.updated, decision.grad_norm, self._zeros_of(decision) if decision.updated else None
+        if decision.found_inf is not None and not decision.updated:
+            return False, None, None
+        return True, decision.norm, self._zeros_of(decision) if config.log_num_zeros_in_grad else None
 
     def _is_overridden(self) -> bool:
         """Whether other code has put functions of its own in the place of what the host's own step calls."""
@@ -171,16 +173,10 @@ class StepCalls(MegatronOptimizer):
 
     def count_zeros(self) -> int:
         """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
-        return (prepared_of(self.ours()[0]).decision.stats.num_zeros or 0) + self._zeros_of_groups()
+        return self._zeros_of(prepared_of(self.ours()[0]).decision)
 
-    def _zeros_of(self, decision: StepDecision) -> int | None:
-        """Of the whole gradient; None where the host's config does not count them. May wait for the device."""
-        if not self.ours()[0].config.log_num_zeros_in_grad:
-            return None
-        return (decision.stats.num_zeros or 0) + self._zeros_of_groups()
-
-    def _zeros_of_groups(self) -> int:
-        return sum(stats.num_zeros for stats in self._group_stats.values())
+    def _zeros_of(self, decision: StepDecision) -> int:
+        return (decision.stats.num_zeros or 0) + sum(stats.num_zeros for stats in self._group_stats.values())
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
@@ -236,8 +232,8 @@ class StepCalls(MegatronOptimizer):
                     chunk.start_param_sync()
         # Where the check is deferred, the device goes on with the update while the CPU waits for the statistics.
         finish_deferred_check([optimizer.sharded for optimizer in ours], ours[0].stats_group, when="")
-        for counts in (optimizer.counts for optimizer in ours if decisions[0].updated):
-            if counts is not None:
+        for counts in (optimizer.counts for optimizer in ours):
+            if counts is not None and decisions[0].updated:
                 counts.show(is_after_update=True)
 
 
