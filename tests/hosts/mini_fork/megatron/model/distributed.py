@@ -88,12 +88,6 @@ class DistributedDataParallel(MegatronModule):
     def forward(self, *inputs, **kwargs):
         return self.module(*inputs, **kwargs)
 
-    def state_dict(self, destination=None, prefix="", keep_vars=False):
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
-
-    def load_state_dict(self, state_dict, strict=True):
-        self.module.load_state_dict(state_dict, strict=strict)
-
 
 def _add_to_main_grad(param):
     param.main_grad.add_(param.grad.data)

@@ -34,9 +34,3 @@ class Float16Module(MegatronModule):
     def forward(self, *inputs, **kwargs):
         outputs = self.module(*inputs, **kwargs)
         return outputs.float() if mpu.is_pipeline_last_stage() else outputs
-
-    def state_dict(self, destination=None, prefix="", keep_vars=False):
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
-
-    def load_state_dict(self, state_dict, strict=True):
-        self.module.load_state_dict(state_dict, strict=strict)

@@ -26,9 +26,6 @@ class Range:
     def normalize(self, start=0):
         return Range(start, start + self.size)
 
-    def __len__(self):
-        return self.size
-
     def of(self, tensor):
         return tensor.view(-1)[self.start : self.end]
 
