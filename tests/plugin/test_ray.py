@@ -53,7 +53,7 @@ def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def test_actor_when_the_package_is_hooked_in_or_patched_in_then_it_trains_with_ours(way: str, tmp_path: Path) -> None:
     train = ray.remote(num_cpus=1)(_train)
-    found = ray.get([train.remote(rank, str(tmp_path / "store")) for rank in range(SIZE)], timeout=200)
+    found = ray.get([train.remote(rank, str(tmp_path / "store")) for rank in range(SIZE)], timeout=400)
     package = "megatron.core" if way == "nothing" else "megatron_distopt"
     assert {module.partition(".hosts")[0].partition(".optimizer")[0] for module, _ in found} == {package}
     assert found[0][1] == found[1][1]
