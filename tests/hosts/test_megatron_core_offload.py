@@ -222,7 +222,7 @@ NAMES = (
 def collect(rank: int, size: int, folder: str) -> dict[str, str]:
     checks = (
         partial(
-            _moved_and_back, BF16.of(dp=1, pp=SIZE, vp=2, num_microbatches=SIZE)
+            _moved_and_back, BF16.of(dp=1, pp=SIZE, vp=2, tied=False, num_microbatches=SIZE)
         ),  # two grad buffers of one optimizer
         variables(FORMS)(partial(_moved_and_back, BF16)),
         partial(_freed, BF16),
