@@ -197,7 +197,7 @@ def step_of(
     """Updates of a flat param, wherever the class counts them; an Adam without moments has not updated it yet."""
     is_begun = bool(optimizer.inner.state.get(flat.main)) or not optimizer.plan.choice.is_adam
     if "step" in group and is_begun:
-        return int(_scalar("step", group["step"]).value)
+        return int(group["step"])
     return int(scalars["step"].value) if "step" in scalars else None
 
 
@@ -260,14 +260,4 @@ def _is_plain(value: object) -> bool:
 def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
     moments = moments_of(optimizer.inner, flat.main)
     state = optimizer.inner.state.get(flat.main, {})
-    return {key: _scalar(key, value) for key, value in state.items() if key not in moments}
-
-
-def _scalar(key: str, value: Any) -> Scalar:
-    if value.numel() == 1 if torch.is_tensor(value) else isinstance(value, (bool, int, float)):
-        return Scalar.of(value)
-    got = f"a tensor of {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
-    raise CheckpointError(
-        f"Invalid state {key!r} of the inner optimizer: {got}. Must be a number, or as large as its param. Use an "
-        "element-wise inner optimizer."
-    )
+    return {key: Scalar.of(value) for key, value in state.items() if key not in moments}

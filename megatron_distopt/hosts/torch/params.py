@@ -201,6 +201,10 @@ class Params:
         self._doubtful = frozenset(each.name for each in self._short)
 
 
+#: Types of options that cannot change in place.
+_FIXED = (type(None), Number, str, tuple)
+
+
 class GroupOptions:
     """The options of the user's param groups and of the inner optimizer's, which follow each other."""
 
@@ -208,15 +212,13 @@ class GroupOptions:
         self._groups, self._inner = groups, inner
         #: What both have held last, by group.
         self._last: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        #: By group and key a checksum of each option of the user's groups, or the option if it can change in place.
-        self._checksums: dict[tuple[int, str], int] = {}
-        self._mutable: dict[tuple[int, str], Any] = {}
+        self._crc: int | None = None  # of all options of the user's groups; None where they may have changed
 
     def learn(self) -> None:
         """Takes the options of further groups for known."""
         for number in range(len(self._last), len(self._groups)):
             self._last.append((dict(self._groups[number]), dict(self._inner.param_groups[number])))
-            self._note(number, changed_options(self._groups[number], {}))
+        self._crc = None
 
     def exchange(self) -> None:
         """Takes over what the user has written since the last call, and shows the user what the inner optimizer has,
@@ -224,40 +226,26 @@ class GroupOptions:
         """
         for number, (theirs, ours) in enumerate(zip(self._groups, self._inner.param_groups, strict=True)):
             of_user, of_inner = self._last[number]
-            for key in of_user.keys() - theirs.keys():
+            removed = of_user.keys() - theirs.keys()
+            for key in removed:
                 ours.pop(key, None)
-                self._forget(number, key)
             ours.update(changed_options(theirs, of_user))
             theirs.update(changed_options(ours, of_inner))
-            if written := changed_options(theirs, of_user):
-                self._note(number, written)
+            can_change = not all(isinstance(each, _FIXED) for key, each in theirs.items() if key != "params")
+            if removed or can_change or changed_options(theirs, of_user):
+                self._crc = None
             self._last[number] = dict(theirs), dict(ours)
-
-    def _note(self, number: int, written: Mapping[str, Any]) -> None:
-        for key, value in written.items():
-            self._forget(number, key)
-            if value is None or isinstance(value, (Number, str, tuple)):
-                self._checksums[number, key] = _checksum((number, key), value)
-            else:
-                self._mutable[number, key] = value
-
-    def _forget(self, number: int, key: str) -> None:
-        self._checksums.pop((number, key), None)
-        self._mutable.pop((number, key), None)
 
     def checksum(self, salt: int, modulus: int) -> int:
         """The same on all ranks that have the same options; others that have the same have not with another salt."""
-        total = sum(self._checksums.values()) + sum(_checksum(*each) for each in self._mutable.items())
-        return zlib.crc32(b"%d %d" % (total, salt)) % modulus
+        if self._crc is None:
+            self._crc = zlib.crc32(repr(sorted(self.described().items())).encode())
+        return zlib.crc32(b"%d %d" % (self._crc, salt)) % modulus
 
     def described(self) -> dict[str, str]:
         """All options as texts that ranks can compare."""
         numbered = [(number, *each) for number, of_group in enumerate(self._groups) for each in of_group.items()]
         return {f"{key} of param group {number}": _text(value) for number, key, value in numbered if key != "params"}
-
-
-def _checksum(where: tuple[int, str], value: Any) -> int:
-    return zlib.crc32(f"{where} {_text(value)}".encode())
 
 
 def _text(value: Any) -> str:
@@ -268,4 +256,4 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if torch.is_tensor(value):
         return f"tensor {value.tolist()}"
-    return repr(value) if value is None or isinstance(value, (Number, str)) else type(value).__name__
+    return repr(value) if isinstance(value, _FIXED) else type(value).__name__
