@@ -191,7 +191,8 @@ def load_sharded(training: Any, kind: str, folder: Path, *, has_weights: bool = 
     metadata = metadata_of(kind)
     model = {"model": training.chunks[0].module.sharded_state_dict(metadata=metadata)}
     optimizer = training.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
-    loaded = dist_checkpointing.load({**(model if has_weights else {}), "optimizer": optimizer}, str(folder))
+    with torch.serialization.safe_globals([argparse.Namespace]):  # older versions read it by torch's default
+        loaded = dist_checkpointing.load({**(model if has_weights else {}), "optimizer": optimizer}, str(folder))
     if has_weights:
         training.chunks[0].module.load_state_dict(loaded["model"])
     training.optimizer.load_state_dict(loaded["optimizer"])
