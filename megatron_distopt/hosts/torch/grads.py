@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -59,6 +59,8 @@ class Grads:
         self._handles: list[RemovableHandle] = []
         #: Params whose gradients others may not read; those without a slot have a hook, too.
         self._guarded: dict[Parameter, RemovableHandle | None] = {}
+        #: By name, what accumulates gradients into sums and is told to reopen them before; kept, or it has no hook.
+        self._accumulators: dict[str, tuple[Node, RemovableHandle]] = {}
         #: Rounds so far, see [Note: phases of a gradient].
         self.num_rounds = 0
         self.phase = Phase.LOCAL
@@ -126,8 +128,10 @@ class Grads:
 
     def release(self) -> None:
         """Removes the hooks: from now on gradients are torch's own and are not reduced."""
-        for handle in (*self._handles, *filter(None, self._guarded.values())):
+        ahead = (handle for _, handle in self._accumulators.values())
+        for handle in (*self._handles, *ahead, *filter(None, self._guarded.values())):
             handle.remove()
+        self._accumulators.clear()
         for param in self._guarded:
             show_assigned(param, None)
         is_local = self._data.size == 1 or self.phase is Phase.LOCAL
@@ -164,8 +168,9 @@ class Grads:
             if self.phase is not Phase.LOCAL:
                 self._reopen()
 
-        if self.phase is not Phase.LOCAL:
-            get_gradient_edge(slot.param).node.register_prehook(accumulates)
+        if self.phase is not Phase.LOCAL and slot.name not in self._accumulators:
+            node = get_gradient_edge(slot.param).node
+            self._accumulators[slot.name] = node, node.register_prehook(accumulates)
 
     def _after(self, slot: GradSlot, _: Tensor) -> None:
         grad = slot.param.grad
@@ -216,6 +221,9 @@ class Grads:
                 flat[owned.stop :].zero_()
                 flat[owned.as_slice()].mul_(self._data.size / divisor)
         self.phase = Phase.LOCAL
+        for _, handle in self._accumulators.values():
+            handle.remove()
+        self._accumulators.clear()
 
     def reduce(self) -> CommTime:
         """Collective: reduces gradients for the step; afterwards each rank's shards hold the sums."""
