@@ -36,6 +36,7 @@ _NAMES = (
     "_io.BytesIO",
     "pathlib.Path",
     "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # in Python 3.13
     "signal.Signals",
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
@@ -66,6 +67,7 @@ _METADATA = frozenset(
         "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
         "torch.serialization._get_layout",
         "pathlib.PosixPath",
+        "pathlib._local.PosixPath",  # in Python 3.13
     )
 )
 _REMEDY = "Give a file that the training wrote, unchanged, or start from the weights with --no-load-optim."

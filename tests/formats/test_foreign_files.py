@@ -25,7 +25,7 @@ from megatron_distopt.checkpoint.tensor_file import TensorWriter
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, deepspeed_universal, open_any
 from megatron_distopt.formats.megatron_core import nameless, torch_dist
-from megatron_distopt.formats.pickles import Inert, attribute, load_file, save_whole
+from megatron_distopt.formats.pickles import Inert, attribute, load_file, load_metadata, save_whole
 from megatron_distopt.formats.torch_files import open_dcp
 from megatron_distopt.layout import Box
 from tests.support.fork_files import Trap
@@ -394,3 +394,9 @@ def test_open_when_groups_have_other_steps_then_it_is_refused(tmp_path: Path) ->
     tensors = {f"optimizer.state.fp32_param.{name}": torch.zeros(shape) for name, shape in SHAPES.items()}
     folder = save_dcp(tmp_path / "checkpoint", tensors, {"optimizer": {"optimizer": {"param_groups": groups}}})
     assert_says(refused(CheckpointError, lambda: torch_dist.open_torch_dist(folder)), f"{folder}: 7, 8.")
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_metadata_when_another_python_wrote_a_path_into_it_then_it_is_read(module: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(f"c{module}\nPosixPath\n(V/a\ntR.".encode())
+    assert load_metadata(tmp_path / ".metadata").arguments == ("/a",)
