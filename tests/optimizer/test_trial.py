@@ -149,6 +149,7 @@ class Still(_Own):
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         state["count"] = state.get("count", 0) + 1
+        state.setdefault("sum", torch.zeros_like(grad)).add_(grad)
         return grad if state["count"] > 100 else torch.zeros_like(grad)
 
 

@@ -183,6 +183,8 @@ class _Trial:
     def check_elements(self, *, is_told: bool) -> None:
         start = self._start
         whole = self.run(start)
+        if not is_told and all(map(torch.equal, start, whole.params)):
+            raise _NothingChanged
         of_first_step = self.run(start, whole.grads[:1])
         for ran in (of_first_step, whole):
             _check_state(ran.optimizer, is_cut=True)
@@ -194,8 +196,6 @@ class _Trial:
                 raise _Differs(f"it writes {value!r} as {key!r} into its param group")
         if repr(self.run([], [()] * _NUM_STEPS).options) != repr(whole.options):
             raise _Differs("it writes other options into a param group without params")
-        if not is_told and all(map(torch.equal, start, whole.params)):
-            raise _NothingChanged
         cut = int(_PIECE * _flat(start).numel())
         pieces = [
             self.run([_flat(start)[piece]], [[_flat(of_step)[piece]] for of_step in whole.grads])
