@@ -40,16 +40,8 @@ def by_torch_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
 
 
 WAYS: dict[str, dict[str, Way]] = {
-    "reduce-scatter": {
-        "ours": pairwise.reduce_scatter,
-        "messages": pairwise.sum_by_messages,
-        "torch": by_torch_sum,
-    },
-    "all-gather": {
-        "ours": pairwise.all_gather,
-        "messages": pairwise.gather_by_messages,
-        "torch": by_torch_gather,
-    },
+    "reduce-scatter": {"ours": pairwise.reduce_scatter, "messages": pairwise.sum_by_messages, "torch": by_torch_sum},
+    "all-gather": {"ours": pairwise.all_gather, "messages": pairwise.gather_by_messages, "torch": by_torch_gather},
 }
 
 

@@ -78,10 +78,7 @@ def run_all(args: argparse.Namespace, settings: Settings, text: Text, device: to
 
 def chosen(settings: Settings, choice: Choice) -> Settings:
     return replace(
-        settings,
-        precision=choice.precision,
-        iterations=choice.iterations,
-        micro_batch_size=choice.micro_batch_size,
+        settings, precision=choice.precision, iterations=choice.iterations, micro_batch_size=choice.micro_batch_size
     )
 
 

@@ -68,7 +68,7 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     Feature.NO_HOST_KERNEL: {Feature.OFFLOAD: "Write adam=torch_fused, or leave offload_fraction out."},
     Feature.ONLY_FP32_PARAMS: {
         Feature.OFFLOAD: "Train in bf16, or leave offload_fraction out: fp32 params are their own main params, which "
-        "stay.",
+        "stay."
     },
     Feature.FP16_PARAMS: {
         Feature.BF16_MAIN_PARAMS: "Write main_params_dtype=float16 or float32.",
@@ -76,7 +76,7 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     },
     Feature.SHORT_GRADS: {
         Feature.REDUCE_DTYPE: "Leave reduce_dtype out, or keep gradients in fp32: grads_in_fp32=True, or "
-        "--accumulate-allreduce-grads-in-fp32 in a Megatron.",
+        "--accumulate-allreduce-grads-in-fp32 in a Megatron."
     },
     Feature.MUON_OPTIONS: {
         Feature.NOT_MUON: "Write optimizer=muon in a Megatron, or give the option to torch.optim.Muon in plain torch.",
@@ -88,7 +88,7 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     },
     Feature.FORK_BUCKETS: {
         Feature.GATHERED_FORMAT: "Leave one of the two out: megatron-distopt convert --to gathered makes the fork's "
-        "file of our format.",
+        "file of our format."
     },
 }
 

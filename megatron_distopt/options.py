@@ -23,10 +23,7 @@ from megatron_distopt.errors import ConfigError
 
 VARIABLE_PREFIX = "MEGATRON_DISTOPT_"
 #: What people write for a switch.
-YES_OR_NO = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
+YES_OR_NO = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 _T = TypeVar("_T")
 

@@ -34,16 +34,7 @@ from gpu_check.comparing import (
     values_of,
 )
 from gpu_check.machine import CPU
-from gpu_check.models import (
-    ADAM,
-    BUCKET_SIZE,
-    Given,
-    Net,
-    groups_of,
-    mean_grads,
-    relative_change,
-    samples,
-)
+from gpu_check.models import ADAM, BUCKET_SIZE, Given, Net, groups_of, mean_grads, relative_change, samples
 from gpu_check.peers import is_compiled
 from megatron_distopt import distribute
 from megatron_distopt.errors import DistOptError

@@ -5,12 +5,4 @@ from megatron_distopt.checkpoint.load import load_checkpoint
 from megatron_distopt.checkpoint.save import save_checkpoint
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel
 
-__all__ = [
-    "MANIFEST",
-    "Share",
-    "WholeModel",
-    "is_checkpoint",
-    "load_checkpoint",
-    "read_manifest",
-    "save_checkpoint",
-]
+__all__ = ["MANIFEST", "Share", "WholeModel", "is_checkpoint", "load_checkpoint", "read_manifest", "save_checkpoint"]

@@ -215,11 +215,7 @@ def _saved_params(state: Loadable, model: WholeModel, saved_names: Mapping[str, 
 
 
 def _begins_anew(
-    saved: SavedParam,
-    manifest: Manifest,
-    placement: Placement,
-    current: Mapping[str, Any],
-    optimizer: ShardedOptimizer,
+    saved: SavedParam, manifest: Manifest, placement: Placement, current: Mapping[str, Any], optimizer: ShardedOptimizer
 ) -> bool:
     """Whether nothing saved but the main param is of use, see [Note: another kind of optimizer]."""
     if saved.group.options and is_muons_group(saved.group.options) != is_muons_group(current):

@@ -24,14 +24,7 @@ from megatron_distopt.checkpoint.param_groups import (
     plain_option,
     tell,
 )
-from megatron_distopt.checkpoint.torch_state import (
-    MAIN_PARAM,
-    STEP,
-    ShardedValue,
-    TorchParams,
-    is_adam,
-    is_unwritten,
-)
+from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, ShardedValue, TorchParams, is_adam, is_unwritten
 from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError

@@ -65,11 +65,7 @@ class _InBlocks(FlatOptimizer):
         return loss
 
     def update_with(
-        self,
-        mains: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        divisor: float | Tensor,
-        found_inf: Tensor | None,
+        self, mains: Sequence[Tensor], grads: Sequence[Tensor | None], divisor: float | Tensor, found_inf: Tensor | None
     ) -> bool:
         """`step` with gradients as values, which `inner.update_mains` describes.
 

@@ -23,13 +23,7 @@ from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, Inne
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.owners.given import build_alike, check_new
-from megatron_distopt.optimizer.owners.trial import (
-    Candidate,
-    Updates,
-    check_updates,
-    counts_in_groups,
-    find_updates,
-)
+from megatron_distopt.optimizer.owners.trial import Candidate, Updates, check_updates, counts_in_groups, find_updates
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams
 
 #: The call with which plain torch gets Muon.

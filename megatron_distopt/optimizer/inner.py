@@ -63,11 +63,7 @@ class FlatOptimizer(Optimizer):
         self._models, self._places = dict(models), dict(places)
 
     def update_with(
-        self,
-        mains: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        divisor: float | Tensor,
-        found_inf: Tensor | None,
+        self, mains: Sequence[Tensor], grads: Sequence[Tensor | None], divisor: float | Tensor, found_inf: Tensor | None
     ) -> bool:
         """`update_mains` without `.grad`; False where nothing was done, so that `step` has to."""
         return False

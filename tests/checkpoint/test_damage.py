@@ -190,11 +190,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     **{f"version {version!r}": of_version(version) for version in (2, "1")},
     **{
         f"file name {name!r}": (file_renamed(name), in_manifest(NO_NAME.format(shown)))
-        for name, shown in {
-            "../elsewhere": "../elsewhere",
-            ".metadata": ".metadata",
-            "": "",
-        }.items()
+        for name, shown in {"../elsewhere": "../elsewhere", ".metadata": ".metadata", "": ""}.items()
     },
     "no dtype": (tensor_is(1, "load"), in_manifest("ValueError(\"'load' is no dtype\")")),
     "chunks overlap": (

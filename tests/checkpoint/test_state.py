@@ -69,8 +69,7 @@ def test_load_when_saved_before_the_first_step_then_it_trains_as_a_fresh_optimiz
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("saved_by", "loaded_by"),
-    [("torch_foreach", "torch_fused"), ("torch_foreach", "torch_foreach")],
+    ("saved_by", "loaded_by"), [("torch_foreach", "torch_fused"), ("torch_foreach", "torch_foreach")]
 )
 def test_load_when_another_kernel_of_torchs_saved_it_then_it_trains_on(
     saved_by: str, loaded_by: str, dtype: torch.dtype, tmp_path: Path

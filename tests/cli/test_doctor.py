@@ -117,10 +117,7 @@ def test_doctor_when_the_fork_has_megatron_core_then_its_release_and_options_are
     minor: int, status: Status, tmp_path: Path
 ) -> None:
     package_info = f"MAJOR = 0\nMINOR = {minor}\nPATCH = 1\nPRE_RELEASE = 'rc2'\n"
-    files = {
-        "megatron/core/package_info.py": package_info,
-        "megatron/core/optimizer/optimizer_config.py": CORE_CONFIG,
-    }
+    files = {"megatron/core/package_info.py": package_info, "megatron/core/optimizer/optimizer_config.py": CORE_CONFIG}
     findings = diagnose(write_tree(core(tmp_path), files))
     release = of(findings, "megatron-core")
     assert release.status is status and f"0.{minor}.1rc2" in release.text

@@ -18,13 +18,7 @@ from megatron_distopt.cli import patch
 from megatron_distopt.cli.patch import Edit, as_diff, find_block, plan_apply, plan_undo, write
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.hosts.fork_source import BEGIN, BLOCK, END, GROUP, fork_at, has_marker, intact_block
-from tests.support.fork_trees import (
-    FACTORY_OF_2023,
-    core,
-    gathered_2023,
-    per_rank_2023,
-    write_tree,
-)
+from tests.support.fork_trees import FACTORY_OF_2023, core, gathered_2023, per_rank_2023, write_tree
 from tests.support.refusals import assert_mentions
 
 ROOT = Path(__file__).parents[2]
@@ -215,12 +209,7 @@ def test_patch_when_the_file_changes_after_the_plan_then_refused(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "edit",
-    [
-        (BLOCK[6], BLOCK[6] + "  # mine"),
-        (BEGIN + "\n", ""),
-        (END + "\n", ""),
-        (MARKED, MARKED + MARKED),
-    ],
+    [(BLOCK[6], BLOCK[6] + "  # mine"), (BEGIN + "\n", ""), (END + "\n", ""), (MARKED, MARKED + MARKED)],
     ids=["changed", "no begin", "no end", "twice"],
 )
 def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: tuple[str, str], tmp_path: Path) -> None:

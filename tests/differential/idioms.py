@@ -183,10 +183,7 @@ _CHANGED_MODULES = {
         _WEIGHTS, "model.side.layer.weight.data = model.middle[1].layer.weight.data", _FIXED, kinds=("Branching",)
     ),
     "untied": Idiom(
-        _WEIGHTS,
-        "model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())",
-        _FIXED,
-        kinds=("Tied",),
+        _WEIGHTS, "model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())", _FIXED, kinds=("Tied",)
     ),
     "parametrization_removed": Idiom(
         (Place.WEIGHTS,),
@@ -392,10 +389,7 @@ _GRADIENTS = {
         _GRADS, "p = pick(model, {n})\np.grad = grad_like(p, {n}, rank)", _OVERLAP, needs=("no loss scale",)
     ),
     "grad_written_all": Idiom(
-        _GRADS,
-        "for p in model.parameters():\n    p.grad = grad_like(p, {n}, rank)",
-        _OVERLAP,
-        needs=("no loss scale",),
+        _GRADS, "for p in model.parameters():\n    p.grad = grad_like(p, {n}, rank)", _OVERLAP, needs=("no loss scale",)
     ),
     "grad_by_autograd": Idiom(
         _GRADS,
@@ -457,8 +451,7 @@ _GRADIENTS = {
     "param_hook": Idiom(_ANY, "pick(model, {n}).register_hook(lambda grad: grad * 2)", needs=("not compiled",)),
     "param_hook_before": Idiom(_START, "pick(model, {n}).register_hook(lambda grad: grad * 2)"),
     "accumulated_hook": Idiom(
-        (*_START, *_WEIGHTS),
-        'pick(model, {n}).register_post_accumulate_grad_hook(Note(counted, "accumulated"))',
+        (*_START, *_WEIGHTS), 'pick(model, {n}).register_post_accumulate_grad_hook(Note(counted, "accumulated"))'
     ),
     "accumulated_hook_edits": Idiom(
         (*_START, *_WEIGHTS),

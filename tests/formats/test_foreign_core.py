@@ -201,11 +201,7 @@ def load_sharded(training: Any, kind: str, folder: Path, *, has_weights: bool = 
 def metadata_of(kind: str) -> dict[str, Any]:
     """Layers stacked in one tensor, or one by one with the halves of gated projections apart."""
     is_new = IS_NEW and kind != GATHERED
-    return {
-        "distrib_optim_sharding_type": kind,
-        "singleton_local_shards": is_new,
-        "chained_optim_avoid_prefix": True,
-    }
+    return {"distrib_optim_sharding_type": kind, "singleton_local_shards": is_new, "chained_optim_avoid_prefix": True}
 
 
 def as_today(write_item: Any) -> Any:

@@ -53,9 +53,7 @@ THRESHOLDS = {
     "some-fp16": DP2.of(skip_threshold=1.15, precision="fp16", initial_loss_scale=2.0**20, steps=16),
 }
 BF16_GRADS = Case("distopt", dp=2, steps=6, precision="bf16", grad_reduce_in_fp32=False)
-ACCUMULATIONS = {
-    "fp32 accumulation of some": BF16_GRADS.of(fp32_accumulation=("*linear_fc1*",), num_microbatches=4),
-}
+ACCUMULATIONS = {"fp32 accumulation of some": BF16_GRADS.of(fp32_accumulation=("*linear_fc1*",), num_microbatches=4)}
 
 
 HAS_NORM_GROUPS = core_mentions("optimizer/optimizer.py", "SEPARATE_GRAD_NORM_GROUPS")

@@ -217,11 +217,7 @@ def check_curves(curves: Curves, name: str, pair: tuple[str, str], precision: st
 
 @pytest.mark.parametrize(("layout", "precision", "pair"), [pytest.param(*of, marks=AS_LONG[of[0]]) for of in COMPARED])
 def test_curve_when_layout_and_precision_vary_then_it_is_the_hosts(
-    request: pytest.FixtureRequest,
-    record_property: Record,
-    layout: str,
-    precision: str,
-    pair: tuple[str, str],
+    request: pytest.FixtureRequest, record_property: Record, layout: str, precision: str, pair: tuple[str, str]
 ) -> None:
     curves = request.getfixturevalue("two_ranks" if LAYOUTS[layout].ranks == 2 else "four_ranks")
     check_curves(curves, f"{layout}-{precision}", pair, precision, record_property)

@@ -294,11 +294,7 @@ def _keep_iteration_10(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(("optimizer", "step"), [("theirs", ("--distopt-resume-step", "10")), ("ours", ())])
 def test_megatron_deepspeed_when_resumed_on_more_ranks_without_dropout_then_goes_on_as_it_would(
-    optimizer: str,
-    step: tuple[str, ...],
-    train: Train,
-    folder: Path,
-    record_property: Callable[[str, object], None],
+    optimizer: str, step: tuple[str, ...], train: Train, folder: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """The same batch on twice the ranks: the sums of gradients have another order, nothing else differs.
 

@@ -485,11 +485,7 @@ MUON_REFUSED: Refused = {
 }
 CLASS_REFUSED: Refused = {
     "class that looks beyond a param": (lambda: _elementwise(Clipping), ConfigError, "Clipping cannot be distributed"),
-    "said to update params": (
-        lambda: _elementwise(AdamW, updates="params"),
-        ConfigError,
-        "AdamW updates elements",
-    ),
+    "said to update params": (lambda: _elementwise(AdamW, updates="params"), ConfigError, "AdamW updates elements"),
     "said of no class": (
         lambda: distribute(_model(), accelerator="torch", updates="params"),
         ConfigError,

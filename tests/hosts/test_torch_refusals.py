@@ -180,10 +180,7 @@ START_UP: dict[str, Case] = {
         _second_time,
         everyone(LayoutError, "in another distributed optimizer", "Call release() on the other one first"),
     ),
-    "LBFGS instance": (
-        lambda rank: instance(torch.optim.LBFGS),
-        everyone(ConfigError, "Optimizer LBFGS", *BY_PARAM),
-    ),
+    "LBFGS instance": (lambda rank: instance(torch.optim.LBFGS), everyone(ConfigError, "Optimizer LBFGS", *BY_PARAM)),
     "options beside an instance": (
         lambda rank: instance(RMSprop, adam="apex", lr=0.5),
         everyone(ConfigError, "'apex' together with an optimizer object", "leave adam or the optimizer out"),
@@ -224,10 +221,7 @@ START_UP: dict[str, Case] = {
         lambda rank: distribute(Linear(2, 2).to(torch.float64 if rank == 2 else torch.float32), CONFIG),
         one_rank(2, LayoutError, *FLOAT64),
     ),
-    "other options": (
-        lambda rank: linear(lr=0.5 if rank == 2 else 0.01),
-        differing("options", "lr=0.5", "lr=0.01"),
-    ),
+    "other options": (lambda rank: linear(lr=0.5 if rank == 2 else 0.01), differing("options", "lr=0.5", "lr=0.01")),
     "other names": (
         lambda rank: distribute(Sequential(Linear(2, 2)) if rank == 2 else Linear(2, 2), CONFIG),
         differing("param names", "0.bias", "bias"),
@@ -491,15 +485,9 @@ TRAINING: dict[str, Case] = {
         everyone(AccessError, "0.weight", "optimizer.clip_grad_norm_(max_norm)"),
     ),
     # what was done to params and groups
-    "param is converted": (
-        trained(_convert, _step),
-        everyone(LayoutError, "float64", "before distribute(...)"),
-    ),
+    "param is converted": (trained(_convert, _step), everyone(LayoutError, "float64", "before distribute(...)")),
     "param is replaced": (trained(_replace, _whole_step), everyone(LayoutError, "'0.weight'", "param.copy_(...)")),
-    "state dict is assigned": (
-        trained(_load_by_assigning, _whole_step),
-        everyone(LayoutError, "without assign=True"),
-    ),
+    "state dict is assigned": (trained(_load_by_assigning, _whole_step), everyone(LayoutError, "without assign=True")),
     "tied by data": (
         trained(lambda model, _: model.tie(), _whole_step, model=_Twins),
         everyone(LayoutError, "'other.weight'", "b.weight = a.weight"),

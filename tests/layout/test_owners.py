@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from megatron_distopt.cli.plan_command import LLAMA, layout_of
 from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes, stage_params
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.layout import (
-    BufferLayout,
-    MatrixSpec,
-    OwnerPlan,
-    ParamSpec,
-    lay_out,
-    owned_shards,
-    plan_owners,
-)
+from megatron_distopt.layout import BufferLayout, MatrixSpec, OwnerPlan, ParamSpec, lay_out, owned_shards, plan_owners
 
 Case = tuple[BufferLayout, Mapping[str, MatrixSpec]]
 

@@ -12,11 +12,7 @@ import torch
 
 from megatron_distopt.device import mark
 from megatron_distopt.errors import ConfigError, LayoutError
-from megatron_distopt.optimizer.accelerator import (
-    Accelerator,
-    check_devices,
-    find_accelerator,
-)
+from megatron_distopt.optimizer.accelerator import Accelerator, check_devices, find_accelerator
 
 FAKE_DEEPSPEED = """
 class Xpu:

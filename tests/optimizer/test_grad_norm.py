@@ -152,12 +152,7 @@ def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinit
         assert numbers.tolist() == pytest.approx([stats.sum_of_squares, 0.0, float(not stats.is_finite)], nan_ok=True)
         found[name] = stats.is_finite, flags.tolist() == [0.0]
     is_told = elsewhere != "neither"
-    assert found == {
-        "ordinary": (True, True),
-        "huge": (is_told, is_told),
-        "inf": (False, False),
-        "nan": (False, False),
-    }
+    assert found == {"ordinary": (True, True), "huge": (is_told, is_told), "inf": (False, False), "nan": (False, False)}
     assert local_numbers([], [], device, count_zeros=False)[0].tolist() == [0.0, 0.0, 0.0]
 
 

@@ -153,10 +153,7 @@ REFUSED: dict[str, tuple[PatchPoint, type[DistOptError], tuple[str, ...]]] = {
             HostMismatchError,
             (f"fake_host.make_optimizer takes {SIGNATURE}", f"start with ({', '.join(parameters)})", "docs/hosts.md"),
         )
-        for parameters in (
-            ("model_chunks", "config"),
-            ("config", "model_chunks", "no_weight_decay", "more"),
-        )
+        for parameters in (("model_chunks", "config"), ("config", "model_chunks", "no_weight_decay", "more"))
     },
 }
 

@@ -82,11 +82,7 @@ def _moves_of_roll(folder: Path) -> Iterator[Callable[[Any], object]]:
         training.optimizer.reload_states()
 
     with (
-        mock.patch.multiple(
-            torch,
-            empty=_unpinned(torch.empty),
-            tensor=_unpinned(torch.tensor),
-        ),
+        mock.patch.multiple(torch, empty=_unpinned(torch.empty), tensor=_unpinned(torch.tensor)),
         mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone),
     ):
         yield act

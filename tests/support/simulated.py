@@ -98,15 +98,7 @@ class World:
     ranks: tuple[Rank, ...]
 
     @classmethod
-    def of(
-        cls,
-        params: tuple[Param, ...],
-        *,
-        dp: int = 1,
-        tp: int = 1,
-        pp: int = 1,
-        **options: Any,
-    ) -> World:
+    def of(cls, params: tuple[Param, ...], *, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any) -> World:
         """Builds it; `options` are those of `_rank`."""
         ranks = [
             _rank(params, (d, dp), (t, tp), (p, pp), **options) for p in range(pp) for d in range(dp) for t in range(tp)

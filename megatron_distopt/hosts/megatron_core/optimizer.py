@@ -44,12 +44,7 @@ from megatron_distopt.hosts.inner_optimizers import (
     muon_and_adam,
     unserved_options,
 )
-from megatron_distopt.hosts.megatron_core.buffers import (
-    adopt_buffer,
-    check_are_in,
-    follow_buffers,
-    groups_by_name,
-)
+from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_are_in, follow_buffers, groups_by_name
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, is_sharded, load_head
 from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged

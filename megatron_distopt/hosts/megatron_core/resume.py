@@ -134,7 +134,4 @@ def _tensor_records(
         for name, placement in share.placements.items():
             owned = tuple(chunks.get(placement.name, ()))
             for kind, dtype in buffer_of[share.optimizer, name].kinds.items():
-                yield (
-                    key_of(kind, placement.name),
-                    TensorRecord(placement.global_shape, dtype_name(dtype), owned),
-                )
+                yield (key_of(kind, placement.name), TensorRecord(placement.global_shape, dtype_name(dtype), owned))

@@ -238,9 +238,7 @@ def _check_param(name: str, param: Parameter) -> None:
 
 
 def _torch_groups(
-    optimizers: tuple[Optimizer, ...],
-    given: Sequence[Mapping[str, Any]] | None,
-    named: Mapping[str, Parameter],
+    optimizers: tuple[Optimizer, ...], given: Sequence[Mapping[str, Any]] | None, named: Mapping[str, Parameter]
 ) -> list[dict[str, Any]]:
     """The user's groups; one of the whole model, frozen params included, where there are none."""
     if given is None and optimizers:

@@ -40,11 +40,7 @@ class OwnedBuffer:
 
     @classmethod
     def of(
-        cls,
-        buffer: ShardedBuffer,
-        plan: OwnerPlan,
-        group_of: Callable[[str], Group],
-        flat_params: Sequence[FlatParam],
+        cls, buffer: ShardedBuffer, plan: OwnerPlan, group_of: Callable[[str], Group], flat_params: Sequence[FlatParam]
     ) -> OwnedBuffer:
         """Of a buffer whose plan is not empty; `group_of` finds the group by the name of a param."""
         names = plan.owners_of
@@ -58,9 +54,7 @@ class ShardValues:
     """
 
     def __init__(
-        self,
-        pieces: Iterable[tuple[Span, Tensor]],
-        dtype_of: Callable[[str], torch.dtype] = lambda name: torch.float32,
+        self, pieces: Iterable[tuple[Span, Tensor]], dtype_of: Callable[[str], torch.dtype] = lambda name: torch.float32
     ) -> None:
         self._pieces = sorted(pieces, key=lambda piece: piece[0])
         self._starts = [span.start for span, _ in self._pieces]

@@ -65,10 +65,7 @@ def get_model(model_provider_func, model_type=ModelType.encoder_or_decoder, wrap
 def get_optimizer_param_scheduler(optimizer):
     args = get_args()
     return OptimizerParamScheduler(
-        optimizer,
-        max_lr=args.lr,
-        lr_decay_steps=args.train_iters * args.global_batch_size,
-        wd=args.weight_decay,
+        optimizer, max_lr=args.lr, lr_decay_steps=args.train_iters * args.global_batch_size, wd=args.weight_decay
     )
 
 
