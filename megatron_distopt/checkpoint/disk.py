@@ -47,6 +47,25 @@ def write(file: BinaryIO, data: bytes | memoryview) -> None:
     file.write(data)
 
 
+class Writer:
+    """A file for `torch.save`, which replaces an error of the disk by one about a position in the file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None  # of the disk
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            write(self.file, data)
+        except OSError as error:
+            self.error = error
+            raise
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Does nothing, because `written` flushes once at the end."""
+
+
 def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
     """Lets the disk begin with bytes that were written, so that `sync` does not wait for all of them at the end.
 

@@ -165,12 +165,7 @@ def to_text(manifest: Manifest) -> str:
         "save_id": manifest.save_id,
         "earlier": list(manifest.earlier),
         "metadata": manifest.metadata,
-        "about": dict(manifest.about),
-        "inner": manifest.inner,
-        "loss_scale": dict(manifest.loss_scale),
-        "num_skipped": manifest.num_skipped,
-        "groups": [group_to_json(group) for group in manifest.groups],
-        "resting": [group_to_json(group) for group in manifest.resting],
+        **head_to_json(manifest),
         "files": [[file.name, file.nbytes, file.crc32] for file in manifest.files],
         "tensors": {
             key: [
@@ -183,6 +178,26 @@ def to_text(manifest: Manifest) -> str:
     }
     head = {"format": _FORMAT, "version": _FORMAT_VERSION, "crc32": _crc(body)}
     return json.dumps({**head, "body": body}, separators=(",", ":")) + "\n"
+
+
+def head_to_json(manifest: Manifest) -> dict[str, Any]:
+    """What a manifest says beside files and tensors; also in the one file of plain torch (formats/torch_files.py)."""
+    return {
+        "about": dict(manifest.about),
+        "inner": manifest.inner,
+        "loss_scale": dict(manifest.loss_scale),
+        "num_skipped": manifest.num_skipped,
+        "groups": [group_to_json(group) for group in manifest.groups],
+        "resting": [group_to_json(group) for group in manifest.resting],
+    }
+
+
+def head_from_json(body: Mapping[str, Any]) -> Manifest:
+    """The inverse of `head_to_json`; `check_groups` checks the values of the groups."""
+    groups, resting = (tuple(map(group_from_json, body.get(key, ()))) for key in ("groups", "resting"))
+    scale = {str(key): float(value) for key, value in body["loss_scale"].items()}
+    skipped, about = int(body["num_skipped"]), dict(body["about"])
+    return Manifest("", (), {}, groups, str(body["inner"]), scale, skipped, about, resting=resting)
 
 
 def _crc(body: object) -> int:
@@ -258,18 +273,13 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
     for key, record in tensors.items():
         _check_chunks(key, record, files)
     metadata = body.get("metadata")
-    return Manifest(
+    return replace(
+        head_from_json(body),
         save_id=str(body["save_id"]),
         files=files,
         tensors=tensors,
-        groups=tuple(map(group_from_json, body["groups"])),
-        inner=str(body["inner"]),
-        loss_scale={str(key): float(value) for key, value in body["loss_scale"].items()},
-        num_skipped=int(body["num_skipped"]),
-        about=dict(body["about"]),
         earlier=tuple(map(str, body.get("earlier", ()))),
         metadata=None if metadata is None else (int(metadata[0]), int(metadata[1])),
-        resting=tuple(map(group_from_json, body.get("resting", ()))),
     )
 
 

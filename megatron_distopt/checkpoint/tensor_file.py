@@ -48,14 +48,14 @@ _POLYNOMIAL = 0xEDB88320
 _ONE, _X = 1 << 31, 1 << 30
 
 
-class TensorWriter:
+class TensorWriter(disk.Writer):
     """Appends tensors to a new file, and knows what the manifest has to say about it."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
+        super().__init__(file)
+        self._path = path
         self._nbytes = self._begun_nbytes = self._crc32 = 0
         self._large: memoryview | None = None
-        self._error: OSError | None = None
         self._tensors: dict[str, TensorRecord] = {}
 
     def append(
@@ -70,7 +70,7 @@ class TensorWriter:
             torch.save(_alone(tensor), self)  # type: ignore[arg-type]  # `torch.save` calls `write` and `flush` alone
         except Exception as error:
             raise CheckpointError(
-                f"Invalid file {self._path}: {self._error or error}. Must take {key!r}. Free space there, or save "
+                f"Invalid file {self._path}: {self.error or error}. Must take {key!r}. Free space there, or save "
                 "elsewhere; the last checkpoint is untouched."
             ) from error
         chunk = Chunk(Box.whole(tensor.shape) if box is None else box, 0, start, self._nbytes - start)
@@ -84,23 +84,15 @@ class TensorWriter:
         view = memoryview(data).cast("B")
         self._settle(view)
         for start in range(0, len(view), _PIECE_NBYTES):
-            self._write(view[start : start + _PIECE_NBYTES])
+            self._nbytes += super().write(view[start : start + _PIECE_NBYTES])
+            if self._nbytes - self._begun_nbytes >= _PIECE_NBYTES:
+                disk.begin_sync(self.file, self._begun_nbytes, self._nbytes - self._begun_nbytes)
+                self._begun_nbytes = self._nbytes
         if len(view) >= _LARGE_NBYTES:
             self._large = view
         else:
             self._crc32 = zlib.crc32(view, self._crc32)
         return len(view)
-
-    def _write(self, piece: memoryview) -> None:
-        try:
-            disk.write(self._file, piece)
-        except OSError as error:
-            self._error = error
-            raise
-        self._nbytes += len(piece)
-        if self._nbytes - self._begun_nbytes >= _PIECE_NBYTES:
-            disk.begin_sync(self._file, self._begun_nbytes, self._nbytes - self._begun_nbytes)
-            self._begun_nbytes = self._nbytes
 
     def _settle(self, following: memoryview) -> None:
         """Adds a large part to the checksum, once the bytes after it are known, see [Note: one checksum]."""
@@ -111,9 +103,6 @@ class TensorWriter:
             self._crc32 = joined(self._crc32, int.from_bytes(following[4:8], "little"), len(large))
         else:
             self._crc32 = zlib.crc32(large, self._crc32)
-
-    def flush(self) -> None:
-        """Called by `torch.save`; does nothing, because `disk.written` flushes once at the end."""
 
     def part(self, head: Manifest, save_id: str) -> Manifest:
         """The manifest of this file alone; `head` is what it has besides files, tensors and save id."""

@@ -43,7 +43,7 @@ _MOST_SAVES = 1000
 _SAVES: WeakKeyDictionary[ShardedOptimizer, tuple[str, ...]] = WeakKeyDictionary()
 _log = logging.getLogger("megatron_distopt")
 #: The names that Megatron's grad scaler has for the numbers of the loss scale, and the names in a checkpoint.
-_LOSS_SCALE_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
+LOSS_SCALE_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 #: Of what owners of whole params keep: the part of the param, and the place in its state.
 _OWNED_KIND = re.compile(r"owned:((?:\d+of\d+:)?)(.*)", re.DOTALL)
 
@@ -146,15 +146,18 @@ def remember_loaded(model: WholeModel, manifest: Manifest) -> None:
 def saved_loss_scale(loss_scale: LossScale) -> dict[str, float]:
     """The state of a loss scale as plain numbers; empty for one that never changes."""
     return {
-        _LOSS_SCALE_NAMES.get(key, key): float(value.item()) if torch.is_tensor(value) else value
+        LOSS_SCALE_NAMES.get(key, key): float(value.item()) if torch.is_tensor(value) else value
         for key, value in loss_scale.state_dict().items()
     }
 
 
-def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, float]) -> None:
-    """Loads the numbers where both runs have a loss scale; a run may start or stop using one."""
-    current = loss_scale.state_dict()
-    found = {key: saved.get(_LOSS_SCALE_NAMES.get(key, key)) for key in current}
+def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, Any]) -> None:
+    """Loads the numbers where both runs have a loss scale; a run may start or stop using one.
+
+    `saved` has the names of a checkpoint, or those of Megatron's grad scaler.
+    """
+    current, named = loss_scale.state_dict(), {LOSS_SCALE_NAMES.get(key, key): saved[key] for key in saved}
+    found = {key: named.get(LOSS_SCALE_NAMES.get(key, key)) for key in current}
     if current and None not in found.values():
         loss_scale.load_state_dict({key: _like(value, found[key]) for key, value in current.items()})
     elif current:
@@ -165,7 +168,7 @@ def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, float]) -> None:
 
 def _like(current: Any, number: Any) -> Any:
     """A number in the type and shape in which this run keeps it."""
-    return torch.full_like(current, number) if torch.is_tensor(current) else type(current)(number)
+    return torch.full_like(current, float(number)) if torch.is_tensor(current) else type(current)(number)
 
 
 # --- what owners of whole params keep, see [Note: owned state]

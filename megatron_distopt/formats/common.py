@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.whole_model import LOSS_SCALE_NAMES
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.pickles import as_number
 from megatron_distopt.layout import Box, Piece, Placement, Span
 
 _ADAM, _MOMENTS_OF_ADAM = "adam", frozenset(("exp_avg", "exp_avg_sq"))
-#: From the keys of a Megatron's grad scaler to those of a manifest.
-_SCALE = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
 
 
 def inner_name(kinds: Iterable[str]) -> str:
@@ -26,9 +25,9 @@ def inner_name(kinds: Iterable[str]) -> str:
 
 def loss_scale_of(scaler: Mapping[str, Any] | None) -> dict[str, float]:
     """The loss scale in the state of a Megatron's grad scaler; empty for a constant one."""
-    if not scaler or not _SCALE.keys() <= scaler.keys():
+    if not scaler or not LOSS_SCALE_NAMES.keys() <= scaler.keys():
         return {}
-    return {name: float(as_number(scaler[key])) for key, name in _SCALE.items()}
+    return {name: float(as_number(scaler[key])) for key, name in LOSS_SCALE_NAMES.items()}
 
 
 def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
@@ -45,27 +44,38 @@ def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
     return next(iter(steps), None)
 
 
+def known_step(known: Iterable[int | None], given: int | None, where: object) -> int | None:
+    """The update count that is known, or the `given` one where a checkpoint lost it."""
+    steps = set(known) - {None}
+    if given is not None and steps - {given}:
+        raise CheckpointError(
+            f"The update count in {where} is {', '.join(map(str, sorted(steps, key=str)))} and the given one is "
+            f"{given}. Drop --resume-step, or --distopt-resume-step: the checkpoint knows the count."
+        )
+    return next(iter(steps), given)
+
+
+def no_step(where: object) -> CheckpointError:
+    """The error where Adam cannot go on without a count."""
+    return CheckpointError(
+        f"There is no update count in {where}, and Adam needs one: torch's Adam keeps it where this file layout does "
+        "not save it. Write --distopt-resume-step N for the run that loads it, or --resume-step N of megatron-distopt "
+        "convert, with the number of updates so far (iterations without skipped ones)."
+    )
+
+
 def with_step(head: Manifest, resume_step: int | None, where: object) -> Manifest:
     """The same with an update count that the checkpoint lost."""
-    known = {group.step for group in head.groups} - {None}
-    if resume_step is None or known == {resume_step}:
+    step = known_step((group.step for group in head.groups), resume_step, where)
+    if resume_step is None or any(group.step is not None for group in head.groups):
         return head
-    if known:
-        raise CheckpointError(
-            f"The update count in {where} is {', '.join(map(str, sorted(known, key=str)))} and --resume-step is "
-            f"{resume_step}. Drop --resume-step: the checkpoint knows the count."
-        )
-    return replace(head, groups=tuple(replace(group, step=resume_step) for group in head.groups))
+    return replace(head, groups=tuple(replace(group, step=step) for group in head.groups))
 
 
 def check_step(head: Manifest, where: object) -> None:
     """Whether a run can go on from it; to look at, a file that lost its update count is as good as any."""
     if head.inner == _ADAM and any(group.step is None for group in head.groups):
-        raise CheckpointError(
-            f"There is no update count in {where}, and Adam needs one: torch's Adam keeps it where this file layout "
-            "does not save it. Convert it with --resume-step N, the number of updates so far (iterations without "
-            "skipped ones)."
-        )
+        raise no_step(where)
 
 
 def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[Piece]) -> None:

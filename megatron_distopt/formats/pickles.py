@@ -1,8 +1,8 @@
 """Pickles of other software, read without executing anything that they say, and written again.
 
 `torch.load(weights_only=True)` makes tensors and plain values. What else a file names must be on the lists below; each
-name is replaced by a stand-in that only keeps what it is given. Those that a fork's files need, to be written again,
-know how they were written; the others are an `Inert`, which can be read and not written.
+name is replaced by a stand-in that only keeps what it is given: an `Inert`, which can be read, and written again only
+where it stands for an enum in the arguments of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -77,6 +77,7 @@ class Inert:
     """Stands for an object of a class that is not looked for; keeps the arguments that its class is called with."""
 
     stands_for: ClassVar[str] = "an object"
+    arguments: tuple[Any, ...] = ()
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -84,61 +85,38 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, Mapping) else {"state": state})
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise pickle.PicklingError(f"{self.stands_for} was not read, and cannot be written again")
-
-
-@dataclass(frozen=True)
-class _EnumClass:
-    """An enum of a fork, by name; calling it gives one of its members."""
-
-    module: str
-    name: str
-
-    def __call__(self, value: object) -> _EnumMember:
-        return _EnumMember(self, value)
-
-
-@dataclass(frozen=True)
-class _EnumMember:
-    """A member of an enum of a fork that is pickled by its value."""
-
-    of: _EnumClass
-    value: object
-
-    def __reduce__(self) -> tuple[_EnumClass, tuple[object]]:
-        return self.of, (self.value,)
+    def __reduce__(self) -> tuple[type[Inert], tuple[Any, ...]]:
+        """As a member of an enum, which is pickled by its value; `_Pickler` refuses all others."""
+        return type(self), self.arguments
 
 
 @dataclass(frozen=True)
 class _NamedMember:
     """A member of an enum that is pickled by its name: stands in the place of `getattr`."""
 
-    of: Any  # an _EnumClass, or a subclass of Inert
+    of: Any  # a subclass of Inert
     name: str
 
     def __post_init__(self) -> None:
-        is_class = isinstance(self.of, _EnumClass) or (isinstance(self.of, type) and issubclass(self.of, Inert))
-        if not is_class or not isinstance(self.name, str):
+        if not (isinstance(self.of, type) and issubclass(self.of, Inert) and isinstance(self.name, str)):
             raise ValueError("it asks for an attribute of something that is no enum")
 
-    def __reduce__(self) -> tuple[Any, tuple[_EnumClass, str]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
         return getattr, (self.of, self.name)
 
 
-#: Enums in the arguments that a fork saves.
+#: Enums in the arguments that a fork saves, which are written again.
 _ENUMS = (
-    _EnumClass("megatron.core.enums", "ModelType"),  # args.model_type since 23.04
-    _EnumClass("megatron.model.enums", "ModelType"),  # the same before
-    _EnumClass("megatron.model.enums", "PositionEmbeddingType"),  # args.position_embedding_type of bigcode and epfLLM
-    _EnumClass("megatron.enums", "PositionEmbeddingType"),  # the same in bigscience
+    "megatron.core.enums.ModelType",  # args.model_type since 23.04
+    "megatron.model.enums.ModelType",  # the same before
+    "megatron.model.enums.PositionEmbeddingType",  # args.position_embedding_type of bigcode and epfLLM
+    "megatron.enums.PositionEmbeddingType",  # the same in bigscience
 )
 _DTYPES = ("bool", "uint8", "uint32", "int32", "int64", "float32", "float64")
 _RECONSTRUCT = numpy.zeros(1).__reduce__()[0]
 #: What a file that is written again names in addition to tensors; each only makes a value.
 _WRITABLE: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,  # the arguments of the run
-    **{f"{each.module}.{each.name}": each for each in _ENUMS},
     _BY_NAME: _NamedMember,
     # numpy's random state is an array of uint32; numpy 2 has moved the function that makes one.
     "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
@@ -205,7 +183,7 @@ def _named(stand_ins: Sequence[tuple[Any, str]]) -> Iterator[None]:
 def _stand_ins(names: Iterable[str], what: str) -> Iterator[tuple[Any, str]]:
     """What torch finds under the names in a file."""
     yield from ((each, name) for name, each in _WRITABLE.items())
-    for name in names:
+    for name in dict.fromkeys((*_ENUMS, *names)):  # torch leaves out names that megatron-core has made known to it
         if name in _WRITABLE:
             continue
         if name in _NAMES or name.startswith(_PACKAGES):
@@ -266,7 +244,7 @@ def understood(where: Path, rule: str, remedy: str = "Give a checkpoint as it wa
 
 def save_whole(state: Mapping[Any, Any], path: Path) -> None:
     """Writes a file as the fork would; complete or not at all."""
-    unfinished, writer = path.with_name(f"{path.name}.unfinished"), _Writer()
+    unfinished, writer = path.with_name(f"{path.name}.unfinished"), disk.Writer(io.BytesIO())
     try:
         disk.make_folder(path.parent)
         disk.remove(unfinished)
@@ -281,34 +259,18 @@ def save_whole(state: Mapping[Any, Any], path: Path) -> None:
         raise CheckpointError(f"File {path} cannot be written: {writer.error or error}. {remedy}") from error
 
 
-class _Writer:
-    """Keeps the error of the disk, which `torch.save` replaces by one about a position in the file."""
-
-    def __init__(self) -> None:
-        self.file: BinaryIO = io.BytesIO()
-        self.error: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Appends."""
-        try:
-            disk.write(self.file, data)
-        except OSError as error:
-            self.error = error
-            raise
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """`disk.written` flushes once at the end."""
-
-
 class _Pickler(pickle._Pickler):  # Python's own, because C's cannot be taught another class
-    """Writes an enum of a fork by the name of its class."""
+    """Writes an enum of a fork by the name of its class, and no other stand-in."""
 
-    def _save_enum(self, each: _EnumClass) -> None:
-        self.write(pickle.GLOBAL + f"{each.module}\n{each.name}\n".encode())  # type: ignore[attr-defined]
-        self.memoize(each)  # type: ignore[attr-defined]
-
-    dispatch: ClassVar[dict[type, Any]] = {**pickle._Pickler.dispatch, _EnumClass: _save_enum}
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Called for every class and function."""
+        if not (isinstance(obj, type) and issubclass(obj, Inert)):
+            super().save_global(obj, name)  # type: ignore[misc]
+        elif obj.stands_for not in _ENUMS:
+            raise pickle.PicklingError(f"{obj.stands_for} was not read, and cannot be written again")
+        else:
+            self.write(pickle.GLOBAL + "{}\n{}\n".format(*obj.stands_for.rsplit(".", 1)).encode())  # type: ignore[attr-defined]
+            self.memoize(obj)  # type: ignore[attr-defined]
 
 
 #: What `torch.save` asks of a pickle module.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
-from megatron_distopt.checkpoint.param_groups import check_groups, group_from_json, group_to_json
+from megatron_distopt.checkpoint.manifest import Chunk, TensorRecord, head_from_json, head_to_json
+from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import DAMAGED, Source, read_chunks
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.pickles import attribute, load_file, load_metadata, save_whole, understood
@@ -123,10 +123,7 @@ def open_torch_file(path: Path) -> Source:
         strange = next((key for key, value in tensors.items() if not isinstance(value, Tensor)), None)
         if strange is not None:
             raise TypeError(f"{strange} is no tensor")
-        groups, resting = (tuple(map(group_from_json, state.get(key, ()))) for key in ("groups", "resting"))
-        scale = {str(key): float(value) for key, value in state["loss_scale"].items()}
-        skipped, about = int(state["num_skipped"]), dict(state["about"])
-        head = Manifest("", (), {}, groups, str(state["inner"]), scale, skipped, about, resting=resting)
+        head = head_from_json(state)
     check_groups((*head.groups, *head.resting), f"file {path}")
     infos = {key: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
     return Source(head, infos, lambda key, box: tensors[key][box.as_slices()].clone())
@@ -134,19 +131,8 @@ def open_torch_file(path: Path) -> Source:
 
 def write_torch_file(path: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> None:
     """Writes all tensors into one file; they are in memory together."""
-    head, tensors = replace(source.head, files=(), tensors={}), {}
+    tensors = {}
     for key in source.tensors:
         tensors[key] = source.read(key).contiguous()
         progress(tensors[key].numel() * tensors[key].element_size())
-    state = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "tensors": tensors,
-        "groups": [group_to_json(group) for group in head.groups],
-        "resting": [group_to_json(group) for group in head.resting],
-        "inner": head.inner,
-        "loss_scale": dict(head.loss_scale),
-        "num_skipped": head.num_skipped,
-        "about": dict(head.about),
-    }
-    save_whole(state, path)
+    save_whole({"format": _FORMAT, "version": _VERSION, "tensors": tensors, **head_to_json(source.head)}, path)

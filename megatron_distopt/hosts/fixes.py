@@ -10,7 +10,8 @@ import argparse
 import functools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -44,7 +45,8 @@ class Fix:
                 return False
         return re.search(self.pattern, source, re.MULTILINE) is not None
 
-    def before(self) -> Undo:
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
         """Puts stand-ins where an import finds them."""
         ours = {name: _RefusingModule(name) for name in self.absent if name not in sys.modules}
         for name, module in ours.items():
@@ -52,13 +54,12 @@ class Fix:
             if parent in ours:
                 setattr(ours[parent], last, module)
         sys.modules.update(ours)
-
-        def undo() -> None:
+        try:
+            yield
+        finally:
             for name, module in ours.items():
                 if sys.modules.get(name) is module:
                     del sys.modules[name]
-
-        return undo
 
     def __str__(self) -> str:
         return f"{self.module}: {self.what}"
@@ -87,19 +88,15 @@ def contiguous_attention(module: ModuleType) -> Undo:
 
 #: Seen with torch 2.13 and DeepSpeed 0.19. An import that is not indented stands in no `try`.
 FIXES: tuple[Fix, ...] = (
-    Fix(
-        "megatron.data.vit_dataset",
-        r"^(import|from) torchvision\b",
-        "torchvision is not installed; a stand-in for it refuses to be used",
-        "training.py imports the vision datasets for every model, and only vision models use them",
-        absent=("torchvision", "torchvision.transforms", "torchvision.datasets"),
-    ),
-    Fix(
-        "megatron.data.image_folder",
-        r"^(import|from) torchvision\b",
-        "torchvision is not installed; a stand-in for it refuses to be used",
-        "the vision datasets import it, and only vision models use it",
-        absent=("torchvision", "torchvision.datasets"),
+    *(
+        Fix(
+            f"megatron.data.{module}",
+            r"^(import|from) torchvision\b",
+            "torchvision is not installed; a stand-in for it refuses to be used",
+            "training.py imports the vision datasets for every model, and only vision models use them",
+            absent=("torchvision", "torchvision.transforms", "torchvision.datasets"),
+        )
+        for module in ("vit_dataset", "image_folder")
     ),
     Fix(
         "megatron.training",
@@ -148,15 +145,15 @@ def apply_fixes(fixes: Sequence[Fix]) -> Undo:
     finder = _FixingFinder([fix for fix in new if fix.module not in sys.modules])
     for fix in new:
         if fix.module in sys.modules:  # it may be in the middle of its import
-            finder.undos += [fix.before(), fix.after(sys.modules[fix.module])]
+            finder.undos.enter_context(fix.stand_ins())
+            finder.undos.callback(fix.after(sys.modules[fix.module]))
     sys.meta_path.insert(0, finder)
     _applied.extend(new)
 
     def undo() -> None:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
-        while finder.undos:
-            finder.undos.pop()()
+        finder.undos.close()
         while new:
             _applied.remove(new.pop())
 
@@ -167,7 +164,7 @@ class _FixingFinder(MetaPathFinder):
     """Finds modules as Python and the other import hooks of the process do, and makes fixes around their execution."""
 
     def __init__(self, fixes: Sequence[Fix]) -> None:
-        self.undos: list[Undo] = []
+        self.undos = ExitStack()
         self._fixes = fixes
         self._searching: set[str] = set()
 
@@ -187,13 +184,12 @@ class _FixingFinder(MetaPathFinder):
         return spec
 
     def _execute(self, fixes: Sequence[Fix], execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        undos = [fix.before() for fix in fixes]
-        try:
+        with ExitStack() as stand_ins:
+            for fix in fixes:
+                stand_ins.enter_context(fix.stand_ins())
             execute(module)
-        finally:
-            for undo in undos:
-                undo()
-        self.undos += [fix.after(module) for fix in fixes]
+        for fix in fixes:
+            self.undos.callback(fix.after(module))
 
 
 class _RefusingModule(ModuleType):

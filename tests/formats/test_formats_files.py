@@ -721,7 +721,7 @@ NOT_CONVERTED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], tuple[str
         f"no count for {to}": (
             lambda to: Fork(step=None).write(to),
             {"to": to},
-            ("{}", "Adam", "with --resume-step N, the number of updates so far (iterations without skipped ones)"),
+            ("{}", "Adam", "--resume-step N", "updates so far (iterations without skipped ones)"),
         )
         for to in ("distopt", "plain")
     },

@@ -78,7 +78,7 @@ def test_load_when_ranks_share_the_model_then_each_reads_its_part_and_reads_it_o
 def test_load_when_the_step_is_said_and_known_then_refused_where_they_differ(torch_file: Path) -> None:
     world = World.of(MODEL, filled=False)
     load_any(torch_file, world.ranks[0].model, ALONE, resume_step=10)
-    with pytest.raises(CheckpointError, match=r"is 10 and --resume-step is 7.*Drop --resume-step"):
+    with pytest.raises(CheckpointError, match=r"is 10 and the given one is 7.*Drop --resume-step"):
         load_any(torch_file, world.ranks[0].model, ALONE, resume_step=7)
 
 

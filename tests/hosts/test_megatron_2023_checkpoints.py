@@ -795,7 +795,10 @@ def test_step_when_the_user_says_another_than_the_file_then_refused(gathered: Co
         kind, text = found["another step"]
         assert kind == "CheckpointError"
         assert_mentions(
-            text, f"in the checkpoint is {ITERATIONS}", "--distopt-resume-step is 5", "Drop --distopt-resume-step"
+            text,
+            f"in the checkpoint is {ITERATIONS}",
+            "given one is 5",
+            "or --distopt-resume-step: the checkpoint knows",
         )
 
 

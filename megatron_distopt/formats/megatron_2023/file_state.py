@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -159,18 +159,14 @@ def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, An
 # The whole model from its files.
 
 
-@dataclass(frozen=True, eq=False)
-class _ParamInFiles:
-    """A param of the whole model on the tensor-parallel ranks of one stage."""
-
-    parts: tuple[FileState, ...]
-    numbers: tuple[int, ...]  # of the param in each of them
+#: A param of the whole model on the tensor-parallel ranks of one stage: the state of each and its number there.
+_Parts: TypeAlias = list[tuple[FileState, int]]
 
 
 def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
     """The state of the whole model from that of all its model files; `written_as` names the format."""
     kinds = dict(parts[0].kinds)
-    params: dict[str, _ParamInFiles] = {}  # in the order of stages
+    params: dict[str, _Parts] = {}  # in the order of stages
     for part in parts:
         if part.kinds != kinds:
             both = [", ".join(sorted(each)) or "main params alone" for each in (part.kinds, kinds)]
@@ -181,14 +177,11 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
         for number in sorted(number for group in part.groups for number in group.members):
             param = part.file.params[number]
             if not param.is_copy:
-                known = params.get(param.name, _ParamInFiles((), ()))
-                params[param.name] = _ParamInFiles((*known.parts, part), (*known.numbers, number))
+                params.setdefault(param.name, []).append((part, number))
     step = the_step([{"step": group.step} for part in parts for group in part.groups], parts[0].file.folder.parent)
     infos = {
-        key_of(kind, name): TensorRecord(
-            param.parts[0].file.params[param.numbers[0]].placement.global_shape, dtype_name(dtype)
-        )
-        for name, param in params.items()
+        key_of(kind, name): TensorRecord(part.file.params[number].placement.global_shape, dtype_name(dtype))
+        for name, ((part, number), *_) in params.items()
         for kind, dtype in {MAIN: torch.float32, **kinds}.items()
     }
     file, scale = parts[0].file, loss_scale_of(parts[0].entries.grad_scaler)
@@ -214,12 +207,12 @@ def _records(part: FileState, step: int | None) -> tuple[GroupRecord, ...]:
 
 
 @torch.no_grad()
-def _read(param: _ParamInFiles, kind: str, info: TensorRecord, box: Box) -> Tensor:
+def _read(parts: _Parts, kind: str, info: TensorRecord, box: Box) -> Tensor:
     """A part of a tensor; a main param is read whole, because it is compared with the model's."""
     wanted = Box.whole(info.shape) if kind == MAIN else box
     whole = torch.empty(wanted.sizes, dtype=getattr(torch, info.dtype))
-    for part, number in zip(param.parts, param.numbers, strict=True):
-        placement, is_copy = part.file.params[number].placement, part is not param.parts[0]
+    for part, number in parts:
+        placement, is_copy = part.file.params[number].placement, part is not parts[0][0]
         if placement.dim is not None or not is_copy:
             local = part.main(number) if kind == MAIN else part.read(kind, number)
             fill(whole, wanted, local.reshape(-1), 0, placement.pieces(Span(0, local.numel())))

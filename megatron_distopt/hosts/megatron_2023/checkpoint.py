@@ -17,6 +17,7 @@ from megatron.core import mpu
 from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_checkpoint
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of, remove_checkpoint
+from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
@@ -29,7 +30,6 @@ from megatron_distopt.hosts.megatron_2023.fork_files import (
     is_of_other_kind,
     load_gathered,
     load_groups,
-    load_loss_scale,
     load_rank_state,
     open_plain,
     open_rank_state,
@@ -89,7 +89,7 @@ class ForkCheckpoints(BuiltOptimizer):
             self._take_back = _undo_of(self)
             if not is_of_other_kind(self, state_dict):
                 load_groups(self.param_groups, state_dict["optimizer"]["param_groups"])
-            load_loss_scale(self, state_dict)
+            load_loss_scale(self.sharded.loss_scale, state_dict.get("grad_scaler") or {})
             self._head_step = the_step(state_dict["optimizer"]["param_groups"], "the checkpoint")
             return
 

@@ -9,7 +9,6 @@ what it owns. The state of a run without the distributed optimizer (formats/mega
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,10 @@ from torch import Tensor
 from megatron_distopt.checkpoint import WholeModel
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.checkpoint.param_groups import differences, tell
+from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.common import the_step
+from megatron_distopt.formats.common import known_step, no_step, the_step
 from megatron_distopt.formats.megatron_2023.file_state import described, identity
 from megatron_distopt.formats.megatron_2023.gathered import GatheredFile, gathered_state, moments_in_file
 from megatron_distopt.formats.megatron_2023.per_rank import (
@@ -48,12 +48,10 @@ from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
-_log = logging.getLogger("megatron_distopt")
-
 #: Which kernel updates is the choice of the run that loads.
 _IMPLEMENTATION = ("params", "step", "fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
 _REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
-WHAT = "optimizer state"
+WHAT, _CHECKPOINT = "optimizer state", "the checkpoint"
 OF_OTHER_MODEL = Origin(WHAT, _REMEDY)
 _OF_OTHER_RANKS = Origin(
     WHAT, "Resume with the ranks of the saved run; another size needs megatron-distopt convert --to per-rank --dp N"
@@ -135,32 +133,12 @@ def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any
         mine.update({key: theirs[key] for key in mine.keys() & theirs.keys() - kept if key not in _IMPLEMENTATION})
 
 
-def load_loss_scale(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
-    """Into the fork's grad scaler, where both have one; a constant one has an empty state."""
-    scaler, saved = optimizer.grad_scaler, state.get("grad_scaler")
-    if scaler is not None and saved:
-        scaler.load_state_dict(saved)
-    elif scaler is not None and scaler.state_dict() and optimizer.fp16:
-        _log.warning("the checkpoint has no loss scale; it starts from the initial one")
-    elif scaler is None and saved:
-        _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
-
-
 def check_update_count(optimizer: BuiltOptimizer, step: int | None) -> int | None:
     """The update count to go on from."""
-    choice, given = optimizer.sharded.plan.choice, optimizer.sharded.config.resume_step
-    if given is not None and step is not None and given != step:
-        raise CheckpointError(
-            f"The update count in the checkpoint is {step}, and --distopt-resume-step is {given}. Drop "
-            "--distopt-resume-step: the checkpoint knows it."
-        )
-    if given is None and step is None and choice.is_adam:
-        raise CheckpointError(
-            "There is no update count in the checkpoint, and Adam needs one: torch's Adam keeps it where this file "
-            "layout does not save it. Write --distopt-resume-step N with the number of updates so far (iterations "
-            "without skipped ones)."
-        )
-    return step if given is None else given
+    checked = known_step([step], optimizer.sharded.config.resume_step, _CHECKPOINT)
+    if checked is None and optimizer.sharded.plan.choice.is_adam:
+        raise no_step(_CHECKPOINT)
+    return checked
 
 
 def check_moments(optimizer: BuiltOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True) -> None:
@@ -322,14 +300,14 @@ def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: 
     owned = {name: shard.in_param for name, (_, shard) in shards_of(optimizer.sharded).items()}
     is_same = {name: shard.in_param for name, shard in shards.items()} == owned
     has_begun = any(shard.tensors.keys() - {MAIN} for shard in shards.values())
-    step = the_step(saved_groups, "the checkpoint")
+    step = the_step(saved_groups, _CHECKPOINT)
     checked = check_update_count(optimizer, step) if step is not None or has_begun else 0
     return RankState(dict(enumerate(saved_groups)), shards, checked, is_same)
 
 
 def _step_in(optimizer: BuiltOptimizer, state: OptimizerEntry) -> int | None:
     """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag says more."""
-    step = the_step([*state.groups, *state.inner["state"].values()], "the checkpoint")
+    step = the_step([*state.groups, *state.inner["state"].values()], _CHECKPOINT)
     is_known = step is not None or optimizer.sharded.config.resume_step is not None
     return check_update_count(optimizer, step) if is_known or state.has_begun else 0
 
@@ -350,7 +328,7 @@ def load_rank_state(optimizer: BuiltOptimizer, state: RankState, entry: Mapping[
         groups = dict(sorted(found.items()))
         step = max((count for _, _, count, has_any in everywhere if has_any and count is not None), default=None)
     load_groups([optimizer.param_groups[number] for number in groups], list(groups.values()))
-    load_loss_scale(optimizer, entry)
+    load_loss_scale(optimizer.sharded.loss_scale, entry.get("grad_scaler") or {})
     for sharded in optimizer.sharded.buffers:
         sharded.collect()  # fp32 params came with the model, and packed ones are copies of it
     moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}

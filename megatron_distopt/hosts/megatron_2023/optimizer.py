@@ -8,15 +8,13 @@ pipeline-parallel groups it uses, and does not run its constructor, which knows 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from megatron import get_args
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
@@ -24,7 +22,6 @@ from megatron_distopt.errors import HostError, HostMismatchError
 from megatron_distopt.hosts.base import is_used
 from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.megatron_2023.checkpoint import ForkCheckpoints
-from megatron_distopt.hosts.megatron_2023.fork_files import shards_of
 from megatron_distopt.hosts.megatron_2023.forks import (
     CLASS,
     CLASS_PARAMETERS,
@@ -64,20 +61,6 @@ class DistributedOptimizer(ForkSteps, ForkCheckpoints):
 
     def get_model_parallel_group(self) -> None:
         """None: statistics are added up over all ranks."""
-
-    def get_model_param_range_map(self, param: Parameter) -> Mapping[str, SimpleNamespace]:
-        """Which elements of a model param this rank owns, in the fork's terms.
-
-        Returns:
-            `start`, `end` and `size`, "gbuf_world" in the whole buffer, "gbuf_local" in this rank's shard of the
-            param's bucket, "param" in the param.
-
-        Raises:
-            KeyError: this rank owns nothing of it.
-        """
-        _, shard = shards_of(self.sharded)[next(name for name, each in self.start.named.items() if each is param)]
-        spans = {"gbuf_world": shard.in_buffer, "gbuf_local": shard.in_shard, "param": shard.in_param}
-        return {key: SimpleNamespace(start=each.start, end=each.stop, size=each.numel) for key, each in spans.items()}
 
 
 def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:

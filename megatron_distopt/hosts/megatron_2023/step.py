@@ -6,26 +6,16 @@ The fork calls `reduce_model_grads`, `step`, and after a successful one `gather_
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
-from megatron_distopt.errors import HostError, LayoutError
+from megatron_distopt.errors import AccessError, HostError, LayoutError
 from megatron_distopt.hosts.between_steps import notice_for, params_that_left, raising
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer, phases
 from megatron_distopt.hosts.megatron_2023.grad_buffers import UsedGrads
 from megatron_distopt.optimizer.deferred import Notice
-from megatron_distopt.optimizer.step import (
-    StepAction,
-    advance,
-    clip_divisor,
-    decide,
-    finish_deferred_check,
-    measure,
-    measure_now,
-    write_model,
-)
+from megatron_distopt.optimizer.step import StepAction, advance, decide, finish_deferred_check, measure, write_model
 
 
 class ForkSteps(BuiltOptimizer):
@@ -126,27 +116,12 @@ class ForkSteps(BuiltOptimizer):
         self.sharded.follow_model()
         self.written.forget()
 
-    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """The main grads that are in the norm; after `reduce_model_grads`."""
-        pairs = zip(self.sharded.flat_params, self.sharded.main_grads(), strict=True)
-        return [grad for flat, grad in pairs if not flat.plan.key.excluded_from_norm]
+    def clip_grad_norm(self, *_: Any) -> NoReturn:
+        """Refused, as are other parts of the fork's own step, which no fork calls by themselves."""
+        raise AccessError(
+            "A part of the fork's own step was called (clip_grad_norm, count_zeros, get_main_grads_for_grad_norm or "
+            "get_model_param_range_map), whose tensors this optimizer does not have. Call step(args, timers), which "
+            "clips by --clip-grad and returns the gradient norm, and with --log-num-zeros-in-grad the zeros."
+        )
 
-    @torch.no_grad()
-    def clip_grad_norm(self, clip_grad: float) -> float:
-        """Collective: scales the reduced gradients in the grad buffers; `step` clips by itself.
-
-        Returns:
-            The norm before clipping, of the averaged and unscaled gradient.
-        """
-        stats = measure_now([self.sharded], [self.sharded.main_grads()], self.everyone)
-        norm = stats.norm(self.sharded.divisor)
-        for flat in self.sharded.flat_params:
-            flat.grad.div_(clip_divisor(norm, clip_grad))
-        return norm
-
-    @torch.no_grad()
-    def count_zeros(self) -> int:
-        """Collective: zeros of the whole reduced gradient."""
-        grads = [self.sharded.main_grads()]
-        stats = measure_now([self.sharded], grads, self.everyone, count_zeros=True)
-        return stats.num_zeros or 0
+    count_zeros = get_main_grads_for_grad_norm = get_model_param_range_map = clip_grad_norm
