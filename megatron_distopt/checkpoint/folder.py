@@ -65,7 +65,6 @@ def lock_file(folder: Path) -> Path:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a finished checkpoint."""
     return (folder / MANIFEST).is_file()
 
 

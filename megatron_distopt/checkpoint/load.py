@@ -70,7 +70,8 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
 
     def check() -> tuple[str, list[str]]:
         state = opened()
-        plan = check_state(state, model, names)
+        plan = plan_load(state, model, names)
+        state.verify(plan.reads)
         checked.append((state, plan))
         changed = [line for match in plan.groups for line in differences(match.group, match.options, match.kept)]
         return state.manifest.save_id, changed
@@ -96,13 +97,6 @@ def _names_of_all(model: WholeModel, everyone: Group) -> set[str]:
         if shard.in_param.start == 0
     ]
     return {name for names in exchange(begun_here, everyone) for name in names}
-
-
-def check_state(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadPlan:
-    """Checks a state against the model, and plans what this rank reads of it; nothing is changed."""
-    plan = plan_load(state, model, names)
-    state.verify(plan.reads)
-    return plan
 
 
 @torch.no_grad()
@@ -147,7 +141,6 @@ def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
 
 
 def _verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
-    """Raises where a file is missing, or has another size or checksum than the manifest says."""
     for file in files:
         path = folder / file.name
         with disk.refused(f"file {path}", f"be readable. {DAMAGED}"):

@@ -67,7 +67,6 @@ class GroupMatch:
 
     @property
     def group(self) -> dict[str, Any]:
-        """The param group of the inner optimizer."""
         return self.optimizer.inner.param_groups[self.number]
 
     @property
@@ -87,7 +86,6 @@ class Read:
 
     @property
     def in_chunk(self) -> Box:
-        """The elements in the tensor that is read."""
         return self.box.relative_to(self.chunk.box.offsets)
 
 

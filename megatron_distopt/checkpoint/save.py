@@ -185,7 +185,6 @@ class Saving:
             withdraw(self.folder, self.save_id)
 
     def release(self) -> None:
-        """Lets other runs save there."""
         disk.unlock(self.lock)
 
 

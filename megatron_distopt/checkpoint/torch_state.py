@@ -438,24 +438,19 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
         once = {key: value for key, value in values.items() if key not in sharded}
         known = {key: value for key, value in sharded.items() if value.boxes}
         described = {key: (tuple(value.shape), value.dtype, value.boxes) for key, value in known.items()}
-        return described, {key: _on_cpu(value) for key, value in once.items()}
+        return described, {
+            key: as_plain(value.detach()).cpu().clone() if torch.is_tensor(value) else value
+            for key, value in once.items()
+        }
 
     by_rank = exchange_together(describe, params.data, "full_state_dict")
     full = {key: value for _, once in reversed(by_rank) for key, value in once.items()}
     for key in dict.fromkeys(key for sharded, _ in by_rank for key in sharded):
         full[key] = _gather(values.get(key), [sharded.get(key) for sharded, _ in by_rank], params)
-    return _nested(full, state["param_groups"]) if params.data.rank == 0 else {}
-
-
-def _on_cpu(value: Any) -> Any:
-    return as_plain(value.detach()).cpu().clone() if torch.is_tensor(value) else value
-
-
-def _nested(values: Mapping[_ValueKey, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    for (number, kind), value in sorted(values.items(), key=lambda item: item[0][0]):
-        state.setdefault(number, {})[kind] = value
-    return {"state": state, "param_groups": groups}
+    by_number: dict[int, dict[str, Any]] = {}
+    for (number, kind), value in sorted(full.items(), key=lambda item: item[0][0]):
+        by_number.setdefault(number, {})[kind] = value
+    return {"state": by_number, "param_groups": state["param_groups"]} if params.data.rank == 0 else {}
 
 
 def _gather(own: ShardedValue | None, by_rank: Sequence[_Sharded | None], params: TorchParams) -> Tensor | None:

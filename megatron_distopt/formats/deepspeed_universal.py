@@ -73,13 +73,11 @@ class _Folder:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of all params."""
         zero = self.path / _ZERO
         return tuple(sorted(path.parent.relative_to(zero).as_posix() for path in zero.rglob(f"{_FP32}.pt")))
 
     @cached_property
     def model_files(self) -> list[Mapping[str, Any]]:
-        """Contents of the model files of all model-parallel ranks."""
         return [load_file(path) for path in sorted(self.path.iterdir()) if _MODEL.fullmatch(path.name)]
 
     @cached_property
@@ -98,7 +96,6 @@ class _Folder:
         return sorted((path.stem for path in files if path.stem != _STEP), key=lambda kind: (kind != _FP32, kind))
 
     def tensor(self, name: str, kind: str) -> Tensor:
-        """One tensor, in the shape of the param."""
         path = self.path / _ZERO / name / f"{kind}.pt"
         content = load_file(path)
         tensor = content.get("param") if isinstance(content, Mapping) else content
@@ -115,7 +112,6 @@ class _Folder:
 
 
 def open_deepspeed_universal(path: Path) -> Source:
-    """Opens the folder of a step, or of all steps."""
     with understood(path, "be a universal checkpoint of DeepSpeed"):
         return _opened(_Folder(_folder_of(path, _LATEST)))
 

@@ -203,7 +203,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Finds no function, and no class but a stand-in, torch.Size and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Called for every name in a pickle."""
         if f"{module}.{name}" in _METADATA:
             return Inert
         if f"{module}.{name}" == _BY_NAME:
@@ -219,7 +218,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> Inert:
-    """The `.metadata` of a distributed checkpoint of torch."""
     try:
         with open(path, "rb") as file:
             found = _MetadataUnpickler(file).load()
@@ -263,7 +261,6 @@ class _Pickler(pickle._Pickler):  # Python's own, because C's cannot be taught a
     """Writes an enum of a fork by the name of its class, and no other stand-in."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        """Called for every class and function."""
         if not (isinstance(obj, type) and issubclass(obj, Inert)):
             super().save_global(obj, name)  # type: ignore[misc]
         elif obj.stands_for not in _ENUMS:

@@ -61,7 +61,6 @@ class DcpFolder:
 
 
 def open_dcp(folder: Path) -> DcpFolder:
-    """Reads the metadata."""
     metadata = load_metadata(folder / METADATA)
     with understood(folder / METADATA, "say of every tensor where it is", DAMAGED):
         files: dict[str, int] = {}

@@ -111,18 +111,16 @@ class GroupMembers:
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
-        self._members = _members_of(inner)
+        self._members = self._now()
+
+    def _now(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self._inner.param_groups]
 
     def check(self) -> None:
-        """Refuses groups that have other params than when this object was made."""
-        if _members_of(self._inner) != self._members:
+        if self._now() != self._members:
             got, rule = "other params than the optimizer was built with", "keep their params"
             remedy = "Build the optimizer again with get_megatron_optimizer(...) after the model has changed"
             raise LayoutError(refusal("param_groups", got, rule, remedy))
-
-
-def _members_of(inner: Optimizer) -> list[list[int]]:
-    return [list(map(id, group["params"])) for group in inner.param_groups]
 
 
 class GroupCounts:
@@ -197,8 +195,6 @@ def not_copied(how: str) -> AccessError:
 
 
 class WatchedParam(Protocol):
-    """Wants to know of the aliases of a param."""
-
     param: Parameter
 
     def keep(self, alias: Tensor) -> None:
@@ -260,7 +256,7 @@ class _Writes:
         self.forget()
 
     def keep(self, alias: Tensor) -> None:
-        """See `WatchedParam`. It is held, because its count is lost with it."""
+        """It is held, because its count is lost with it."""
         if len(self._aliases) >= self._MANY:
             self._was_written = self.is_written
             self._let_go()

@@ -8,6 +8,7 @@ where no package registers itself. `cli/patch.py` puts it in and takes it out.
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -294,14 +295,8 @@ def intact_block(content: bytes) -> slice | None:
     Where the function was the last of a file without a final newline, the newline before the block belongs to it.
     """
     markers = [line for line in content.splitlines() if line in (BEGIN.encode(), END.encode())]
-    if markers != [BEGIN.encode(), END.encode()]:
+    whole = rb"\1".join(re.escape(line.encode()) for line in BLOCK)
+    found = re.search(rb"(\r\n|\n|\r)" + whole + rb"(\1|\Z)", content)
+    if found is None or markers != [BEGIN.encode(), END.encode()]:
         return None
-    for newline in (b"\r\n", b"\n", b"\r"):
-        whole = as_bytes(newline)
-        unfinished = newline + whole[: -len(newline)]
-        start = content.find(newline + whole)
-        if start >= 0:
-            return slice(start + len(newline), start + len(newline) + len(whole))
-        if content.endswith(unfinished):
-            return slice(len(content) - len(unfinished), len(content))
-    return None
+    return slice(found.end(1) if found[2] else found.start(), found.end())

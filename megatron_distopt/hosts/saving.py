@@ -18,16 +18,10 @@ from megatron_distopt.checkpoint.load_plan import class_of
 from megatron_distopt.checkpoint.param_groups import SCHEDULE
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import CheckpointError
-from megatron_distopt.hosts.naming import FROM_WEIGHTS
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.owners.whole_params import owned_params
-from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import finish_deferred_check
 
 _CLASS = "updates_whole_params"
-#: In a rank's own state.
-_ENTRY, _OWNED = "whole_params", "owned"
 
 
 class Saver:
@@ -65,40 +59,6 @@ def head_entry(choice: InnerChoice) -> dict[str, str]:
 def is_of_other_class(choice: InnerChoice, head: Mapping[str, Any]) -> bool:
     """Whether param groups of a head mean something else here, see [Note: heads of other classes]."""
     return head.get(_CLASS) != head_entry(choice).get(_CLASS)
-
-
-def own_entry(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """What owners keep, for a state of this rank alone; tensors have memory of their own. Empty with other classes."""
-    if not optimizer.plan.choice.updates_whole_params:
-        return {}
-    owned = {}
-    for name, param, _ in owned_params(optimizer.inner):
-        description, tensors = param.split()
-        owned[name] = description, {key: tensor.clone() for key, tensor in tensors.items()}
-    return {_ENTRY: {**head_entry(optimizer.plan.choice), _OWNED: owned}}
-
-
-def check_own_entry(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
-    """Refuses a state of one rank of another class than that of the run, where one of them updates whole params."""
-    choice, entry = optimizer.plan.choice, state.get(_ENTRY, {})
-    if is_of_other_class(choice, entry):
-        raise CheckpointError(
-            f"Optimizer state is of {entry.get(_CLASS, 'a class that does not update whole params')}, and this run has "
-            f"{choice.name}. Resume with its optimizer, or {FROM_WEIGHTS}."
-        )
-    owned = {name for name, *_ in owned_params(optimizer.inner)}
-    if entry and owned != set(entry[_OWNED]):
-        raise CheckpointError(
-            f"The state has owned params {sorted(entry[_OWNED])}, and this rank owns {sorted(owned)}. Load each rank's "
-            "own state, saved with the same buckets."
-        )
-
-
-def take_own_entry(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
-    """Gives owners their state back; after `check_own_entry`."""
-    for name, owned, options in owned_params(optimizer.inner) if _ENTRY in state else ():
-        description, tensors = state[_ENTRY][_OWNED][name]
-        owned.join(description, {key: tensor.clone() for key, tensor in tensors.items()}, options)
 
 
 def options_of_run(args: object) -> frozenset[str]:

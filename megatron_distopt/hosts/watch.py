@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,10 +84,6 @@ def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]
         # The host keeps the node, so the hook of an optimizer that was built before would stay.
         if (before := _hooks.get(param)) is not None:
             before.remove()
-        _hooks[param] = node.register_hook(partial(_tell, arrived, name))
+        _hooks[param] = node.register_hook(lambda *_, name=name: arrived(name))
         nodes.append(node)
     return nodes
-
-
-def _tell(arrived: Callable[[str], None], name: str, *_: object) -> None:
-    arrived(name)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tests.support.fork_worlds import ForkInWorlds, distance
 from tests.support.mini_fork import TrainingRun, point_to
-from tests.support.refusals import raised
+from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
 from tests.support.whole_classes import Adafactor, Soap, in_place_of_forks_adam, tried_once
 from tests.support.whole_muon import Reference, in_the_fork
@@ -121,6 +121,10 @@ def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
             found[key] = distance(run, whole[key]), run.losses, whole[key].losses
     if rank < 2:
         found["distributed"] = _distributed(train)
+        with in_place_of_forks_adam(Soap):
+            plain = train("--train-iters 1", ours=False).optimizer.state_dict()
+            sharded = train(f"{OURS} --train-iters 1").optimizer
+        found["plain"] = raised(lambda: sharded.load_state_dict(plain))[0]
         found["refused"] = {name: raised(lambda w=words: train(w))[0] for name, words in REFUSED.items()}
     for inner, (words, place, ranks) in ON.items():
         with place():
@@ -157,7 +161,7 @@ def _distributed(train: Callable[..., TrainingRun]) -> tuple[float, float]:
     return distance(whole, train(words, "--distopt-muon-tp-mode distributed")), distance(whole, start)
 
 
-@tried_once("Adafactor", "Soap")
+@tried_once()
 def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     """In a rank: trainings that are interrupted, with a fork whose files are those of each rank."""
     fork, found = ForkInWorlds("per_rank", rank, folder, ranks=size), dict[str, Any]()
@@ -165,26 +169,13 @@ def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     train = partial(_train, fork, "--bf16")
 
     train(ADAM, f"--train-iters 1 --save {folder}/adam")
-    for inner, (words, place, _) in ON.items():
-        with place():
-            whole = train(words, f"--save-interval 2 --save {folder}/{inner}")
-            point_to(Path(folder, inner), 2)
-            resumed = train(words, f"--load {folder}/{inner}")
-            found[inner] = distance(whole, resumed), len(resumed.iterations)
-    with in_place_of_forks_adam(Soap):
-        plain = train("--train-iters 1", ours=False).optimizer.state_dict()
-    found["whole, without sharding"] = raised(lambda: resumed.optimizer.load_state_dict(plain))[0]
-    for name, words in {
-        "muon, from Adam": f"{MUON} --load {folder}/adam",
-        "whole, from Adam": f"{NAMED} --load {folder}/adam",
-        "whole, to Adam": f"{OURS} --load {folder}/whole",
-        "whole, another class": f"{NAMED} --load {folder}/whole",
-    }.items():
-        found[name] = raised(lambda w=words: train(w))[0]
+    whole = train(MUON, f"--save-interval 2 --save {folder}/muon")
+    point_to(Path(folder, "muon"), 2)
+    resumed = train(MUON, f"--load {folder}/muon")
+    found["resumed"] = distance(whole, resumed), len(resumed.iterations)
+    found["from Adam"] = raised(lambda: train(f"{MUON} --load {folder}/adam"))[0]
+    found["whole"] = raised(lambda: train(NAMED))
     return found
-
-
-INNERS = ("muon", "whole")
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +204,7 @@ def test_muon_when_products_are_added_up_then_near_to_that_of_whole_matrices(fou
         assert 0 < apart < 0.05 * moved
 
 
-@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("inner", ON)
 def test_load_when_resumed_at_another_size_then_equal_to_the_uninterrupted_training(
     inner: str, found: dict[Any, list[Any]]
 ) -> None:
@@ -225,14 +216,22 @@ def test_load_when_resumed_at_another_size_then_equal_to_the_uninterrupted_train
         assert all(torch.equal(params[name], wanted[name]) for name in wanted)
 
 
-def test_load_when_files_are_those_of_each_rank_then_resumed_alike_and_not_by_others(tmp_path: Path) -> None:
+def test_load_when_files_are_those_of_each_rank_then_muon_is_resumed_alike_and_a_class_of_whole_params_refused(
+    tmp_path: Path,
+) -> None:
     found = run_ranks(collect_per_rank, 2, str(tmp_path), seconds=300)
-    for inner in INNERS:
-        assert [of_rank[inner][0] for of_rank in found] == [0.0, 0.0]
-        assert max(of_rank[inner][1] for of_rank in found) == 1
-    for name in found[0].keys() - set(INNERS):
-        errors = {of_rank[name] for of_rank in found}
-        assert errors <= ({"CheckpointError", "RanksDisagreeError"} if "muon" in name else {"CheckpointError"}), name
+    assert [of_rank["resumed"][0] for of_rank in found] == [0.0, 0.0]
+    assert max(of_rank["resumed"][1] for of_rank in found) == 1
+    assert {of_rank["from Adam"] for of_rank in found} <= {"CheckpointError", "RanksDisagreeError"}
+    for kind, text in (of_rank["whole"] for of_rank in found):
+        assert kind == "ConfigError"
+        assert_mentions(text, "Adafactor", "per-rank files", "Use AdamW, SGD or Muon")
+
+
+def test_load_when_the_state_is_of_a_run_without_sharding_then_a_class_of_whole_params_refuses_it(
+    found: dict[Any, list[Any]],
+) -> None:
+    assert found["plain"] == ["CheckpointError"] * 2
 
 
 @pytest.mark.parametrize("name", REFUSED)

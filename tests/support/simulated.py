@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.checkpoint.folder import commit, new_save_id
-from megatron_distopt.checkpoint.load import check_state, loadable_checkpoint, take_state
+from megatron_distopt.checkpoint.load import loadable_checkpoint, take_state
+from megatron_distopt.checkpoint.load_plan import plan_load
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.save import Saving, contribution_of
 from megatron_distopt.checkpoint.whole_model import owned_pieces
@@ -117,7 +118,9 @@ class World:
         """As the ranks would, one after the other."""
         states = [loadable_checkpoint(folder, rank, len(self.ranks)) for rank in range(len(self.ranks))]
         names = [param.name for param in self.params]
-        plans = [check_state(state, each.model, names) for state, each in zip(states, self.ranks, strict=True)]
+        plans = [plan_load(state, each.model, names) for state, each in zip(states, self.ranks, strict=True)]
+        for state, plan in zip(states, plans, strict=True):
+            state.verify(plan.reads)
         for state, plan, each in zip(states, plans, self.ranks, strict=True):
             take_state(state, plan, each.model)
 

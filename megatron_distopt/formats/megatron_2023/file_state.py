@@ -277,7 +277,6 @@ class Slices:
 
     @property
     def step(self) -> int | None:
-        """Updates so far."""
         return max((record.step for record in self.source.head.groups if record.step is not None), default=None)
 
     @torch.no_grad()
@@ -337,7 +336,6 @@ class Slices:
 
 
 def check_all_written(slices: list[Slices]) -> None:
-    """Refuses a source with params that no model file has."""
     names = {each.file.params[number].name for each in slices for number in each.trained}
     missing = [name_of(key) for key in slices[0].source.tensors if kind_of(key) == MAIN and name_of(key) not in names]
     if missing:

@@ -89,7 +89,6 @@ class GatheredFile:
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were skipped, as far as the file says it."""
         return skipped_in(self.state)
 
     def tensors(self, chunk: int, dtype: torch.dtype, numel: int) -> dict[str, Tensor]:
@@ -123,12 +122,10 @@ def _table(table: object, key: object) -> Mapping[Any, Any]:
 
 
 def is_gathered(file: ModelFile) -> bool:
-    """Whether there is a gathered file in the folder of a model file."""
     return (file.folder / _GATHERED).is_file()
 
 
 def read_gathered(file: ModelFile) -> FileState:
-    """The state that belongs to one model file."""
     path = file.folder / _GATHERED
     state, entry, origin = load_file(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
     if not isinstance(state, Mapping) or not isinstance(entry, Mapping) or "optimizer" not in entry:

@@ -84,7 +84,6 @@ class ModelFile:
         return self.path.parent
 
     def option(self, name: str, default: Any = None) -> Any:
-        """One of the arguments of the run."""
         return getattr(self.state.get("args"), name, default)
 
     def number(self, name: str, default: int = 0) -> int:

@@ -136,7 +136,6 @@ def _file(model_folder: Path, rank: int) -> Path:
 
 
 def read_per_rank(file: ModelFile) -> FileState:
-    """The state that belongs to one model file."""
     found = list(takewhile(Path.is_file, (_file(file.folder, rank) for rank in count())))
     told = file.number("data_parallel_size", len(found))
     if len(found) < told:

@@ -41,7 +41,6 @@ class Origin:
     remedy: str  # what to do where it does not fit
 
     def refused(self, got: object, rule: str) -> CheckpointError:
-        """The error for a state that does not fit."""
         return CheckpointError(refusal(self.what, got, rule, self.remedy))
 
 
@@ -90,7 +89,6 @@ class OptimizerEntry:
 
     @property
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        """Its param groups."""
         groups: Sequence[Mapping[str, Any]] = self.inner["param_groups"]
         return groups
 
@@ -138,7 +136,6 @@ def is_plain_file(file: ModelFile) -> bool:
 
 
 def read_plain(file: ModelFile) -> FileState:
-    """The state in one model file."""
     state = plain_state(file.state["optimizer"], Origin(f"optimizer state in {file.path}", _REMEDY))
     groups = groups_by_rule(file, state.groups)
     saved: dict[int, ParamEntry] = {}
@@ -165,7 +162,6 @@ def read_plain(file: ModelFile) -> FileState:
 
 
 def write_plain(slices: Slices, folder: Path) -> None:
-    """Writes the model file with the state in it into a new folder."""
     numbers = [number for group in slices.groups for number in group.members]
     place = {number: at for at, number in enumerate(numbers)}
     mains = {number: slices.read(MAIN, number) for number in numbers}  # those of fp32 are compared with the model's

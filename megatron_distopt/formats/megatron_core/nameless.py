@@ -57,7 +57,6 @@ def is_nameless(path: Path) -> bool:
 
 
 def refused(path: Path) -> CheckpointError:
-    """The error where names are needed."""
     return CheckpointError(f"The optimizer state in {path} is in flat buffers without names of params. {REMEDY}")
 
 

@@ -54,7 +54,6 @@ def recognises(path: Path) -> bool:
 
 
 def open_torch_dist(path: Path) -> Source:
-    """Opens an iteration folder."""
     with understood(path, "be a distributed checkpoint of megatron-core"):
         folder = open_dcp(path)
         where = _COMMON_OBJECT if _COMMON_OBJECT in folder.objects else _COMMON

@@ -242,7 +242,6 @@ class Communication:
         self.finish_gather()
 
     def finish_gather(self) -> CommTime:
-        """Waits until all params are there."""
         return self._params.finish()
 
     def drop(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from megatron import get_args
 from megatron.core import mpu, tensor_parallel
 from megatron.model.module import param_is_not_shared
+from megatron.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -44,7 +45,7 @@ from megatron_distopt.hosts.megatron_2023.base_optimizer import (
     merge_config,
     with_host_state,
 )
-from megatron_distopt.hosts.megatron_2023.forks import check_flags, has_gates
+from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, check_flags, has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan, dense_group, plan_grad_buffers
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
@@ -119,6 +120,11 @@ def plan_start(
     if any(buffer.is_ours for buffer in buffers):
         check_compatible(config, {Feature.FORK_EXPERTS: "a model with experts"})
     inner = _choose(base, config, args, device, named, buffers)
+    if inner.choice.updates_whole_params and not hasattr(HostDistributedOptimizer, GATHERS_STATE):
+        raise ConfigError(
+            f"{inner.choice.name} updates whole params, for whose state the per-rank files of this fork have no place. "
+            "Use AdamW, SGD or Muon, or a fork that gathers its state (Megatron-LM 23.06, Megatron-DeepSpeed)."
+        )
     layouts = []
     for buffer in buffers:  # one may hold fp32 params as well, whose state stays on the device
         short = {param.dtype for param in buffer.params.values()} - {torch.float32}

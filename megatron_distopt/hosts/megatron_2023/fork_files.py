@@ -41,7 +41,7 @@ from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, Optimize
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
-from megatron_distopt.hosts.saving import check_own_entry, is_of_other_class, options_of_run, own_entry, take_own_entry
+from megatron_distopt.hosts.saving import is_of_other_class, options_of_run
 from megatron_distopt.layout import ParamShard, Span, owned_shards
 from megatron_distopt.optimizer.inner import count_updates, moments_of, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
@@ -134,7 +134,6 @@ def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any
 
 
 def check_update_count(optimizer: BuiltOptimizer, step: int | None) -> int | None:
-    """The update count to go on from."""
     checked = known_step([step], optimizer.sharded.config.resume_step, _CHECKPOINT)
     if checked is None and optimizer.sharded.plan.choice.is_adam:
         raise no_step(_CHECKPOINT)
@@ -200,7 +199,7 @@ def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, A
         state = named_entry(dicts, {placements[name].name: saved for name, saved in shards.items()})
     if optimizer.grad_scaler is not None:
         state["grad_scaler"] = optimizer.grad_scaler.state_dict()
-    return {**state, **own_entry(optimizer.sharded)}
+    return state
 
 
 def _own_params(optimizer: BuiltOptimizer) -> dict[int, list[ExpectedParam]]:
@@ -259,7 +258,9 @@ class RankState:
 
 def open_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> RankState:
     """The state of a run without the distributed optimizer, of which every rank has all."""
-    check_own_entry(optimizer.sharded, entry)
+    choice = optimizer.sharded.plan.choice
+    if choice.updates_whole_params:
+        raise OF_OTHER_MODEL.refused("that of a class which does not update whole params", f"be of {choice.name}")
     state, params = plain_state(entry, OF_OTHER_MODEL), optimizer.start.named
     expected = {
         number: [
@@ -282,7 +283,6 @@ def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: 
     missing = missing_in(entry)
     if missing:
         raise _OF_OTHER_LAYOUT.refused(f"without {', '.join(missing)}", "be a rank's own")
-    check_own_entry(optimizer.sharded, entry)
     named = named_shards(entry)
     if named is None:
         state, spans = rank_state(entry, _OF_OTHER_RANKS), _spans_in_file(optimizer)
@@ -339,7 +339,6 @@ def load_rank_state(optimizer: BuiltOptimizer, state: RankState, entry: Mapping[
             if name in owned:
                 _take(owned[name], saved, moments)
     install_state(optimizer, moments, step)
-    take_own_entry(optimizer.sharded, entry)
 
 
 def _take(

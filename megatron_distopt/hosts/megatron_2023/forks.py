@@ -51,7 +51,6 @@ class Conflict:
     text: str  # what is wrong, and what to type instead
 
     def applies_to(self, options: object) -> bool:
-        """Whether parsed arguments have it."""
         found = getattr(options, self.option, None)
         return bool(found) if self.value is True else found is not None and found == self.value
 
