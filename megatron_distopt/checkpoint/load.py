@@ -24,7 +24,7 @@ from megatron_distopt.checkpoint.load_plan import (
     plan_reads,
 )
 from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kind_of, no_collection, some_of
-from megatron_distopt.checkpoint.param_groups import differences, not_options, tell
+from megatron_distopt.checkpoint.param_groups import as_kept, differences, not_options, tell
 from megatron_distopt.checkpoint.source import DAMAGED, read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
@@ -224,13 +224,6 @@ def _moment_for(optimizer: ShardedOptimizer, flat: FlatParam, kind: str, dtype: 
         dtype = flat.main.dtype  # whatever it was saved in
     known = moment_to_fill(inner, flat.main, kind, dtype)
     return flat.zeros(dtype) if known is None else known
-
-
-def as_kept(saved: Any, current: Any) -> Any:
-    """A saved option in the form that the group has now; a tensor is filled in place, because others may hold it."""
-    if torch.is_tensor(current) and saved is not None:
-        return current.fill_(saved)
-    return tuple(saved) if isinstance(current, tuple) and saved is not None else saved
 
 
 def _restore_scalars(state: Any, main: Tensor, saved: SavedState) -> None:

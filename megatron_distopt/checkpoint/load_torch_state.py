@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.load import as_kept, fill_groups, separate
+from megatron_distopt.checkpoint.load import fill_groups, separate
 from megatron_distopt.checkpoint.load_plan import GroupMatch, Read, SavedState, check_steps, needed_moments
 from megatron_distopt.checkpoint.manifest import Chunk, check_counts, covering, key_of
 from megatron_distopt.checkpoint.param_groups import (
@@ -19,10 +19,9 @@ from megatron_distopt.checkpoint.param_groups import (
     Scalar,
     check_types,
     check_values,
-    differences,
     not_options,
     plain_option,
-    tell,
+    take_options,
 )
 from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, ShardedValue, TorchParams, is_adam, is_unwritten
 from megatron_distopt.checkpoint.whole_model import load_loss_scale
@@ -79,11 +78,7 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
 
     _check_agreement(exchange_together(check, params.everyone, "load"))
     both = zip(params.groups, state_dict["param_groups"], strict=True)
-    pairs = [(current, _options(params, saved, current)) for current, saved in both]
-    if params.everyone.rank == 0:
-        tell(line for current, saved in pairs for line in differences(current, saved))
-    for current, saved in pairs:
-        current.update({key: as_kept(value, current.get(key)) for key, value in saved.items()})
+    take_options([(current, _options(params, saved, current)) for current, saved in both], params.everyone.rank)
     if scale := _loss_scale_in(state_dict):
         optimizer = params.share.optimizer
         load_loss_scale(optimizer.loss_scale, scale)

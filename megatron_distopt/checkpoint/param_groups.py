@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -247,6 +247,23 @@ def tell(lines: Iterable[str]) -> None:
     """Logs what a resume has changed, each line once."""
     for line in dict.fromkeys(lines):
         _log.info("resumed: %s", line)
+
+
+def take_options(
+    pairs: Sequence[tuple[MutableMapping[str, Any], Mapping[str, Any]]], rank: int, kept: Collection[str] = ()
+) -> None:
+    """Writes saved options into the param group beside them, but for `kept` ones; the first rank says what changes."""
+    if rank == 0:
+        tell(line for current, saved in pairs for line in differences(current, saved, kept))
+    for current, saved in pairs:
+        current.update({key: as_kept(value, current.get(key)) for key, value in saved.items() if key not in kept})
+
+
+def as_kept(saved: Any, current: Any) -> Any:
+    """A saved option in the form that the group has now; a tensor is filled in place, because others may hold it."""
+    if torch.is_tensor(current) and saved is not None:
+        return current.fill_(saved)
+    return tuple(saved) if isinstance(current, tuple) and saved is not None else saved
 
 
 def _is_plain(value: object) -> bool:

@@ -224,14 +224,22 @@ class TorchParams:
     @cached_property
     def begins(self) -> list[Mapping[str, Any]]:
         """By group, the state of a param of three elements that was never updated, see [Note: torch's format]."""
-        return [_begin(self, number) for number in range(len(self.groups))]
+        return [
+            _begin(self.share.optimizer, number, group, stand_in)
+            for number, (group, stand_in) in enumerate(zip(self.groups, self.stand_ins, strict=True))
+        ]
 
     @cached_property
     def stand_ins(self) -> list[Optimizer | None]:
         """By group, an optimizer that has updated a param of three elements once; None where it begins with zeros."""
-        return [
-            None if _begins_with_zeros(self, number) else _stand_in(self, number) for number in range(len(self.groups))
-        ]
+        return [_stand_in(self.share.optimizer, number, group) for number, group in enumerate(self.groups)]
+
+
+def moments_to_begin(optimizer: ShardedOptimizer, number: int) -> set[str]:
+    """What the inner optimizer will keep for each element of the params of a group."""
+    group = optimizer.inner.param_groups[number]
+    begin = _begin(optimizer, number, group, _stand_in(optimizer, number, group))
+    return set(filter(lambda key: _is_moment(begin[key]), begin))
 
 
 def _is_moment(value: Any) -> bool:
@@ -239,19 +247,19 @@ def _is_moment(value: Any) -> bool:
     return torch.is_tensor(value) and value.shape == (3,)
 
 
-def _begins_with_zeros(params: TorchParams, number: int) -> bool:
-    optimizer = params.share.optimizer
+def _begins_with_zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> bool:
     updater = part_for(optimizer.inner, optimizer.inner.param_groups[number])
     if not (
         optimizer.plan.choice.is_adam or type(updater).__module__.startswith(("torch.optim.", "megatron_distopt."))
     ):
         return False  # a user's, which may inherit from one of torch's
     has_momentum = "momentum_buffer" in needed_moments(optimizer, number)
-    return is_adam(optimizer, number) or (has_momentum and not params.groups[number].get("dampening"))
+    return is_adam(optimizer, number) or (has_momentum and not group.get("dampening"))
 
 
-def _stand_in(params: TorchParams, number: int) -> Optimizer:
-    optimizer = params.share.optimizer
+def _stand_in(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> Optimizer | None:
+    if _begins_with_zeros(optimizer, number, group):
+        return None
     live, param = optimizer.inner.param_groups[number], torch.zeros(3, device=optimizer.device)
     # With what the class itself has written since then, such as a count, it would go on and not begin.
     options = {key: copy.deepcopy(live[key]) for key in optimizer.plan.groups[number].options if key in live}
@@ -262,9 +270,11 @@ def _stand_in(params: TorchParams, number: int) -> Optimizer:
     return stand_in
 
 
-def _begin(params: TorchParams, number: int) -> dict[str, Any]:
-    zeros, group, stand_in = torch.zeros(3), params.groups[number], params.stand_ins[number]
-    if stand_in is None and is_adam(params.share.optimizer, number):
+def _begin(
+    optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any], stand_in: Optimizer | None
+) -> dict[str, Any]:
+    zeros = torch.zeros(3)
+    if stand_in is None and is_adam(optimizer, number):
         maxima = {"max_exp_avg_sq": zeros} if group.get("amsgrad") else {}
         return {STEP: torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros, **maxima}
     if stand_in is None:

@@ -85,6 +85,11 @@ class PatchPoint:
         return f"{self.module}.{self.attribute}"
 
 
+def replaced_since(place: object) -> HostMismatchError:
+    """The refusal of an undo where other code has replaced what is in the place."""
+    return HostMismatchError(f"{place} was replaced by other code since. Undo that replacement first.")
+
+
 @contextmanager
 def substituted(function: Callable[..., Any], ours: Mapping[str, Any]) -> Iterator[None]:
     """Replaces names in the module of `function` while the context is active."""

@@ -182,9 +182,9 @@ def _mains_by_place(
     here = [model for model, host in zip(models, hosts, strict=True) if host is None]
     is_full = precision.main_params_dtype == FULL.main_params_dtype
     copies = _copy_apart if are_apart else _copy_flat
-    on_device = iter(copies(here, here) if is_full else map(precision.main, here))
+    on_device = iter(copies(here) if is_full else map(precision.main, here))
     there = [host.model for host in hosts if host is not None]
-    on_host = iter(copies(there, there))
+    on_host = iter(copies(there))
     return [next(on_device if host is None else on_host) for host in hosts]
 
 
@@ -215,10 +215,10 @@ def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
     return [flat.grad if flat.grad.dtype == torch.float32 else next(copies) for flat in flat_params]
 
 
-def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:
-    """fp32 copies of tensors of one device, in one allocation."""
+def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """fp32 copies of tensors of one device, in one allocation, in phase with themselves or those `beside` them."""
     spans, stop = [], 0
-    for tensor, other in zip(tensors, beside, strict=True):
+    for tensor, other in zip(tensors, tensors if beside is None else beside, strict=True):
         start = stop + (_phase(other) - stop) % IN_PHASE
         stop = start + tensor.numel()
         spans.append(Span(start, stop))
@@ -230,7 +230,7 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tens
     return copies
 
 
-def _copy_apart(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:
+def _copy_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     """fp32 copies, each in memory of its own: who frees one of them keeps the others."""
     return [tensor.to(torch.float32, copy=True) for tensor in tensors]
 

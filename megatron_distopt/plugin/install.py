@@ -16,12 +16,12 @@ from typing import Any
 
 from megatron_distopt.comm import show_presence
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, fixes_from, switch_from
-from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError
+from megatron_distopt.errors import ConfigError, UnknownHostError
 from megatron_distopt.hosts.base import SWITCHED_OFF
 from megatron_distopt.hosts.detect import Generation, find_host, recognise
 from megatron_distopt.hosts.fixes import apply_fixes, needed_fixes
 from megatron_distopt.hosts.fork_source import importable_host
-from megatron_distopt.hosts.patch_points import PatchPoint, rebind
+from megatron_distopt.hosts.patch_points import PatchPoint, rebind, replaced_since
 from megatron_distopt.plugin.arguments import parser_with_ours
 
 Undo = Callable[[], None]
@@ -129,7 +129,7 @@ def apply(patches: Sequence[Patch]) -> Undo:
     def undo() -> None:
         for (point, _), replacement in zip(patches, ours, strict=False):
             if point.module in sys.modules and point.current is not replacement:
-                raise HostMismatchError(f"{point} was replaced by other code since. Undo that replacement first.")
+                raise replaced_since(point)
         rebind(ours, before)
         ours.clear()  # a second call finds nothing to do
 

@@ -17,6 +17,7 @@ import megatron.core.optimizer as host_optimizer
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.timers import Timers
@@ -24,7 +25,7 @@ from torch import Tensor
 
 import megatron_distopt
 from tests.support.cases import Case
-from tests.support.gpt import Training, build_chunks, enter_layout, hosts_own_runs, optimizer_config, parts_of
+from tests.support.gpt import Training, build_chunks, hosts_own_runs, optimizer_config, parts_of
 
 #: Whether the host puts a chain around one optimizer as well, as it does from 0.12 on.
 CHAINS_ALWAYS = "optimizer" in vars(ChainedOptimizer)
@@ -542,8 +543,13 @@ def chain_of_two() -> None:
 
 
 def not_asked_for() -> None:
-    """The host builds its own classes without the flag, and with it where a variable switches us off."""
-    enter_layout(BF16)
+    """The host builds its own classes without the flag, and with it where a variable switches us off.
+
+    An undo also takes back what a call without installing has put into the place of the host's load.
+    """
+    load = dist_checkpointing.load
+    with trained(BF16, steps=0) as training:
+        training.optimizer.sharded_state_dict({}, is_loading=True)
     before = host_optimizer.get_megatron_optimizer
     installed = megatron_distopt.install()
     own = "optimizer.optimizer.Float16OptimizerWithFloat16Params", "optimizer.distrib_optimizer.DistributedOptimizer"
@@ -556,7 +562,7 @@ def not_asked_for() -> None:
         assert kinds[1] == f"megatron.core.{expected}"
         assert kinds[0] in (kinds[1], "megatron.core.optimizer.optimizer.ChainedOptimizer")
     installed.undo()
-    assert host_optimizer.get_megatron_optimizer is before
+    assert host_optimizer.get_megatron_optimizer is before and dist_checkpointing.load is load
 
 
 CHECKS: dict[str, Callable[[], None]] = {

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint import WholeModel
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.checkpoint.param_groups import differences, tell
+from megatron_distopt.checkpoint.param_groups import take_options
 from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
 from megatron_distopt.errors import CheckpointError
@@ -126,11 +126,11 @@ def match_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
 
 def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Takes the hyperparameters over, for those keys that ours have."""
-    kept, pairs = options_of_run(get_args()), list(zip(ours, match_groups(ours, saved), strict=True))
-    if Group.of().rank == 0:
-        tell(line for mine, theirs in pairs for line in differences(mine, theirs, kept))
-    for mine, theirs in pairs:
-        mine.update({key: theirs[key] for key in mine.keys() & theirs.keys() - kept if key not in _IMPLEMENTATION})
+    pairs = [
+        (mine, {key: value for key, value in theirs.items() if key in mine and key not in _IMPLEMENTATION})
+        for mine, theirs in zip(ours, match_groups(ours, saved), strict=True)
+    ]
+    take_options(pairs, Group.of().rank, options_of_run(get_args()))
 
 
 def check_update_count(optimizer: BuiltOptimizer, step: int | None) -> int | None:

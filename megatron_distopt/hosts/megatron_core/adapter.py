@@ -25,7 +25,7 @@ from megatron_distopt.comm import Group, is_initialized, meet, raise_together
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError
 from megatron_distopt.hosts.base import is_used, is_wanted
-from megatron_distopt.hosts.megatron_core.checkpoint import check_script_can_save
+from megatron_distopt.hosts.megatron_core.checkpoint import check_script_can_save, look_at_loads
 from megatron_distopt.hosts.megatron_core.core_muon import is_hosts_muon, is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.facts import (
     CHAIN,
@@ -38,7 +38,7 @@ from megatron_distopt.hosts.megatron_core.facts import (
 from megatron_distopt.hosts.megatron_core.host_config import Merged, check_model, check_parallel_state, merge_config
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.step import start_together
-from megatron_distopt.hosts.patch_points import Replacement
+from megatron_distopt.hosts.patch_points import Replacement, replaced_since
 
 #: What `build` has merged and checked on all ranks, for the constructors that run inside it; the last one counts.
 _merged: list[Merged] = []
@@ -73,7 +73,7 @@ def build(
         return merged
 
     merged = raise_together(merge, Group.of())
-    undo = take_over(options)
+    undo = _replace_constructors(options)
     _merged.append(merged)
     try:
         with _as_usual_adam(config, merged):
@@ -119,7 +119,17 @@ def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
 
 
 def take_over(options: DistOptConfig) -> Callable[[], None]:
-    """Replaces both constructors, and returns the undo; variables and the host's config add to `options`."""
+    """Replaces the constructors and the host's load, and returns the undo; variables and configs add to `options`."""
+    undo_constructors, undo_load = _replace_constructors(options), look_at_loads()
+
+    def undo() -> None:
+        undo_load()
+        undo_constructors()
+
+    return undo
+
+
+def _replace_constructors(options: DistOptConfig) -> Callable[[], None]:
     if hasattr(HostDistributedOptimizer.__init__, "replaces"):  # taken over already
         return lambda: None
     check_class()
@@ -131,8 +141,7 @@ def take_over(options: DistOptConfig) -> Callable[[], None]:
         now = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
         for name, found, expected in zip((CLASS, CHAIN), now, ours, strict=True):
             if found not in (expected, *before):
-                text = f"{name}.__init__ was replaced by other code since. Undo that replacement first."
-                raise HostMismatchError(text)
+                raise replaced_since(f"{name}.__init__")
         HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__ = before
 
     return undo

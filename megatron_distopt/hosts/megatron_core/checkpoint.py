@@ -10,16 +10,16 @@ NAME as on every host. What is no tensor is one text, the manifest of checkpoint
 of the state that is the same on all ranks: the host lets rank 0 alone write that, so it is joined from all ranks first.
 
 [Note: checkpoints of the host's own] What is to be filled is asked for before the host says where from: in boxes, which
-a checkpoint of its own optimizer does not have. So the next `dist_checkpointing.load` looks into its folder first. Of
-the host's own state it is asked for nothing, and `load_state_dict` reads it from that folder, as `load` does.
+a checkpoint of its own optimizer does not have. So `dist_checkpointing.load` looks into its folder first. Of the host's
+own state it is asked for nothing, and `load_state_dict` reads it from that folder, as `load` does.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,9 @@ from megatron_distopt.checkpoint.manifest import (
     name_of,
     to_text,
 )
-from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, differences, tell
+from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, take_options
 from megatron_distopt.checkpoint.save import Written, contribution_of
+from megatron_distopt.checkpoint.torch_state import moments_to_begin
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, flat_params_of, owned_pieces
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
@@ -56,16 +57,15 @@ from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.formats.megatron_core.torch_dist import recognises
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.formats.torch_files import open_dcp
-from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE, arguments
+from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE, LOAD_POINT, arguments
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.hosts.megatron_core.step import StepCalls
-from megatron_distopt.hosts.patch_points import rebind
+from megatron_distopt.hosts.patch_points import Replacement, rebind, replaced_since
 from megatron_distopt.hosts.saving import Saver, head_entry, is_of_other_class, options_of_run
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice, count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
-from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Where the text is in `sharded_state_dict()`; every other entry is one box.
 HEAD = "distopt"
@@ -219,14 +219,14 @@ class CheckpointCalls(StepCalls):
         _check_has_boxes(self.ours()[0].sharded.plan.choice)
         self.check_is_there("load" if is_loading else "save")
         if is_loading:
-            _look_at_next_load()
+            look_at_loads()
             return _state_to_load(whole_model_of(self.ours()))
         if self._writes_hosts_own("save"):
             given = {"sharding_type": sharding_type, "metadata": metadata}
             given = {name: value for name, value in given.items() if value is not None}
             of_host: dict[str, Any] = super().sharded_state_dict(model_sharded_state_dict, False, **given)
             return of_host
-        _check_takes_boxes()
+        _takes_boxes(must=True)
         return _state_to_save(whole_model_of(self.ours()), Group.of())
 
 
@@ -235,22 +235,27 @@ def is_sharded(state: Any) -> bool:
     return isinstance(state, Mapping) and (HEAD in state or _FOLDER in state)
 
 
-def _look_at_next_load() -> None:
-    """See [Note: checkpoints of the host's own]."""
-    original = serialization.load
+def look_at_loads() -> Callable[[], None]:
+    """Replaces `dist_checkpointing.load`, once, see [Note: checkpoints of the host's own]; returns the undo."""
+    if not LOAD_POINT.is_replaced:
+        rebind([serialization.load], [Replacement(serialization.load, partial(_load, serialization.load))])
+    ours = serialization.load
 
-    @functools.wraps(original)
-    def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        rebind([load], [original])
-        if exchange_together(lambda: _is_of_host(Path(checkpoint_dir)), Group.of(), "load")[0]:
-            for entry in _entries_of_ours(sharded_state_dict):
-                entry.clear()
-                entry[_FOLDER] = LocalNonpersistentObject(str(checkpoint_dir))
-        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    def undo() -> None:
+        if serialization.load not in (ours, ours.original):
+            raise replaced_since(LOAD_POINT)
+        rebind([ours], [ours.original])
 
-    if not hasattr(original, "looks"):  # else there was no load since the last call
-        load.looks = True  # type: ignore[attr-defined]
-        rebind([original], [load])
+    return undo
+
+
+def _load(original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    ours = list(_entries_of_ours(sharded_state_dict))
+    if ours and exchange_together(lambda: _is_of_host(Path(checkpoint_dir)), Group.of(), "load")[0]:
+        for entry in ours:
+            entry.clear()
+            entry[_FOLDER] = LocalNonpersistentObject(str(checkpoint_dir))
+    return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def _is_of_host(path: Path) -> bool:
@@ -300,12 +305,11 @@ def check_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
 def load_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
     """Takes `head_of` back; the tensors come with `load_parameter_state`, which then goes by name."""
     if not is_of_other_class(optimizer.sharded.plan.choice, state["optimizer"]):
-        pairs = list(zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True))
-        kept = options_of_run(arguments())
-        if optimizer.stats_group.rank == 0:
-            tell(line for group, saved in pairs for line in differences(group, saved, kept))
-        for group, saved in pairs:
-            group.update({key: saved[key] for key in group.keys() & saved.keys() - kept if key not in NOT_OPTIONS})
+        pairs = [
+            (group, {key: value for key, value in saved.items() if key in group and key not in NOT_OPTIONS})
+            for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
+        ]
+        take_options(pairs, optimizer.stats_group.rank, options_of_run(arguments()))
     if optimizer.grad_scaler is not None and "grad_scaler" in state:
         optimizer.grad_scaler.load_state_dict(state["grad_scaler"])
 
@@ -325,28 +329,24 @@ def check_script_can_save(choice: InnerChoice | None = None) -> None:
             "--ckpt-format torch_dist."
         )
     if ckpt_format in _DISTRIBUTED_FORMATS:
-        _check_takes_boxes()
+        _takes_boxes(must=True)
         if choice is not None:
             _check_has_boxes(choice)
 
 
-def _takes_boxes() -> bool:
+def _takes_boxes(*, must: bool = False) -> bool:
     """Whether `dist_checkpointing` does; before 0.14 the offset of a shard has to be a multiple of its shape."""
     try:
         ShardedTensor("probe", None, torch.float32, (2,), (3,), (1,), None).validate_metadata_integrity()
-    except CheckpointingException:
+    except CheckpointingException as error:
+        if must:
+            raise CheckpointError(
+                "sharded_state_dict was called with a megatron-core whose dist_checkpointing takes shards of a regular "
+                "grid only. Call save(folder) and load(folder); with Megatron-LM's training script, type --ckpt-format "
+                "torch."
+            ) from error
         return False
     return True
-
-
-def _check_takes_boxes() -> None:
-    """Refuses to save where boxes are not taken."""
-    if not _takes_boxes():
-        raise CheckpointError(
-            "sharded_state_dict was called with a megatron-core whose dist_checkpointing takes shards of a regular "
-            "grid only. Call save(folder) and load(folder); with Megatron-LM's training script, type --ckpt-format "
-            "torch."
-        )
 
 
 def _check_has_boxes(choice: InnerChoice) -> None:
@@ -429,23 +429,14 @@ def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
     """What the inner optimizer keeps, or will keep, for every element of the params of this rank."""
     kinds_by_name: dict[str, tuple[str, ...]] = {}
     for share in model.shares:
-        optimizer, choice = share.optimizer, share.optimizer.plan.choice
+        optimizer = share.optimizer
         for number, group in enumerate(optimizer.plan.groups):
             kinds = {
                 kind for flat in flat_params_of(optimizer, number) for kind in moments_of(optimizer.inner, flat.main)
             }
-            kinds = kinds | choice.moments if choice.is_adam else kinds or _kinds_in_a_trial(optimizer, number)
-            kinds_by_name |= {share.placements[name].name: tuple(sorted(kinds)) for name in group.names}
+            found = tuple(sorted(kinds or moments_to_begin(optimizer, number)))
+            kinds_by_name |= {share.placements[name].name: found for name in group.names}
     return kinds_by_name
-
-
-def _kinds_in_a_trial(optimizer: ShardedOptimizer, number: int) -> set[str]:
-    """Of a class that says it after its first step: another instance of it takes one with a param of its own."""
-    param = torch.zeros(3, device=optimizer.buffers[0].grad.device)
-    param.grad = torch.zeros_like(param)
-    inner = optimizer.plan.choice.build([{**optimizer.inner.param_groups[number], "params": [param]}])
-    inner.step()
-    return set(moments_of(inner, param))
 
 
 def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:

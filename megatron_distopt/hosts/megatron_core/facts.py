@@ -42,6 +42,11 @@ LAYER_WISE = "use_layer_wise_distributed_optimizer"
 #: What every factory ends in, see [Note: the constructor is the patch point] in adapter.py.
 CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
+#: What reads all state of a run that is resumed, see [Note: checkpoints of the host's own] in checkpoint.py.
+LOAD_POINT = PatchPoint(
+    "megatron.core.dist_checkpointing.serialization", "load", ("sharded_state_dict", "checkpoint_dir")
+)
+
 
 @dataclass(frozen=True)
 class Refused:
