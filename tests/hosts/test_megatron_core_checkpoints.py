@@ -92,6 +92,7 @@ SAVED: dict[str, Run] = {
     "deep two optimizers": DEEP.at(pp=2, vp=2, dp=2, tied=False, **TWO_OPTIMIZERS),
     "fp16 tp2 dp2": FP16.at(tp=2, dp=2),
     "sgd tp2 dp2": SGD.at(tp=2, dp=2),
+    "muon dp4": FP32.at(dp=4, of_options=(("ADAM", "torch_foreach"), ("OPTIMIZER", "muon"))),
     "not begun": FP32.at(dp=4, begun=False),
     "dp4": FP32.at(dp=4, batch=12),
 }
@@ -117,6 +118,7 @@ IN_16_BITS = 1e-3
 PAIRS: dict[str, Pair] = {
     # What two ranks add is the same in either order, and nothing is clipped, whose norm is summed shard by shard.
     "same arithmetic": Pair("tp2 dp2", FP32.at(tp=2, dp=2, **OVERLAPPED), ("own", "host"), 0.0),
+    "muon": Pair("muon dp4", SAVED["muon dp4"], ("host",), 0.0),
     "same layout": Pair("deep untied dp4", SAVED["deep untied dp4"], ("host",), 0.0),
     "pp to dp, overlapped, for-each": Pair(
         "mixed tp2 pp2", MIXED.at(dp=4, **OVERLAPPED, **FOR_EACH), ("own", "host"), IN_16_BITS
