@@ -81,8 +81,7 @@ def test_save_when_the_state_is_larger_than_the_option_allows_then_refused_with_
         training.save(1)
     assert not training.folder.exists()
     training = Training.of(tmp_path / "checkpoint", 384)
-    training.save(1)
-    training.saver.finish()
+    training.saved(1)
     assert training.read() == 1
 
 
@@ -132,6 +131,10 @@ class Training:
         self.numbered.become(number)
         self.saver.save(folder or self.folder, self.model, then)
 
+    def saved(self, number: int) -> None:
+        self.save(number)
+        self.saver.finish()
+
     def read(self, folder: Path | None = None) -> int:
         return number_in(folder or self.folder, self.reader)
 
@@ -174,8 +177,7 @@ def test_save_when_one_is_under_way_then_it_waits_for_it(training: Training, gat
 def test_save_when_the_disk_fails_then_the_next_call_raises_and_the_checkpoint_before_stays(
     call: str, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training.save(1)
-    training.saver.finish()
+    training.saved(1)
     with monkeypatch.context() as patch:
         patch.setattr(disk, call, _full)
         training.save(2, then=lambda: pytest.fail("nothing was saved"))  # says nothing
@@ -186,8 +188,7 @@ def test_save_when_the_disk_fails_then_the_next_call_raises_and_the_checkpoint_b
     assert training.read() == 1
     assert leftovers(training.folder) == set()
     training.saver.finish()  # it is said once
-    training.save(4)
-    training.saver.finish()
+    training.saved(4)
     assert training.read() == 4
 
 
@@ -197,8 +198,7 @@ def test_save_when_the_copy_fails_then_it_raises_and_no_save_has_begun(
     def out_of_memory(*arguments: object) -> None:
         raise RuntimeError("CUDA out of memory")
 
-    training.save(1)
-    training.saver.finish()
+    training.saved(1)
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "copy", out_of_memory)
         with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
@@ -243,8 +243,7 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
         training.save(3)
         with pytest.raises(CheckpointError, match="No space left"):
             training.saver.finish()
-    other.save(4)
-    other.saver.finish()
+    other.saved(4)
     assert training.read() == 4
 
 
@@ -366,31 +365,25 @@ def _unseen_of_others(folder: Path, save_id: str, rank: int, suffix: str = "dist
     return file_of(folder if rank == 0 else folder / "not there", save_id, rank, suffix)
 
 
+#: What goes wrong in a save of two ranks, on one of them, and whether the next save raises it.
+FAULTS: dict[str, tuple[int, dict[tuple[Any, str], Any], bool]] = {
+    "failed": (1, {(disk, "create"): _fails_for(".distcp")}, True),
+    "failed mutely": (1, {(disk, "create"): _fails_for("")}, False),  # it cannot even write that it has failed
+    "not shared": (0, {(save, "file_of"): _unseen_of_others, (save, "_SECONDS_TO_APPEAR"): A_MOMENT}, False),
+    "not committed": (0, {(disk, "replace"): _full}, True),
+}
+
+
 def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
     ranks, found = TwoRanks(rank, Path(folder)), {}
     ranks.save(1)
     found["saved"] = ranks.ended(ranks.saver.finish)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(disk, "create", _fails_for(".distcp"))
-        ranks.save(2)
-        found["failed"] = ranks.ended(lambda: ranks.save(3))
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(disk, "create", _fails_for(""))  # it cannot even write that it has failed
-        ranks.save(4)
-        found["failed mutely"] = ranks.ended(ranks.saver.finish)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
-            patch.setattr(save, "file_of", _unseen_of_others)
-            patch.setattr(save, "_SECONDS_TO_APPEAR", A_MOMENT)
-        ranks.save(5)
-        found["not shared"] = ranks.ended(ranks.saver.finish)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
-            patch.setattr(disk, "replace", _full)
-        ranks.save(6)
-        found["not committed"] = ranks.ended(lambda: ranks.save(7))
+    for number, (name, (where, patches, saves_again)) in enumerate(FAULTS.items(), start=2):
+        with pytest.MonkeyPatch.context() as patch:
+            for (module, attribute), value in patches.items() if rank == where else ():
+                patch.setattr(module, attribute, value)
+            ranks.save(number)
+            found[name] = ranks.ended((lambda: ranks.save(99)) if saves_again else ranks.saver.finish)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,14 @@ def _ours_in_fp32(steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
     return model, optimizer
 
 
+def _train_both(one: tuple[Params, Any], other: tuple[Params, Any], steps: Iterable[int] = (3, 4)) -> None:
+    """They are the same to the bit afterwards."""
+    for step in steps:
+        _train(*one, step)
+        _train(*other, step)
+    assert same(_weights(one[0]), _weights(other[0]))
+
+
 def _weights(model: Params) -> list[Tensor]:
     return [param.detach().clone() for _, param in model.named()]
 
@@ -103,10 +111,7 @@ def test_one_rank_when_ours_is_loaded_by_torchs_adamw_then_it_goes_on_bit_for_bi
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     adamw.load_state_dict(torch.load(file, weights_only=True))
-    for step in (3, 4):
-        _train(model, optimizer, step)
-        _train(theirs, adamw, step)
-    assert same(_weights(model), _weights(theirs))
+    _train_both((model, optimizer), (theirs, adamw))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -119,10 +124,7 @@ def test_one_rank_when_torchs_adamw_is_loaded_by_ours_then_it_goes_on_bit_for_bi
     model.load_state_dict(theirs.state_dict())
     optimizer.load_state_dict(adamw.state_dict())
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.01]
-    for step in (3, 4):
-        _train(model, optimizer, step)
-        _train(theirs, adamw, step)
-    assert same(_weights(model), _weights(theirs))
+    _train_both((model, optimizer), (theirs, adamw))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -136,10 +138,7 @@ def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_
     other_model.load_state_dict(weights)
     if not is_first:
         other.load_state_dict(state)
-    for step in (2, 3):
-        _train(model, optimizer, step)
-        _train(other_model, other, step)
-    assert same(_weights(other_model), _weights(model))
+    _train_both((model, optimizer), (other_model, other), (2, 3))
     assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
@@ -169,10 +168,7 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
         _train(theirs, reference, step)
     model.load_state_dict(theirs.state_dict())
     optimizer.load_state_dict(reference.state_dict())
-    for step in (2, 3):
-        _train(theirs, reference, step)
-        _train(model, optimizer, step)
-    assert same(_weights(model), _weights(theirs))
+    _train_both((model, optimizer), (theirs, reference), (2, 3))
     ours, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
     assert all(same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
 

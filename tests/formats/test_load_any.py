@@ -75,13 +75,6 @@ def test_load_when_ranks_share_the_model_then_each_reads_its_part_and_reads_it_o
         assert all(torch.equal(whole[each.name], source.read(f"{kind}/{each.name}")) for each in MODEL)
 
 
-def test_load_when_the_step_is_said_and_known_then_refused_where_they_differ(torch_file: Path) -> None:
-    world = World.of(MODEL, filled=False)
-    load_any(torch_file, world.ranks[0].model, ALONE, resume_step=10)
-    with pytest.raises(CheckpointError, match=r"is 10 and the given one is 7.*Drop --resume-step"):
-        load_any(torch_file, world.ranks[0].model, ALONE, resume_step=7)
-
-
 def test_load_when_a_tensor_is_damaged_then_refused_and_nothing_is_changed(torch_file: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "state.pt"
     state = torch.load(torch_file, weights_only=True)

@@ -413,17 +413,6 @@ def test_rank_when_it_is_switched_off_then_the_other_says_which(found: list[dict
     assert found[1]["off on one rank"] != TRAINED
 
 
-def test_inner_when_a_flag_of_the_fork_asks_for_one_that_the_device_has_not_then_refused() -> None:
-    base = torch.optim.Adam([torch.zeros(1)])
-    assert_mentions(
-        refused(ConfigError, lambda: choose_for(base, DistOptConfig(), SimpleNamespace(cpu_optimizer=True), "cuda")),
-        "'deepspeed_cpu'",
-        "cpu",
-        "cuda",
-        "adam='auto'",
-    )
-
-
 def test_inner_when_the_fork_wants_torchs_on_the_cpu_then_the_best_there_is() -> None:
     base = torch.optim.Adam([torch.zeros(1)])
     flags = SimpleNamespace(cpu_optimizer=True, cpu_torch_adam=True)
@@ -499,28 +488,37 @@ def test_inner_when_ours_does_the_same_as_the_forks_then_it_is_replaced() -> Non
     assert _chosen(lambda groups: torch.optim.AdamW(groups, maximize=True))[0] == "AdamW"
 
 
-@pytest.mark.parametrize("config", [DistOptConfig(adam="torch_foreach"), DistOptConfig(optimizer="adam")])
-def test_inner_when_one_is_named_that_has_not_what_the_fork_built_then_refused(config: DistOptConfig) -> None:
-    assert_mentions(
-        refused(
-            ConfigError, lambda: _chosen(lambda groups: torch.optim.Adam(groups, amsgrad=True, maximize=True), config)
-        ),
-        "amsgrad=True, maximize=True",
-        "Drop one of the two",
-    )
-
-
 def _own_adam(groups: Any) -> torch.optim.Optimizer:
     return AdamW(groups, 0.1, (0.9, 0.95), 1e-8, 0.0)
 
 
-def test_inner_when_an_adam_is_named_and_the_forks_class_is_its_own_then_refused() -> None:
-    assert_mentions(
-        refused(ConfigError, lambda: _chosen(_own_adam, DistOptConfig(adam="torch_foreach"))),
-        "adam is torch_foreach",
-        "AdamW",
-        "--distopt-optimizer adam",
-    )
+def _with_options(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, amsgrad=True, maximize=True)
+
+
+FOREACH = DistOptConfig(adam="torch_foreach")
+_ON_HOST = SimpleNamespace(cpu_optimizer=True)
+_NOT_BOTH = ("amsgrad=True, maximize=True", "Drop one of the two")
+
+
+@pytest.mark.parametrize(
+    ("base", "config", "flags", "device", "mentions"),
+    [
+        (torch.optim.Adam, DistOptConfig(), _ON_HOST, "cuda", ("'deepspeed_cpu'", "cpu", "cuda", "adam='auto'")),
+        (_with_options, FOREACH, SimpleNamespace(), "cpu", _NOT_BOTH),
+        (_with_options, DistOptConfig(optimizer="adam"), SimpleNamespace(), "cpu", _NOT_BOTH),
+        (_own_adam, FOREACH, None, "cpu", ("adam is torch_foreach", "AdamW", "--distopt-optimizer adam")),
+    ],
+    ids=["another device", "options and an adam", "options and an optimizer", "a class of its own"],
+)
+def test_inner_when_what_is_asked_for_cannot_take_the_place_of_the_forks_then_refused(
+    base: Any, config: DistOptConfig, flags: Any, device: str, mentions: tuple[str, ...]
+) -> None:
+    groups = [{"params": [torch.zeros(1)]}]
+    assert_mentions(refused(ConfigError, lambda: choose_for(base(groups), config, flags, device)), *mentions)
+
+
+def test_inner_when_adam_is_named_in_the_place_of_the_forks_own_class_then_it_is_replaced() -> None:
     assert _chosen(_own_adam, DistOptConfig(adam="torch_foreach", optimizer="adam"))[0] == "torch_foreach"
 
 

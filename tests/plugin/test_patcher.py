@@ -147,6 +147,11 @@ REFUSED: dict[str, tuple[PatchPoint, type[DistOptError], tuple[str, ...]]] = {
         HostMismatchError,
         ("fake_host.nothing", "NoneType's", REMEDY),
     ),
+    "somebody else replaced it": (
+        PatchPoint("fake_host", "replaced", ()),
+        HostMismatchError,
+        ("fake_host.replaced", "other_patcher's", REMEDY),
+    ),
     **{
         f"takes {parameters}": (
             PatchPoint("fake_host", "make_optimizer", parameters),
@@ -159,26 +164,17 @@ REFUSED: dict[str, tuple[PatchPoint, type[DistOptError], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_apply_when_the_patch_point_does_not_fit_then_refused(name: str, host: Any) -> None:
+def test_apply_when_the_patch_point_does_not_fit_then_refused(
+    name: str, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor is a function replaced whose own patch point fits."""
     patch_point, kind, words = REFUSED[name]
-    host.nothing = None
+    host.nothing, host.replaced = None, module_of("other_patcher", monkeypatch, HOST).make_optimizer
     before = snapshot(host)
     error = refused(SCHEDULER, patch_point)
     assert isinstance(error, kind)
     assert_mentions(error, *words)
     assert snapshot(host) == before
-
-
-def test_apply_when_somebody_else_replaced_the_function_then_refused_with_their_name(
-    host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = module_of("other_patcher", monkeypatch, HOST)
-    host.make_optimizer = other.make_optimizer
-    error = refused(OPTIMIZER)
-    assert isinstance(error, HostMismatchError)
-    assert_mentions(error, "fake_host.make_optimizer", "other_patcher's", REMEDY)
-    assert host.make_optimizer is other.make_optimizer
 
 
 class CannotLookUp(ModuleType):
