@@ -73,7 +73,11 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
         plan = plan_load(state, model, names)
         state.verify(plan.reads)
         checked.append((state, plan))
-        changed = [line for match in plan.groups for line in differences(match.group, match.options, match.kept)]
+        changed = [
+            line
+            for match in plan.groups
+            for line in differences(match.group, match.options, match.kept, match.optimizer.plan.choice.writes)
+        ]
         return state.manifest.save_id, changed
 
     save_ids, changed = zip(*exchange_together(check, everyone, "load"), strict=True)

@@ -78,7 +78,8 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
 
     _check_agreement(exchange_together(check, params.everyone, "load"))
     both = zip(params.groups, state_dict["param_groups"], strict=True)
-    take_options([(current, _options(params, saved, current)) for current, saved in both], params.everyone.rank)
+    pairs = [(current, _options(params, saved, current)) for current, saved in both]
+    take_options(pairs, params.everyone.rank, writes=params.share.optimizer.plan.choice.writes)
     if scale := _loss_scale_in(state_dict):
         optimizer = params.share.optimizer
         load_loss_scale(optimizer.loss_scale, scale)

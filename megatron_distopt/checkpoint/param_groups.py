@@ -226,15 +226,17 @@ def plain_option(value: Any) -> Any:
     return list(map(plain_option, value)) if isinstance(value, (list, tuple)) else value
 
 
-def differences(current: Mapping[str, Any], saved: Mapping[str, Any], kept: Collection[str] = ()) -> Iterator[str]:
+def differences(
+    current: Mapping[str, Any], saved: Mapping[str, Any], kept: Collection[str] = (), writes: Collection[str] = ()
+) -> Iterator[str]:
     """What a resume has to say about a param group: options that differ, and whose value holds from now on.
 
-    Of a group of a Megatron not those that its scheduler sets anyway.
+    Not what the class `writes` by itself, and of a group of a Megatron not what its scheduler sets anyway.
 
     >>> list(differences({"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": [0.9, 0.95]}))
     ['betas is [0.9, 0.95], of the checkpoint; this run was given [0.9, 0.99]']
     """
-    silent = (*NOT_OPTIONS, *(_SCHEDULED if "wd_mult" in current else ()))
+    silent = (*NOT_OPTIONS, *writes, *(_SCHEDULED if "wd_mult" in current else ()))
     for key in sorted(current.keys() & saved.keys() - set(silent)):
         ours, theirs = plain_option(current[key]), plain_option(saved[key])
         if ours != theirs and key in kept:
@@ -250,11 +252,14 @@ def tell(lines: Iterable[str]) -> None:
 
 
 def take_options(
-    pairs: Sequence[tuple[MutableMapping[str, Any], Mapping[str, Any]]], rank: int, kept: Collection[str] = ()
+    pairs: Sequence[tuple[MutableMapping[str, Any], Mapping[str, Any]]],
+    rank: int,
+    kept: Collection[str] = (),
+    writes: Collection[str] = (),
 ) -> None:
     """Writes saved options into the param group beside them, but for `kept` ones; the first rank says what changes."""
     if rank == 0:
-        tell(line for current, saved in pairs for line in differences(current, saved, kept))
+        tell(line for current, saved in pairs for line in differences(current, saved, kept, writes))
     for current, saved in pairs:
         current.update({key: as_kept(value, current.get(key)) for key, value in saved.items() if key not in kept})
 

@@ -31,7 +31,7 @@ from megatron_distopt.cli.plan_model import (
 from megatron_distopt.cli.show import Answer, plural, ranges, rows, size_text, titled
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import BufferLayout, OwnerPlan, choose_buckets, default_bucket_size, lay_out, plan_owners
-from megatron_distopt.layout.buckets import ALIGNMENT_NUMEL, BLOCK_NUMEL
+from megatron_distopt.layout.buckets import alignment_for
 from megatron_distopt.layout.estimate import (
     MAIN_NBYTES,
     MOMENT_NBYTES,
@@ -270,8 +270,7 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
             f"A bucket of {bucket_size} elements has less than one for each of {num_shards} ranks. "
             "Write --bucket-size 40000000."
         )
-    is_full = {choice.main_params_dtype, choice.exp_avg_dtype, choice.exp_avg_sq_dtype} == {"float32"}
-    alignment = ALIGNMENT_NUMEL if is_full else BLOCK_NUMEL
+    alignment = alignment_for(choice.main_params_dtype, choice.exp_avg_dtype, choice.exp_avg_sq_dtype)
     return lay_out(specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment)
 
 

@@ -18,7 +18,7 @@ from megatron_distopt.comm.collectives import (
 )
 from megatron_distopt.comm.communicator import Communicator
 from megatron_distopt.comm.groups import Group, available_backends, carrier_of, default_backend, is_initialized
-from megatron_distopt.comm.pending import NO_TIME, CommLog, CommTime, Marker, mark_with, profiled
+from megatron_distopt.comm.pending import NO_TIME, CommLog, CommTime, profiled
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Communicator",
     "Field",
     "Group",
-    "Marker",
     "ProcessGroup",
     "Reduction",
     "allow_shared_memory",
@@ -44,7 +43,6 @@ __all__ = [
     "gather_params",
     "gather_to_first",
     "is_initialized",
-    "mark_with",
     "meet",
     "profiled",
     "raise_together",

@@ -160,43 +160,20 @@ threading._register_atexit(_end)  # type: ignore[attr-defined]
 _PREFIX = "megatron_distopt::"
 
 
-@dataclass(frozen=True)
-class Marker:
-    """Ranges of a device's own profiler, for example NVTX."""
-
-    push: Callable[[str], object]  # begins a range of a name
-    pop: Callable[[], object]  # ends the range that began last
-
-
-_markers: list[Marker] = []
-
-
-def mark_with(marker: Marker) -> None:
-    """Begins and ends all later ranges in a marker as well; repeated calls with one marker have no effect."""
-    if marker not in _markers:
-        _markers.append(marker)
-
-
 @contextmanager
 def profiled(name: str) -> Iterator[None]:
-    """Names what runs meanwhile, behind "megatron_distopt::", in `torch.profiler` and in the markers.
+    """Names what runs meanwhile, behind "megatron_distopt::", in `torch.profiler`.
 
     >>> with torch.profiler.profile() as profile, profiled("clip"):
     ...     pass
     >>> [event.key for event in profile.key_averages()]
     ['megatron_distopt::clip']
     """
-    for marker in _markers:
-        marker.push(_PREFIX + name)
-    try:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-            with record_function(_PREFIX + name):
-                yield
-        else:
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+        with record_function(_PREFIX + name):
             yield
-    finally:
-        for marker in reversed(_markers):
-            marker.pop()
+    else:
+        yield
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron_distopt.comm import Marker, mark_with
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
 
@@ -73,12 +72,6 @@ def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch
             remedy = "Write accelerator='torch' or MEGATRON_DISTOPT_ACCELERATOR=torch, because torch names that device"
         raise LayoutError(refusal("param device", device, rule, remedy))
     return device
-
-
-def mark_ranges(device: torch.device) -> None:
-    """From now on the ranges of a step are on the timeline of the device's own profiler, too: on CUDA, as NVTX."""
-    if device.type == CUDA:
-        mark_with(Marker(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop))
 
 
 def has_torch_fused(device_type: str) -> bool:

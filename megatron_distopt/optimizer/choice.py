@@ -22,8 +22,8 @@ from megatron_distopt.optimizer.adam import adam_on_host, adam_options, choose_a
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
-from megatron_distopt.optimizer.owners.given import build_alike, check_new
-from megatron_distopt.optimizer.owners.trial import Candidate, Updates, check_updates, counts_in_groups, find_updates
+from megatron_distopt.optimizer.owners.given import accepted, build_alike, check_new
+from megatron_distopt.optimizer.owners.trial import Candidate, Updates, check_updates, find_updates, written_keys
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams
 
 #: The call with which plain torch gets Muon.
@@ -74,11 +74,10 @@ def adopt_instance(
         ConfigError: it was stepped or loaded before, or looks across params.
     """
     check_new(instance)
-    name, rebuild = type(instance).__name__, partial(type(instance), **_accepted(type(instance), instance.defaults))
     _check_not_distributed_itself(type(instance))
-    build = build_alike(instance, rebuild)
+    build = build_alike(instance)
     device = next((param.device for group in instance.param_groups for param in group["params"]), torch.device(CPU))
-    candidate = Candidate(type(instance), build, name, instance.param_groups, device)
+    candidate = Candidate(type(instance), build, type(instance).__name__, instance.param_groups, device)
     chosen = _by_updates(candidate, config or DistOptConfig(), params)
     # torch's own keep nothing in their param groups, so that two of them can share a state.
     has_plain_groups = type(instance).__module__.startswith("torch.optim.") and not chosen.updates_whole_params
@@ -95,7 +94,7 @@ def _by_updates(candidate: Candidate, config: DistOptConfig, params: TrainedPara
     dims = () if params is None else {len(shape) for shape in params.shapes.values()} or {1, 2}
     updates = find_updates(candidate, dims, config.updates)
     if params is None or updates is Updates.ELEMENTS:
-        return InnerChoice(candidate.name, candidate.build, counts_in_groups=counts_in_groups(candidate))
+        return InnerChoice(candidate.name, candidate.build, writes=written_keys(candidate))
     check_compatible(config, {Feature.WHOLE_PARAMS: candidate.name})
     build = partial(WholeParams, build=candidate.build, params=params)
     return InnerChoice(candidate.name, build, ("it updates whole params, each on one rank",), updates_whole_params=True)
@@ -191,19 +190,12 @@ def _user_class(config: DistOptConfig, device_type: str, params: TrainedParams |
     return _by_updates(Candidate(chosen, build, config.optimizer, device=usable_device(device_type)), config, params)
 
 
-def _accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that the constructor takes; all of them where it takes any keyword."""
-    parameters = inspect.signature(chosen).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in options.items() if takes_any or name in parameters}
-
-
 def _with_own_pairs(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """Without numbers of ours that are pairs in that class, such as `eps` of Adafactor: the class's default holds."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(chosen).parameters.items()}
     ours = {each.name: each.default for each in fields(DistOptConfig)}
     return {
         name: value
-        for name, value in _accepted(chosen, options).items()
+        for name, value in accepted(chosen, options).items()
         if isinstance(defaults.get(name), tuple) == isinstance(value, tuple) or value != ours[name]
     }

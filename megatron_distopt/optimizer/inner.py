@@ -123,7 +123,8 @@ class InnerChoice:
     # builds the same for params on the host, with the same form of state; None where there is no such
     on_host: Build | None = None
     updates_whole_params: bool = False  # whether each param is updated whole, by one rank
-    counts_in_groups: bool = False  # whether it is a user's class that has one count of updates for a param group
+    # keys that a user's class writes into its param groups by itself, beside options of its constructor
+    writes: frozenset[str] = frozenset()
 
     @property
     def is_adam(self) -> bool:
@@ -321,7 +322,7 @@ def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Ma
 
 def counts_in_groups(choice: InnerChoice, inner: Optimizer) -> bool:
     """Whether updates are counted once for a param group, as apex does, and not for each param, as torch does."""
-    return choice.counts_in_groups or (choice.is_adam and not is_torchs(inner))
+    return "step" in choice.writes or (choice.is_adam and not is_torchs(inner))
 
 
 def restore_group(inner: Optimizer, group: dict[str, Any], step: int | None) -> None:

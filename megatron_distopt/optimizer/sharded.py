@@ -36,7 +36,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer.accelerator import mark_ranges, stats_dtype
+from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import DeferredCheck
 from megatron_distopt.optimizer.inner import (
     FlatOptimizer,
@@ -103,7 +103,6 @@ class ShardedOptimizer:
         self.buffers = tuple(buffers)
         self.plan, self.config, self.loss_scale = plan, plan.config, plan.loss_scale
         self.device = plan.loss_scale.scale.device
-        mark_ranges(self.device)
         self._num_skipped = 0
         self.deferred_check: DeferredCheck | None = None
         self.flat_params, groups = _flatten(buffers, plan.groups, plan)

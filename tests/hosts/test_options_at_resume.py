@@ -7,6 +7,7 @@ where the hosts set it from their flags.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -72,10 +73,19 @@ def _lines() -> Iterator[list[str]]:
 Found = dict[str, tuple[dict[str, str], list[str]]]
 
 
+class _Counting(torch.optim.AdamW):
+    """Counts its steps in its groups, which is no option."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
 def _in_torch(rank: int, size: int, folder: Path) -> Found:
     found: Found = {}
     model = torch.nn.Linear(4, 3)
-    optimizer = megatron_distopt.distribute(model, torch.optim.AdamW(model.parameters()))
+    optimizer = megatron_distopt.distribute(model, _Counting(model.parameters()))
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     # Groups of a Megatron have a wd_mult, by which its scheduler is known.
@@ -85,7 +95,8 @@ def _in_torch(rank: int, size: int, folder: Path) -> Found:
             _set(optimizer.param_groups, {key: value for key, value in values.items() if key != left_out})
             if values is SAVED:
                 optimizer.save(folder / name)
-                state = optimizer.state_dict()
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer.step()
         with _lines() as lines:
             optimizer.load(folder / name) if name == "folder" else optimizer.load_state_dict(state)
         found[name] = (_whose(optimizer.param_groups), lines)

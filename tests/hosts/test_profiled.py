@@ -10,8 +10,6 @@ import torch
 from torch.profiler import profile
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.comm import Marker, mark_with
-from megatron_distopt.comm.pending import _markers
 from tests.support.spawn import run_ranks
 
 RANKS, BUCKETS = 2, 2
@@ -59,11 +57,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
     logger = logging.getLogger("megatron_distopt")
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
-    marked: list[str] = []
-    mark_with(Marker(lambda name: marked.append(f"+{name}"), lambda: marked.append("-")))
-    found = {"at once": _ranges(overlap=False), "overlapped": _ranges(overlap=True)}
-    _markers.clear()
-    return {**found, "lines": lines.lines, "marked": marked}
+    return {"at once": _ranges(overlap=False), "overlapped": _ranges(overlap=True), "lines": lines.lines}
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +74,6 @@ def test_profile_when_a_step_runs_then_every_phase_and_bucket_has_a_name(found: 
     for each in found:
         assert each["at once"] == sorted([*BOTH, *PHASES])
         assert each["overlapped"] == sorted([*overlapped, *PHASES])
-
-
-def test_markers_when_there_are_any_then_they_are_told_too(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        assert "+megatron_distopt::reduce-scatter 1" in each["marked"]
-        assert each["marked"].count("-") * 2 == len(each["marked"])
 
 
 def test_log_when_asked_for_then_the_first_rank_says_what_was_hidden(found: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
+from megatron_distopt.hosts.torch.params import GroupOptions
 from megatron_distopt.optimizer.inner import IMPLEMENTATION
 from tests.support.published import pytorch_optimizer
 from tests.support.spawn import run_ranks
@@ -116,8 +118,7 @@ def _load(way: str, model: Held, optimizer: TorchDistributedOptimizer, at: str, 
         return optimizer.load_state_dict(saved[way])
     state = {"o": in_dcp.get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=at, process_group=group)
-    some = in_dcp.StateDictOptions(strict=False)  # torch refuses a param without state else, where another one has some
-    return in_dcp.set_optimizer_state_dict(model, optimizer, state["o"], options=some)
+    return in_dcp.set_optimizer_state_dict(model, optimizer, state["o"])
 
 
 def _run(rank: int, build: Build, groups: Mapping[int, Any], root: str) -> dict[str, Any]:
@@ -187,6 +188,22 @@ def test_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed(name:
     if wanted != "refused":
         assert len(found) == 2 + 2 * (len(WAYS) if wanted == "elements" else 1)
         check(name, ran)
+
+
+def test_options_when_some_change_in_place_then_only_those_cost_a_new_checksum() -> None:
+    rate, decay, ramp = torch.tensor(0.5), torch.tensor(0.9), [1.0]
+    groups = [{"params": [], "lr": rate, "betas": (decay, 0.99), "ramp": ramp}]
+    options = GroupOptions(groups, torch.optim.SGD([{**groups[0], "params": []}]))
+    options.learn()
+    seen, marks = list[int](), list[int]()
+    with mock.patch.object(options, "described", wraps=options.described) as made:
+        for write in (lambda: None, lambda: rate.mul_(0.5), lambda: decay.fill_(0.8), lambda: ramp.append(2.0)):
+            for act in (write, lambda: None):
+                act()
+                options.exchange()
+                seen.append(options.checksum(0, 2**20))
+                marks.append(made.call_count)
+    assert marks == [1, 1, 2, 2, 3, 3, 4, 4] and len({*seen}) == 4
 
 
 @pytest.mark.long

@@ -254,6 +254,29 @@ def test_adopt_instance_when_it_was_stepped_or_loaded_then_refused() -> None:
         assert_mentions(error.value, "state", "before the first step or load_state_dict")
 
 
+class BeginsWithState(SGD):
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, lr=lr)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["mask"] = torch.ones_like(param)
+
+
+class OfOneParam(BeginsWithState):
+    def __init__(self, params: Any, scale: float) -> None:
+        super().__init__(params)
+
+
+def test_adopt_instance_when_its_constructor_makes_the_state_then_it_is_not_said_to_be_stepped() -> None:
+    for instance, said in (
+        (BeginsWithState([param_with([1.0])]), "because its constructor makes it"),
+        (OfOneParam([param_with([1.0])], 2.0), "'scale'"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            adopt_instance(instance)
+        assert_mentions(error.value, type(instance).__name__, said)
+        assert "before the first step or load_state_dict" not in str(error.value)
+
+
 def adam_of(value: float) -> tuple[Adam, Tensor]:
     param = param_with([value])
     return Adam([param]), param

@@ -8,7 +8,7 @@ broadcast after each step, so that every forward pass begins with the same value
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
 from megatron_distopt.hosts.torch.params import Params
 from megatron_distopt.layout import BufferLayout, Placement, default_bucket_size, lay_out
-from megatron_distopt.layout.buckets import ALIGNMENT_NUMEL, BLOCK_NUMEL
+from megatron_distopt.layout.buckets import alignment_for
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
@@ -107,7 +107,7 @@ def plan_sets(named: Mapping[str, Parameter], config: DistOptConfig, num_shards:
         bucket_size = config.bucket_size
         if bucket_size is None and (config.overlap_grad_reduce or config.overlap_param_gather):
             bucket_size = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
-        alignment = ALIGNMENT_NUMEL if Precision.of(config).is_full else BLOCK_NUMEL
+        alignment = alignment_for(*astuple(Precision.of(config)))
         layout = lay_out(specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment)
         sets.append(ParamSet(members, layout, dtype, torch.float32 if config.grads_in_fp32 else dtype))
     return tuple(sets)

@@ -21,9 +21,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.between_steps import PlacedParam, check_that_left, data_watch
-from megatron_distopt.optimizer.inner import changed_options
+from megatron_distopt.optimizer.inner import changed_options, option_values
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: By param, the watch of the optimizer that updates it.
@@ -201,8 +202,12 @@ class Params:
         self._doubtful = frozenset(each.name for each in self._short)
 
 
-#: Types of options that cannot change in place.
-_FIXED = (type(None), Number, str, tuple)
+#: Types of options that cannot change in place; of these a tuple may consist, too.
+_FIXED = (type(None), Number, str)
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, _FIXED) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 class GroupOptions:
@@ -212,12 +217,14 @@ class GroupOptions:
         self._groups, self._inner = groups, inner
         #: What both have held last, by group.
         self._last: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._crc: int | None = None  # of all options of the user's groups; None where they may have changed
+        self._crc: int | None = None  # of all options of the user's groups; None where one was written
+        self._in_place: list[Any] = []  # options that may change in place
+        self._stamps: list[Any] = []  # of these, when the checksum was made
 
     def learn(self) -> None:
         """Takes the options of further groups for known."""
         for number in range(len(self._last), len(self._groups)):
-            self._last.append((dict(self._groups[number]), dict(self._inner.param_groups[number])))
+            self._last.append((option_values(self._groups[number]), option_values(self._inner.param_groups[number])))
         self._crc = None
 
     def exchange(self) -> None:
@@ -226,26 +233,44 @@ class GroupOptions:
         """
         for number, (theirs, ours) in enumerate(zip(self._groups, self._inner.param_groups, strict=True)):
             of_user, of_inner = self._last[number]
-            removed = of_user.keys() - theirs.keys()
+            removed, written = of_user.keys() - theirs.keys(), changed_options(theirs, of_user)
             for key in removed:
                 ours.pop(key, None)
-            ours.update(changed_options(theirs, of_user))
-            theirs.update(changed_options(ours, of_inner))
-            can_change = not all(isinstance(each, _FIXED) for key, each in theirs.items() if key != "params")
-            if removed or can_change or changed_options(theirs, of_user):
-                self._crc = None
-            self._last[number] = dict(theirs), dict(ours)
+            ours.update(written)
+            shown = changed_options(ours, of_inner)
+            if removed or written or shown:
+                theirs.update(shown)
+                self._last[number], self._crc = (option_values(theirs), option_values(ours)), None
 
     def checksum(self, salt: int, modulus: int) -> int:
-        """The same on all ranks that have the same options; others that have the same have not with another salt."""
+        """The same on all ranks that have the same options; others that have the same have not with another salt.
+
+        It costs nothing where options have not changed, and asks no device for the value of a tensor that was not
+        written to.
+        """
         if self._crc is None:
-            self._crc = zlib.crc32(repr(sorted(self.described().items())).encode())
+            values = [value for group in self._groups for value in option_values(group).values()]
+            self._in_place = [value for value in values if not _is_fixed(value)]
+        stamps = list(map(_stamp, self._in_place))
+        if self._crc is None or stamps != self._stamps:
+            self._crc, self._stamps = zlib.crc32(repr(sorted(self.described().items())).encode()), stamps
         return zlib.crc32(b"%d %d" % (self._crc, salt)) % modulus
 
     def described(self) -> dict[str, str]:
         """All options as texts that ranks can compare."""
         numbered = [(number, *each) for number, of_group in enumerate(self._groups) for each in of_group.items()]
         return {f"{key} of param group {number}": _text(value) for number, key, value in numbered if key != "params"}
+
+
+def _stamp(value: Any) -> Any:
+    """Another one after an option has changed in place; the writes to a tensor of a device are counted."""
+    if isinstance(value, Mapping):
+        return [(key, _stamp(member)) for key, member in value.items()]
+    if isinstance(value, (list, tuple)):
+        return list(map(_stamp, value))
+    if torch.is_tensor(value):
+        return value.tolist() if value.device.type == CPU else (id(value), value._version)
+    return value if isinstance(value, _FIXED) else type(value)
 
 
 def _text(value: Any) -> str:

@@ -8,6 +8,7 @@ refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -32,14 +33,41 @@ def check_new(instance: Optimizer) -> None:
     states = [state for state in instance.state.values() if state and isinstance(state, Mapping)]
     steps = [state["step"] for state in states if "step" in state]
     if states and (not steps or any(float(step) != 0 for step in steps)):
+        kind = type(instance)
+        if any(state for state in _rebuilt(instance).state.values()):
+            raise ConfigError(
+                f"{kind.__name__} has state before its first step, because its constructor makes it. So it cannot be "
+                "told whether the object was stepped or loaded since, and that would be lost. Name the class, "
+                f"DistOptConfig(optimizer='{kind.__module__}:{kind.__name__}'), or use torch.optim.AdamW."
+            )
         raise ConfigError(
             "The optimizer has state already, which would be lost: it was stepped or loaded before. Build the "
             "distributed optimizer before the first step or load_state_dict."
         )
 
 
-def build_alike(instance: Optimizer, rebuild: Build) -> Build:
-    """Builds what is like an object, which stays as it is and is not referred to, from its defaults by `rebuild`.
+def accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that the constructor takes; all of them where it takes any keyword."""
+    parameters = inspect.signature(chosen).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in options.items() if takes_any or name in parameters}
+
+
+def _rebuilt(instance: Optimizer) -> Optimizer:
+    """A new one of the class, with the defaults of an object, over small params."""
+    kind = type(instance)
+    try:
+        groups = [_small_group(group) for group in instance.param_groups]
+        return kind(groups, **accepted(kind, instance.defaults))
+    except Exception as error:
+        raise ConfigError(
+            f"{kind.__name__} cannot be built again from its defaults, as it has to be over sharded params "
+            f"({type(error).__name__}: {error}). Use another class, such as torch.optim.AdamW."
+        ) from error
+
+
+def build_alike(instance: Optimizer) -> Build:
+    """Builds what is like an object, which stays as it is and is not referred to, from its defaults.
 
     Raises:
         ConfigError: it was built with arguments that its defaults do not name.
@@ -47,7 +75,7 @@ def build_alike(instance: Optimizer, rebuild: Build) -> Build:
     own = _attributes_of(instance)
     copied = {name: value for name, value in own.items() if _leaf_types(value) <= _COPIED}
     if len(copied) < len(own):
-        again = _attributes_of(rebuild([_small_group(group) for group in instance.param_groups]))
+        again = _attributes_of(_rebuilt(instance))
         for name in own.keys() - copied.keys():
             kinds = _leaf_types(own[name]) ^ _leaf_types(again.get(name))
             if kinds - _COPIED - {Tensor} or type(own[name]) is not type(again.get(name)):
@@ -56,6 +84,7 @@ def build_alike(instance: Optimizer, rebuild: Build) -> Build:
                     f"defaults: {_names(own[name])} became {_names(again.get(name))}. Leave that argument of its "
                     "constructor out."
                 )
+    rebuild = partial(type(instance), **accepted(type(instance), instance.defaults))
     return partial(_build, rebuild, copied, instance.defaults)
 
 

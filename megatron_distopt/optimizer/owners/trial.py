@@ -13,6 +13,7 @@ tests/optimizer/test_trial.py runs it on classes of all these kinds.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import random
 import sys
@@ -159,11 +160,14 @@ def find_updates(candidate: Candidate, dims: Collection[int], asked: str = "auto
     )
 
 
-def counts_in_groups(candidate: Candidate) -> bool:
-    """Whether a class counts its updates in its param groups."""
+def written_keys(candidate: Candidate) -> frozenset[str]:
+    """What a class writes into its param groups by itself, such as a count; no options of its constructor."""
     with undisturbed(candidate.device):
         start = _random([(3,)], 0, candidate.device)
-        return "step" in _Trial(candidate, candidate.groups[0], _REGIMES[0], start).run(start).options
+        trial = _Trial(candidate, candidate.groups[0], _REGIMES[0], start)
+        before, after = (trial.run(start, grads).options for grads in ((), None))
+    written = {key for key, value in after.items() if repr(value) != repr(before.get(key)) or key == "step"}
+    return frozenset(written - inspect.signature(candidate.kind).parameters.keys())
 
 
 class _Trial:
