@@ -81,7 +81,10 @@ def _stored_in(storage: Mapping[Any, Any], files: dict[str, int]) -> Iterator[tu
     for index, info in storage.items():
         name, offset = str(attribute(index, "fqn")), attribute(index, "offset")
         if attribute(info, "transform_descriptors"):
-            raise ValueError(f"{name} is compressed, which no reader here undoes")
+            remedy = "Save it without extensions of torch's FileSystemWriter, which compress it"
+            raise CheckpointError(
+                f"Tensor {name!r} of a torch checkpoint is transformed as no reader here undoes. {remedy}."
+            )
         file = str(attribute(info, "relative_path"))
         if file in ("", ".", "..") or "/" in file or "\\" in file:  # a path could lead out of the folder
             raise ValueError(f"{file!r} is no file name")

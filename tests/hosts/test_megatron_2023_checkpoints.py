@@ -207,17 +207,15 @@ def _loss_scales(fork: _Fork) -> dict[str, tuple[int, bool]]:
 
 def _torchs_adam(fork: _Fork) -> dict[str, Any]:
     """Where the fork's Adam is torch's, whose step count lies beside the moments."""
-    of_fork, ours, words = fork.folder / "torchs of fork", fork.folder / "torchs ours", ("--bf16",)
-    l2, save = (*words, "--distopt-decay", "l2"), ("--save", str(ours))
+    of_fork, words = fork.folder / "torchs of fork", ("--bf16",)
     with adam_of_the_fork(torch.optim.Adam):
         theirs = fork.train_and_save(of_fork, *words, ours=False)
         groups: list[dict[str, Any]] = []
         with fork.first(lambda optimizer: groups.extend(optimizer.state_dict()["optimizer"]["param_groups"])):
-            resumed = fork.train(*words, *RESUME_STEP, "--load", str(of_fork), *save)
+            resumed = fork.train(*words, *RESUME_STEP, "--load", str(of_fork))
         found = {
             "resume step": Continued(theirs.iterations[SAVED_AT:], resumed.iterations),
-            "ours": raised(lambda: fork.train(*l2, "--load", str(of_fork))),
-            "another step": raised(lambda: fork.train(*l2, "--load", str(ours), "--distopt-resume-step", "5")),
+            "ours": raised(lambda: fork.train(*words, *RESUME_STEP[:2], "--load", str(of_fork))),
             "fork": raised(lambda: fork.train(*words, "--load", str(of_fork), ours=False)),
         }
     return {**found, "steps": {group["step"] for group in groups}, "keys": {*groups[0]}}
@@ -788,18 +786,6 @@ def test_step_when_the_user_says_it_then_ours_goes_on_on_the_forks_curve(gathere
     assert found["resume step"].largest_deviation < TOLERANCE_16_BIT
     assert found["steps"] == {SAVED_AT}
     assert found["keys"] >= {"name", "wd_mult", "lr_mult", "lr", "weight_decay", "betas", "eps", "amsgrad", "step"}
-
-
-def test_step_when_the_user_says_another_than_the_file_then_refused(gathered: Collected) -> None:
-    for found in gathered.of_world("torch's adam"):
-        kind, text = found["another step"]
-        assert kind == "CheckpointError"
-        assert_mentions(
-            text,
-            f"in the checkpoint is {ITERATIONS}",
-            "given one is 5",
-            "or --distopt-resume-step: the checkpoint knows",
-        )
 
 
 def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_ours_is_not(

@@ -43,6 +43,7 @@ _STATE = re.compile(_CHAIN + r"optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)")
 _NO_MODEL = re.compile(_CHAIN + r"(?:optimizer|rng_state|rerun_state_machine_state|opt_param_scheduler)\b.*")
 _STACKED = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?!\d+\.)(?P<after>.+)")
 _GATE, _UP = "_w", "_v"
+_AGAIN = "Load it in the megatron-core that wrote it, and save it with --dist-ckpt-optim-fully-reshardable"
 _MAIN_KINDS = ("param", "fp32_param")
 #: Options other than weight decay that tell groups apart.
 _IDENTITY = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -76,8 +77,10 @@ def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
             keys.setdefault(kind, {})[match["key"]] = key
     if not keys:
         known = sorted({".".join(key.split(".")[:2]) for key in folder.tensors if key.startswith("optimizer")})
-        got = f"has optimizer state {known[0]!r} in an unknown form" if known else "has no optimizer state"
-        raise CheckpointError(f"Checkpoint {folder.folder} {got}. Save it by param, without --no-save-optim.")
+        got = "no optimizer state. Save it without --no-save-optim"
+        if known:  # as what this package saves by `dist_checkpointing`
+            got = f"optimizer state {known[0]!r} in an unknown form. {_AGAIN}, or by optimizer.save(folder)"
+        raise CheckpointError(f"Checkpoint {folder.folder} has {got}.")
     found = {kind: _named_tensors(folder, of_kind, model) for kind, of_kind in keys.items()}
     # What an fp32 model computes with is what its optimizer updates.
     updated = {name for tensors in found.values() for name in tensors}
@@ -85,10 +88,7 @@ def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
     found[MAIN] = {**mains, **found.get(MAIN, {})}
     missing = sorted(updated - found[MAIN].keys())
     if missing:
-        raise CheckpointError(
-            f"Checkpoint {folder.folder} has no fp32 values of {missing[0]!r}. Load it where it was written, and save "
-            "it in another format."
-        )
+        raise CheckpointError(f"Checkpoint {folder.folder} has no fp32 values of {missing[0]!r}. {_AGAIN}.")
     infos = {
         key_of(kind, name): TensorRecord(found[kind][name].shape, found[kind][name].dtype)
         for name in found[MAIN]

@@ -58,9 +58,9 @@ def is_expert(param: Parameter) -> bool:
 
 def expert_group(name: str, param: Parameter) -> Group:
     """Ranks that hold the same expert as `param`."""
-    group_name = getattr(param, "group_name", None)
-    if group_name is not None and group_name in _groups_of_deepspeed():
-        return Group.of(_groups_of_deepspeed()[group_name])
+    group_name, groups = getattr(param, "group_name", None), _groups_of_deepspeed(param)
+    if groups is not None:
+        return Group.of(groups._get_expert_data_parallel_group_dict()[group_name])
     for getter in _EXPERT_GROUPS:
         if hasattr(mpu, getter):
             return Group.of(getattr(mpu, getter)())
@@ -72,21 +72,19 @@ def expert_group(name: str, param: Parameter) -> Group:
 
 def expert_place(param: Parameter) -> tuple[int, int]:
     """(rank, size) of this rank among those that hold different experts."""
-    group_name = getattr(param, "group_name", None)
-    if group_name is not None and group_name in _groups_of_deepspeed():
-        groups = import_module("deepspeed.utils.groups")
-        return groups._get_expert_parallel_rank(group_name), groups._get_expert_parallel_world_size(group_name)
+    if (groups := _groups_of_deepspeed(param)) is not None:
+        name: Any = param.group_name  # type: ignore[attr-defined]
+        return groups._get_expert_parallel_rank(name), groups._get_expert_parallel_world_size(name)
     if hasattr(mpu, "get_expert_model_parallel_rank"):
         return mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size()
     return 0, 1
 
 
-def _groups_of_deepspeed() -> dict[str, Any]:
-    """By the name that its MoE layers write on their params; DeepSpeed is loaded where such a layer exists."""
-    if "deepspeed" not in sys.modules:
-        return {}
-    groups: dict[str, Any] = import_module("deepspeed.utils.groups")._get_expert_data_parallel_group_dict()
-    return groups
+def _groups_of_deepspeed(param: Parameter) -> Any:
+    """DeepSpeed's module, if one of its MoE layers has written a group's name on the param; it is loaded then."""
+    groups = import_module("deepspeed.utils.groups") if "deepspeed" in sys.modules else None
+    known = {} if groups is None else groups._get_expert_data_parallel_group_dict()
+    return groups if getattr(param, "group_name", None) in known else None
 
 
 @dataclass(frozen=True)

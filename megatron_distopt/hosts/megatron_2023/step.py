@@ -65,10 +65,8 @@ class ForkSteps(BuiltOptimizer):
                 hook.after(decision)
             self.used_grads.mark()
             return False, None, None
-        with phase("optimizer-clip-main-grad"):
-            norm = decision.norm_to_log
-        with phase("optimizer-count-zeros"):
-            num_zeros = decision.zeros_to_log  # counted while the gradient was measured
+        with phase("optimizer-clip-main-grad"), phase("optimizer-count-zeros"):  # done while the gradient was measured
+            norm, num_zeros = decision.norm_to_log, decision.zeros_to_log
         with phase("optimizer-inner-step"):
             advance(self.sharded, grads, decision)
         with phase("optimizer-copy-main-to-model-params"):
