@@ -30,8 +30,8 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: torch's own `param.data`, which `DataWatch` replaces.
 _torch_data: Any = torch._C.TensorBase.data
-#: Elements that a digest of weights adds up.
-_ROW = 256
+#: Words that a digest of weights adds up in a row, and the 16-bit elements of one.
+_ROW, _WORD = 256, 4
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
@@ -326,9 +326,16 @@ class RemainderWatch:
 
 
 def _sums_of(neighbours: Sequence[Tensor]) -> list[Tensor]:
-    """Sums of bits of neighbours in memory and what is between them, in rows and in columns: int64, and the rest."""
+    """Sums of bits of neighbours in memory and what is between them, in rows and in columns: int64, and the rest.
+
+    Words of 64 bits, which may overflow, are added up 40 times as fast on a CPU as their quarters.
+    """
     first, last = neighbours[0], neighbours[-1]
-    numel = last.storage_offset() + last.numel() - first.storage_offset()
-    bits = first.as_strided((numel,), (1,), first.storage_offset()).view(torch.int16)
-    rows = bits[: numel // _ROW * _ROW].view(-1, _ROW)
-    return [rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[rows.numel() :].clone()]
+    start, stop = first.storage_offset(), last.storage_offset() + last.numel()
+    bits = first.as_strided((stop - start,), (1,), start).view(torch.int16)
+    begin = -start % _WORD
+    end = begin + (len(bits) - begin) // (_WORD * _ROW) * _WORD * _ROW
+    if end <= begin:
+        return [bits.clone()]
+    rows = bits[begin:end].view(torch.int64).view(-1, _ROW)
+    return [rows.sum(0), rows.sum(1), bits[:begin].clone(), bits[end:].clone()]

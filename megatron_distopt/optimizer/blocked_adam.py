@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,17 +52,16 @@ class _InBlocks(FlatOptimizer):
     _is_decoupled: bool  # what the kernel does; a param group may ask for the other
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """As torch's, then the rounding; in blocks from the second step on, when all state is there."""
         pieces = self._pieces({id(main): main.grad for group in self.param_groups for main in group["params"]})
-        if closure is None and pieces is not None:
+        if pieces is not None:
             self._update(pieces, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-            return None
-        loss = super().step(closure)
+            return
+        super().step()
         for main, model in self._models.items():
             if main.grad is not None:
                 model.copy_(main)
-        return loss
 
     def update_with(
         self, mains: Sequence[Tensor], grads: Sequence[Tensor | None], divisor: float | Tensor, found_inf: Tensor | None

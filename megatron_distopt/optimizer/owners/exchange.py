@@ -11,7 +11,7 @@ memory. Pieces are sent from and received into the memory where they are used.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.comm.pairwise import Parcel, UnderWay, begin_travel
 from megatron_distopt.errors import InvariantError
-from megatron_distopt.layout import MatrixOwner, OwnerPlan, Span, Travel
+from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, Span, Travel, plan_owners
 from megatron_distopt.optimizer.main_params import FlatParam
 
 #: Updates a block; called with its owner and one 1-D tensor for each of the values that travel. What it leaves in the
@@ -46,6 +46,21 @@ class OwnedBuffer:
         names = plan.owners_of
         members = [flat for flat in flat_params if flat.plan.shards[0].name in names]
         return cls(plan, group_of(next(iter(names))), buffer.param.device, members)
+
+
+def choose_owners(
+    owners: list[OwnerPlan],
+    buffers: Sequence[ShardedBuffer],
+    specs: Mapping[str, MatrixSpec],
+    group_of: Callable[[str], Group],
+    flat_params: Sequence[FlatParam],
+) -> list[OwnedBuffer]:
+    """The buffers with params in `specs`; adds to `owners` the plans of new ones, at the end of `buffers`."""
+    for buffer in buffers[len(owners) :]:
+        names = [slot.name for slot in buffer.layout.slots if slot.name in specs and buffer.holds(slot.name)]
+        owners.append(plan_owners(buffer.layout, {name: specs[name] for name in names}))
+    both = zip(buffers, owners, strict=True)
+    return [OwnedBuffer.of(buffer, plan, group_of, flat_params) for buffer, plan in both if plan.owners]
 
 
 class ShardValues:

@@ -29,11 +29,11 @@ from megatron_distopt.comm.collectives import all_gather
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError
-from megatron_distopt.layout import MatrixCut, MatrixOwner, MatrixSpec, OwnerPlan, ParamSpec, plan_owners
+from megatron_distopt.layout import MatrixCut, MatrixOwner, MatrixSpec, OwnerPlan, ParamSpec
 from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_instance
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues, exchange
+from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues, choose_owners, exchange
 from megatron_distopt.optimizer.owners.muon import (
     Muon,
     apply_update,
@@ -150,26 +150,19 @@ class MuonAndAdam(InParts):
         """Chooses the owners of new buffers, and tells Muon what its flat params are pieces of."""
         of_muon = [group.names for group in groups if is_muons_group(group.options)]
         group_of = {name: number for number, names in enumerate(of_muon) for name in names}
-        for buffer in buffers[len(self.owners) :]:
-            names = [slot.name for slot in buffer.layout.slots if slot.name in group_of and buffer.holds(slot.name)]
-            self.owners.append(plan_owners(buffer.layout, {name: self._matrices.specs[name] for name in names}))
-        owned = [
-            OwnedBuffer.of(buffer, plan, self._matrices.group_of, flat_params)
-            for buffer, plan in zip(buffers, self.owners, strict=True)
-            if plan.owners
-        ]
+        matrices = {name: spec for name, spec in self._matrices.specs.items() if name in group_of}
+        owned = choose_owners(self.owners, buffers, matrices, self._matrices.group_of, flat_params)
         self._muon.bind(owned, group_of, self._matrices)
 
     def leave_out(self, names: Collection[str]) -> None:
         """These params have no gradient in the next step."""
         self._muon.left_out = frozenset(names)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Collective: updates every main param that has a gradient."""
-        loss = self._muon.step(closure)
+        self._muon.step()
         if self._rest is not None:
             self._rest.step()
-        return loss
 
 
 class FlatMuon(Optimizer):
@@ -201,16 +194,13 @@ class FlatMuon(Optimizer):
         self._cut_over = {name: matrices.cut_over(name) for name in cut}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Collective: updates every main param that has a gradient."""
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
         of_group = [options_of(group) for group in self.param_groups]
         options = {name: of_group[number] for name, number in self._group_of.items()}
         for buffer in self._buffers:
             self._step(buffer, options)
         self.left_out = frozenset()
-        return loss
 
     def _step(self, buffer: OwnedBuffer, options: Mapping[str, MuonOptions]) -> None:
         directions = []

@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, plan_owners
+from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan
 from megatron_distopt.optimizer.inner import Build, Groups, InParts, changed_options, option_values
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues, exchange
+from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues, choose_owners, exchange
 
 #: Kinds of the JSON.
 _TENSOR, _ENTRIES, _LIST, _TUPLE, _PLAIN = "tensor", "entries", "list", "tuple", "plain"
@@ -206,19 +206,14 @@ class WholeParams(InParts):
     ) -> None:
         """Chooses the owners of new buffers, and makes an optimizer for each param that this rank owns now."""
         self._group_of = {name: number for number, group in enumerate(groups) for name in group.names}
-        for buffer in buffers[len(self.owners) :]:
-            # Whatever its shape, a param is one block. What a class needs for it is not known; elements are a measure.
-            blocks = {
-                slot.name: MatrixSpec(1, slot.in_buffer.numel)
-                for slot in buffer.layout.slots
-                if slot.name in self._group_of and buffer.holds(slot.name)
-            }
-            self.owners.append(plan_owners(buffer.layout, blocks))
-        self._buffers = [
-            OwnedBuffer.of(buffer, plan, self._params.group_of, flat_params)
-            for buffer, plan in zip(buffers, self.owners, strict=True)
-            if plan.owners
-        ]
+        # Whatever its shape, a param is one block. What a class needs for it is not known; elements are a measure.
+        blocks = {
+            slot.name: MatrixSpec(1, slot.in_buffer.numel)
+            for buffer in buffers
+            for slot in buffer.layout.slots
+            if slot.name in self._group_of
+        }
+        self._buffers = choose_owners(self.owners, buffers, blocks, self._params.group_of, flat_params)
         for owned in self._buffers:
             for owner in owned.plan.owned_by(owned.group.rank):
                 if owner.name not in self.owned:
@@ -226,10 +221,8 @@ class WholeParams(InParts):
                     self.owned[owner.name] = OwnedParam(shape, owned.device, self._build, options)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Collective: updates every main param that has a gradient."""
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
         for buffer in self._buffers:
             flat_params = buffer.flat_params
             mains = ShardValues((flat.plan.in_buffer, flat.main.detach()) for flat in flat_params)
@@ -240,7 +233,6 @@ class WholeParams(InParts):
             )
             exchange(buffer, [mains, grads], self._update)
         self._left_out = frozenset()
-        return loss
 
     def _update(self, owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
         main, grad = blocks
