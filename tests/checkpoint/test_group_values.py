@@ -85,19 +85,13 @@ def test_file_of_torch_when_a_value_is_wrong_then_refused_by_load_and_convert(tm
 
 
 def test_save_when_a_value_would_be_refused_by_a_load_then_it_is_refused_first() -> None:
-    key, value = "lr", math.nan
-    world = World.of(MODEL)
-    world.ranks[0].optimizer.inner.param_groups[0][key] = value
-    with pytest.raises(CheckpointError) as caught:
-        contribution_of(world.ranks[0].model)
-    assert f"{key} of param group 0" in str(caught.value) and repr(value) in str(caught.value)
-
-
-def test_save_when_the_loss_scale_is_zero_then_it_is_refused_first() -> None:
-    world = World.of(MODEL)
-    world.ranks[0].optimizer.loss_scale.load_state_dict({"scale": 0.0, "good_steps": 0, "tolerated": 0})
+    (rank,) = World.of(MODEL).ranks
+    rank.optimizer.loss_scale.load_state_dict({"scale": 0.0, "good_steps": 0, "tolerated": 0})
     with pytest.raises(CheckpointError, match=r"scale in the optimizer: 0\.0"):
-        contribution_of(world.ranks[0].model)
+        contribution_of(rank.model)
+    rank.optimizer.inner.param_groups[0]["lr"] = math.nan
+    with pytest.raises(CheckpointError, match=r"lr of param group 0 in the optimizer: nan"):
+        contribution_of(rank.model)
 
 
 def test_save_when_more_overflows_came_than_are_tolerated_then_the_count_below_zero_travels(tmp_path: Path) -> None:

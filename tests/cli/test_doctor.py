@@ -229,10 +229,7 @@ def test_flags_when_they_conflict_then_a_problem_only_with_ours(
 @pytest.mark.parametrize(
     ("word", "nearest"),
     [
-        ("--use-distributed-optimiser", FLAG),
-        ("--use_distributed_optimizer", FLAG),
-        ("--distopt-adma=apex", "--distopt-adam"),
-        ("--distopt-non-finite", "--distopt-nonfinite"),
+        ("--use-distributed-optimiser", FLAG),  # others are in tests/plugin/test_arguments.py
         (f"{FLAG} --distopt-nonfinite explode", "raise, skip, log"),
     ],
 )

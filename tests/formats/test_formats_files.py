@@ -224,17 +224,13 @@ def test_convert_when_through_all_layouts_then_the_files_are_the_same(tmp_path: 
     _check_same_files(start, path, RUNS[name])
 
 
-def test_convert_when_nothing_was_updated_yet_then_the_other_layout_has_no_state(tmp_path: Path) -> None:
+def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_alone_has_moments_because_adam_asks_for_them(
+    tmp_path: Path,
+) -> None:
     start = _write(Fork(step=0), "per-rank", tmp_path / "start")
     there = convert(start, tmp_path / "there", "plain").path
     _check_same_files(start, convert(there, tmp_path / "back", "per-rank").path, Fork())
-
-
-def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_has_the_moments_that_adam_asks_for(
-    tmp_path: Path,
-) -> None:
-    start = Fork(step=0, layout="plain").write(tmp_path / "start")
-    gathered = convert(start, tmp_path / "new", "gathered").path / "mp_rank_00/distrib_optim.pt"
+    gathered = convert(there, tmp_path / "new", "gathered").path / "mp_rank_00/distrib_optim.pt"
     tensors = torch.load(gathered, weights_only=True)[0][FP32]
     assert {kind: bool(tensors[kind].any()) for kind in tensors} == {"param": True, **dict.fromkeys(MOMENTS, False)}
 
@@ -754,10 +750,6 @@ def test_convert_when_it_cannot_become_that_then_it_says_why_and_nothing_is_writ
     make, options, words = NOT_CONVERTED[name]
     path = make(tmp_path / "checkpoint")
     _check_refused(lambda: convert(path, tmp_path / "new", **options), path, *words)
-
-
-def test_convert_when_the_target_is_there_then_it_stays_as_it_is(tmp_path: Path) -> None:
-    path = Fork().write(tmp_path / "iter")
     _check_refused(lambda: convert(path, path, "plain"), path, "{}", "Name a folder or file that is not there")
 
 

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import (
     CommLog,
-    CommTime,
     Communicator,
     Field,
     Group,
@@ -180,7 +179,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
         To be called before code outside of a forward pass reads or changes them. The model's `state_dict()` and the
         calls of this optimizer do it by themselves.
         """
-        self.communication.finish_gather()
+        self.communication.params.finish()
 
 
 class Communication:
@@ -208,8 +207,8 @@ class Communication:
             [sharded for buffer in self._dense for sharded in buffer.sharded],
             frozen=frozenset(named.keys() - trained.keys()),
         )
-        self._params = ParamGather(self._communicator, models)
-        self._params.add(named)
+        self.params = ParamGather(self._communicator, models)
+        self.params.add(named)
         self._nodes: list[object] = []
         #: Within it, the fork may change gradients after backward; from then on these are reduced afterwards.
         self.watch: AbstractContextManager[object] = nullcontext()
@@ -225,7 +224,7 @@ class Communication:
         # Experts too are averaged over all ranks whose tokens they saw: those of the dense params.
         for buffer in self._experts:
             reduce_grads(buffer.sharded[0], buffer.plan.group, self._how)
-        gathered = self._params.finish()
+        gathered = self.params.finish()
         if self._log is not None:
             self._log.step(time, gathered)
 
@@ -234,15 +233,7 @@ class Communication:
         for buffer in self._experts:
             for sharded in buffer.sharded:
                 gather_params(sharded, buffer.plan.group)
-        self._params.gather()
-
-    def gather_now(self) -> None:
-        """Collective: every rank has the new params afterwards."""
-        self.gather()
-        self.finish_gather()
-
-    def finish_gather(self) -> CommTime:
-        return self._params.finish()
+        self.params.gather()
 
     def drop(self) -> None:
         """Zeroes the gradients that the fork does not zero; collective where backward ran and no step followed."""

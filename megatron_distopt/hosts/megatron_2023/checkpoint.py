@@ -101,7 +101,8 @@ class ForkCheckpoints(BuiltOptimizer):
         load_rank_state(self, raise_together(opened, self.everyone, "load"), state_dict)
         self._has_whole_state = True
         self.written.forget()
-        self.communication.gather_now()
+        self.communication.gather()
+        self.finish_param_gather()
 
     def save_parameter_state(self, filename: str) -> None:
         """Collective: writes the tensors; nothing where the fork was told --no-save-optim.
@@ -154,7 +155,8 @@ class ForkCheckpoints(BuiltOptimizer):
         finally:
             self._take_back = None
         self.written.forget()
-        self.communication.gather_now()
+        self.communication.gather()
+        self.finish_param_gather()
 
     def _check_adams(self, filename: str) -> None:
         choice = self.sharded.plan.choice
