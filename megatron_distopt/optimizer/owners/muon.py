@@ -56,10 +56,7 @@ def newton_schulz(matrix: Tensor, options: MuonOptions, gram_of: Callable[[Tenso
     with options.matmuls():
         for a, b, c in options.coefficients:
             gram = gram_of(matrix)
-            if c:
-                matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
-            else:
-                matrix = torch.addmm(matrix, gram, matrix, beta=a, alpha=b)
+            matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
     return matrix
 
 

@@ -128,8 +128,7 @@ class TorchMuonOptions(_SharedOptions):
 
 
 #: Those of megatron-core, by step. Figures: Jordan et al. ("simple"); modded-nanogpt ("quintic"); Amsel et al.,
-#: arXiv:2505.16932 ("polar_express"); Grishina et al., arXiv:2506.10935 ("cans"); flash-newton-schulz ("aol");
-#: DeepSeek-V4 ("deepseekv4"); arXiv:2606.00371 ("cubic5").
+#: arXiv:2505.16932 ("polar_express"); flash-newton-schulz ("aol"); DeepSeek-V4 ("deepseekv4").
 _SETS: Mapping[str, Sequence[Coefficients]] = {
     "simple": (_COEFFICIENTS,),
     "quintic": (
@@ -149,27 +148,11 @@ _SETS: Mapping[str, Sequence[Coefficients]] = {
         (1.8564, -1.2132, 0.3568),
         (1.8750, -1.2500, 0.3750),
     ),
-    "cans": (
-        (8.4703, -25.1081, 18.6293),
-        (4.1828, -3.1087, 0.5806),
-        (3.9619, -2.9541, 0.5630),
-        (3.2866, -2.4647, 0.5074),
-        (2.2737, -1.6447, 0.4162),
-    ),
     "aol": ((4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169)),
     "deepseekv4": (*(_COEFFICIENTS,) * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)),
-    "cubic5": (
-        (3.3656576, -3.3420992, 0.0),
-        (2.5744352, -1.4957376, 0.0),
-        (2.5368962, -1.4312570, 0.0),
-        (2.4418906, -1.2764040, 0.0),
-        (2.2230472, -0.9630650, 0.0),
-    ),
 }
 #: After their last set these go on with it; the others begin again.
-_REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
-#: Has as many steps as sets.
-_FIXED = "cubic5"
+_REPEAT_LAST = ("polar_express", "deepseekv4")
 _SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
     "shape_scaling": lambda rows, cols: math.sqrt(max(1, rows / cols)),
@@ -205,9 +188,8 @@ class MegatronMuonOptions(_SharedOptions):
         for name, known in ((_MEGATRONS_MARK, _SETS), ("scale_mode", _SCALES), ("matmul_precision", _PRECISIONS)):
             if getattr(self, name) not in known:
                 raise _refused(name, repr(getattr(self, name)), f"be one of {', '.join(known)}")
-        fixed = len(_SETS[_FIXED])
-        if self.ns_steps < 1 or (self.coefficient_type == _FIXED and self.ns_steps != fixed):
-            raise _refused("ns_steps", self.ns_steps, f"be at least 1, and {fixed} with {_FIXED}")
+        if self.ns_steps < 1:
+            raise _refused("ns_steps", self.ns_steps, "be at least 1")
 
     @property
     def coefficients(self) -> Sequence[Coefficients]:
