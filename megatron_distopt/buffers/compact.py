@@ -22,9 +22,7 @@ from torch.nn import Parameter
 from megatron_distopt.buffers.sharded_buffer import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import BufferLayout, Span
-
-#: Elements of 16 bits that a device loads or stores at a time.
-_VECTOR_NUMEL = 8
+from megatron_distopt.layout.buckets import VECTOR_NUMEL
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def pack_params(params: Mapping[str, Parameter], layout: BufferLayout, rank: int
     for param in params.values():
         param.data = param.data.contiguous()  # the pieces are stretches of the flattened param
     part_numel = max(piece.in_part.stop for piece in _plan_pieces(layout, params.keys()))
-    part_numel += -part_numel % _VECTOR_NUMEL
+    part_numel += -part_numel % VECTOR_NUMEL
     first = next(iter(params.values()))
     packed = torch.zeros(layout.num_shards * part_numel, dtype=first.dtype, device=first.device)
     buffer = CompactBuffer(layout, rank, grad, packed, frozenset(params), dict(params), part_numel)
@@ -125,7 +123,7 @@ def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_PackedP
             if before is not None and layout.slots[number - 1].bucket == slot.bucket:
                 filled[rank] += owned.start - before.stop  # padding is a part, see [Note: flat main params]
             else:
-                filled[rank] += (owned.start - filled[rank]) % _VECTOR_NUMEL
+                filled[rank] += (owned.start - filled[rank]) % VECTOR_NUMEL
             in_part = Span(0, owned.numel).moved_by(filled[rank])
             in_param = owned.relative_to(slot.in_buffer.start)
             pieces.append(_PackedPiece(slot.name, number, rank, in_param, owned, in_part))

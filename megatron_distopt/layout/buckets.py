@@ -20,7 +20,7 @@ _USUAL_BUCKETS = 8
 #: A rank's shard of a bucket has to be worth a message, and the last bucket must not take long to reduce.
 _LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
 #: Elements of 16 bits that a device loads or stores at a time, and those that have one scale in low precision.
-_VECTOR_NUMEL, BLOCK_NUMEL = 8, 128
+VECTOR_NUMEL, BLOCK_NUMEL = 8, 128
 #: Where each param begins, in elements: enough for the kernels of every accelerator.
 ALIGNMENT_NUMEL = 64
 
@@ -190,7 +190,7 @@ def lay_out(
             raise LayoutError(f"{name} is {number}. Write {name}=1 or more.")
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
-    shard_unit = next(unit for unit in (BLOCK_NUMEL, _VECTOR_NUMEL, 1) if alignment_numel % unit == 0)
+    shard_unit = next(unit for unit in (BLOCK_NUMEL, VECTOR_NUMEL, 1) if alignment_numel % unit == 0)
     bucket_start = cursor = 0
     ends = (len(params), len(params) + len(last))
     for number, param in enumerate([*params, *last], start=1):

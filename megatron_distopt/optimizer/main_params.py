@@ -22,8 +22,9 @@ from torch import Tensor
 from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.device import pinned
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
+from megatron_distopt.layout.buckets import VECTOR_NUMEL
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import FULL, LowPrecisionTensor, Precision, part_of
-from megatron_distopt.optimizer.low_precision.stored_values import IN_PHASE, RemainderValues, phase_of, zeros_in_phase
+from megatron_distopt.optimizer.low_precision.stored_values import RemainderValues, phase_of, zeros_in_phase
 
 #: By flat param of one optimizer its fp32 gradient, 1-D, see `main_grads`; None for one that is not updated.
 MainGrads = Sequence[Tensor | None]
@@ -219,7 +220,7 @@ def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor] | None = None
     """fp32 copies of tensors of one device, in one allocation, in phase with themselves or those `beside` them."""
     spans, stop = [], 0
     for tensor, other in zip(tensors, tensors if beside is None else beside, strict=True):
-        start = stop + (_phase(other) - stop) % IN_PHASE
+        start = stop + (_phase(other) - stop) % VECTOR_NUMEL
         stop = start + tensor.numel()
         spans.append(Span(start, stop))
     if not spans:
@@ -236,7 +237,7 @@ def _copy_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _phase(tensor: Tensor) -> int:
-    """How many elements behind the beginning of a vector of `IN_PHASE` elements its first one lies."""
+    """How many elements behind the beginning of a vector of `VECTOR_NUMEL` elements its first one lies."""
     if isinstance(tensor, LowPrecisionTensor):
-        return phase_of(tensor.stored) % IN_PHASE
-    return tensor.data_ptr() // tensor.element_size() % IN_PHASE
+        return phase_of(tensor.stored) % VECTOR_NUMEL
+    return tensor.data_ptr() // tensor.element_size() % VECTOR_NUMEL

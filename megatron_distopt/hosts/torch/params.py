@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any
 from weakref import ReferenceType, ref
@@ -219,7 +220,7 @@ class GroupOptions:
         self._last: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._crc: int | None = None  # of all options of the user's groups; None where one was written
         self._in_place: list[Any] = []  # options that may change in place
-        self._stamps: list[Any] = []  # of these, when the checksum was made
+        self._stamps: list[str] = []  # of these, when the checksum was made
 
     def learn(self) -> None:
         """Takes the options of further groups for known."""
@@ -251,7 +252,7 @@ class GroupOptions:
         if self._crc is None:
             values = [value for group in self._groups for value in option_values(group).values()]
             self._in_place = [value for value in values if not _is_fixed(value)]
-        stamps = list(map(_stamp, self._in_place))
+        stamps = [_text(value, waits=False) for value in self._in_place]
         if self._crc is None or stamps != self._stamps:
             self._crc, self._stamps = zlib.crc32(repr(sorted(self.described().items())).encode()), stamps
         return zlib.crc32(b"%d %d" % (self._crc, salt)) % modulus
@@ -262,23 +263,16 @@ class GroupOptions:
         return {f"{key} of param group {number}": _text(value) for number, key, value in numbered if key != "params"}
 
 
-def _stamp(value: Any) -> Any:
-    """Another one after an option has changed in place; the writes to a tensor of a device are counted."""
-    if isinstance(value, Mapping):
-        return [(key, _stamp(member)) for key, member in value.items()]
-    if isinstance(value, (list, tuple)):
-        return list(map(_stamp, value))
-    if torch.is_tensor(value):
-        return value.tolist() if value.device.type == CPU else (id(value), value._version)
-    return value if isinstance(value, _FIXED) else type(value)
+def _text(value: Any, *, waits: bool = True) -> str:
+    """Says what an option is; of an object only of which kind, as its text may have an address.
 
-
-def _text(value: Any) -> str:
-    """Says what an option is; of an object only of which kind, as its text may have an address."""
+    Where it must not wait, a tensor of a device is told by the writes to it.
+    """
+    text = partial(_text, waits=waits)
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_text(member)}' for key, member in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {text(member)}' for key, member in value.items())}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(text, value))}]"
     if torch.is_tensor(value):
-        return f"tensor {value.tolist()}"
+        return f"tensor {value.tolist() if waits or value.device.type == CPU else (id(value), value._version)}"
     return repr(value) if isinstance(value, _FIXED) else type(value).__name__

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_distopt.layout.buckets import BLOCK_NUMEL
+from megatron_distopt.layout.buckets import BLOCK_NUMEL, VECTOR_NUMEL
 from megatron_distopt.optimizer.low_precision.block_codes import (
     CODES,
     BlockCode,
@@ -29,8 +29,6 @@ from megatron_distopt.optimizer.low_precision.block_codes import (
     round_to_bf16,
 )
 
-#: Elements of a vector of 16-bit params; see [Note: in phase] in main_params.py.
-IN_PHASE = 8
 _LOWER, _HALF = 1 << 16, 1 << 15
 
 
@@ -316,7 +314,7 @@ def phase_of(stored: StoredValues) -> int:
     """
     if isinstance(stored, RemainderValues):
         stored = stored.second if isinstance(stored.second, BlockValues) else PlainValues(stored.model)
-    return stored.phase if isinstance(stored, BlockValues) else int(stored.parts[0].storage_offset()) % IN_PHASE
+    return stored.phase if isinstance(stored, BlockValues) else int(stored.parts[0].storage_offset()) % VECTOR_NUMEL
 
 
 def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:
