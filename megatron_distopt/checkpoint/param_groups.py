@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of, state_of
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -195,7 +195,7 @@ def step_of(
     optimizer: ShardedOptimizer, group: Mapping[str, Any], flat: FlatParam, scalars: Mapping[str, Scalar]
 ) -> int | None:
     """Updates of a flat param, wherever the class counts them; an Adam without moments has not updated it yet."""
-    is_begun = bool(optimizer.inner.state.get(flat.main)) or not optimizer.plan.choice.is_adam
+    is_begun = bool(state_of(optimizer.inner, flat.main)) or not optimizer.plan.choice.is_adam
     if "step" in group and is_begun:
         return int(group["step"])
     return int(scalars["step"].value) if "step" in scalars else None
@@ -281,5 +281,5 @@ def _is_plain(value: object) -> bool:
 
 def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
     moments = moments_of(optimizer.inner, flat.main)
-    state = optimizer.inner.state.get(flat.main, {})
+    state = state_of(optimizer.inner, flat.main)
     return {key: Scalar.of(value) for key, value in state.items() if key not in moments}

@@ -241,9 +241,15 @@ def is_torchs(inner: Optimizer) -> bool:
     return isinstance(inner, InParts) or any(each.__module__.startswith("torch.optim.") for each in classes)
 
 
+def state_of(inner: Optimizer, main: Tensor) -> dict[str, Any]:
+    """What the inner optimizer keeps of a main param; empty before the first step, and where owners keep it."""
+    found: dict[str, Any] = dict.get(inner.state, main, {})  # a state that refuses others is read past its methods
+    return found
+
+
 def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:
-    """What the inner optimizer keeps for every element of a main param, by key; empty before the first step."""
-    state = inner.state.get(main, {})
+    """What it keeps for every element, by key."""
+    state = state_of(inner, main)
     return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == main.shape}
 
 
@@ -266,8 +272,8 @@ def count_updates(inner: Optimizer) -> int | None:
 
     torch counts in the state of each param, apex and others in the param groups.
     """
-    holders: list[Any] = [*inner.param_groups, *inner.state.values()]
-    return max((int(holder["step"]) for holder in holders if "step" in holder), default=None)
+    states = (state_of(inner, main) for group in inner.param_groups for main in group["params"])
+    return max((int(holder["step"]) for holder in (*inner.param_groups, *states) if "step" in holder), default=None)
 
 
 def restore(

@@ -46,6 +46,7 @@ from megatron_distopt.optimizer.inner import (
     part_for,
     skips_by_itself,
     split_state,
+    state_of,
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, Precision, memory_of
@@ -332,7 +333,7 @@ def _undistributed(optimizer: ShardedOptimizer, nbytes: int, numel: int) -> int:
 
 
 def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:
-    return [value for value in optimizer.inner.state.get(flat.main, {}).values() if torch.is_tensor(value)]
+    return [value for value in state_of(optimizer.inner, flat.main).values() if torch.is_tensor(value)]
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -197,6 +197,12 @@ REFUSED: dict[str, tuple[str, Context]] = {
     "whole, digests": ("log_digests", lambda: exact_training(SAVED, **NAMED, LOG_DIGESTS="1")),
     "whole, between phases": ("offload_to_cpu", _call(lambda optimizer: optimizer.offload_to_cpu())),
     "whole, dist_checkpointing": ("--ckpt-format torch", _call(lambda optimizer: optimizer.sharded_state_dict({}))),
+    "whole, tenants by param": ("Call save(folder)", _call(lambda optimizer: optimizer.optimizer.state[None])),
+    "whole, all tenants": ("Call save(folder)", _call(lambda optimizer: [*optimizer.optimizer.state.values()])),
+    "unscaled by the host": (
+        "Call prepare_grads()",
+        _call(lambda optimizer: optimizer._unscale_main_grads_and_check_for_nan()),
+    ),
     "muon, low precision": ("float32", lambda: exact_training(SAVED, **MUON, EXP_AVG_DTYPE="int8")),
     "muon, the host's SGD": ("--optimizer adam", lambda: exact_training(SAVED.of(optimizer_name="sgd"), **MUON)),
     "options without Muon": ("muon_momentum", lambda: exact_training(SAVED, **ADAM, MUON_MOMENTUM="0.9")),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.optimizer.inner import begin_counts
+from megatron_distopt.optimizer.inner import begin_counts, state_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -65,7 +65,7 @@ class OffloadedState:
 
     def _move_main_params_and_forms(self, device: torch.device) -> None:
         for flat in _on_device(self._sharded):
-            for tensor in (flat.main, *self._sharded.inner.state.get(flat.main, {}).values()):
+            for tensor in (flat.main, *state_of(self._sharded.inner, flat.main).values()):
                 if isinstance(tensor, LowPrecisionTensor):
                     tensor.move_to(device)
                 elif tensor is flat.main and flat.owns_memory:
@@ -76,9 +76,7 @@ class OffloadedState:
 
         Completes state that other code has begun.
         """
-        inner = self._sharded.inner
-        if any(state and "step" not in state for state in inner.state.values()):
-            begin_counts(inner)
+        begin_counts(self._sharded.inner)
         flat_params = self._sharded.flat_params
         mains = [(flat, "a main param", flat.main) for flat in flat_params if type(flat.main) is not LowPrecisionTensor]
         entries = [(flat, name, state[name]) for flat, state, name in self._entries(flat_params)]
@@ -118,7 +116,7 @@ class OffloadedState:
     def _entries(self, flat_params: Iterable[FlatParam]) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
         """Every tensor that the inner optimizer keeps: of what, in which dict, under which name."""
         for flat in flat_params:
-            state = self._sharded.inner.state.get(flat.main, {})
+            state = state_of(self._sharded.inner, flat.main)
             yield from ((flat, state, name) for name in list(state) if torch.is_tensor(state[name]))
 
     def _plain(self) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:

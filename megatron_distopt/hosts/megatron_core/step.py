@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.optimizer import optimizer as host
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import Group, exchange, sum_over
-from megatron_distopt.errors import HostError, LayoutError
+from megatron_distopt.errors import AccessError, HostError, LayoutError
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
 from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
@@ -164,6 +164,15 @@ class StepCalls(MegatronOptimizer):
         else:
             self._group_stats = _measure_groups(ours, grads, group)
         return grads, decisions
+
+    def _collect_main_grad_data_for_unscaling(self) -> NoReturn:
+        """Refused, as is the other part of the host's own step of which there is nothing here."""
+        raise AccessError(
+            "_collect_main_grad_data_for_unscaling or _unscale_main_grads_and_check_for_nan was called, and gradients "
+            "are unscaled in the update. Call prepare_grads(), which returns whether the step must be skipped."
+        )
+
+    _unscale_main_grads_and_check_for_nan = _collect_main_grad_data_for_unscaling
 
     def get_grad_norm(self) -> float:
         """Of the averaged, unscaled gradient; after `prepare_grads`."""

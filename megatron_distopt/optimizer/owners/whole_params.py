@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group
-from megatron_distopt.errors import CheckpointError
+from megatron_distopt.errors import AccessError, CheckpointError
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan
 from megatron_distopt.optimizer.inner import Build, Groups, InParts, changed_options, option_values
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
@@ -172,12 +172,26 @@ class TrainedParams:
         return cls({name: tuple(param.shape) for name, param in named.items()}, group_of)
 
 
+class OwnersState(dict[Tensor, dict[str, Any]]):
+    """In the place of an inner optimizer's state that its owners keep: others would find nothing, and save it."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise AccessError(
+            "optimizer.state was used with a class that updates whole params, whose owners keep what there is. Call "
+            "save(folder) and load(folder) of the optimizer."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
+    get = setdefault = update = keys = values = items = clear = copy = _refuse  # type: ignore[assignment]
+
+
 class WholeParams(InParts):
     """See the file. `step` is collective over the groups of the buffers, also on a rank without params."""
 
     def __init__(self, groups: Groups, *, build: Build, params: TrainedParams) -> None:
         num_dims = max((len(shape) for shape in params.shapes.values()), default=1)
         super().__init__(groups, build([{"params": [torch.zeros((2,) * num_dims)]}]).defaults)
+        self.state = OwnersState()  # type: ignore[assignment]
         self.owned: dict[str, OwnedParam] = {}  # what this rank updates, by the name of the param
         self.owners: list[OwnerPlan] = []
         self._build, self._params = build, params
