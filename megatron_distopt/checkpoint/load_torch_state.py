@@ -80,10 +80,9 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
     both = zip(params.groups, state_dict["param_groups"], strict=True)
     pairs = [(current, _options(params, saved, current)) for current, saved in both]
     take_options(pairs, params.everyone.rank, writes=params.share.optimizer.plan.choice.writes)
-    if scale := _loss_scale_in(state_dict):
-        optimizer = params.share.optimizer
-        load_loss_scale(optimizer.loss_scale, scale)
-        optimizer.num_skipped = int(scale.get("num_skipped", optimizer.num_skipped))
+    scale, optimizer = _loss_scale_in(state_dict), params.share.optimizer
+    load_loss_scale(optimizer.loss_scale, scale)
+    optimizer.num_skipped = int(scale.get("num_skipped", optimizer.num_skipped))
     _take_states(params, checked[0])
 
 

@@ -161,7 +161,7 @@ def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, Any]) -> None:
     if current and None not in found.values():
         loss_scale.load_state_dict({key: _like(value, found[key]) for key, value in current.items()})
     elif current:
-        _log.warning("the checkpoint has no loss scale; it starts from the initial one")
+        _log.warning("the checkpoint has no loss scale; that of this run goes on")
     elif saved:
         _log.warning("the checkpoint has a loss scale and this run has none; it is left out")
 

@@ -408,6 +408,18 @@ def test_full_state_when_16_bit_params_or_a_loss_scale_were_trained_then_it_has_
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_state_when_it_has_no_loss_scale_then_that_of_the_run_goes_on_and_a_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, optimizer = _made("scaled")
+    state, before = copy.deepcopy(optimizer.state_dict()), optimizer.sharded.loss_scale.state_dict()
+    del state["param_groups"][0]["dynamic_loss_scale"]
+    optimizer.load_state_dict(state)
+    assert optimizer.sharded.loss_scale.state_dict() == before
+    assert "no loss scale; that of this run goes on" in caplog.text
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_state_when_no_step_was_made_then_a_load_of_it_begins_anew() -> None:
     for name in GIVEN:
         (model, optimizer), (other_model, other) = _made(name), _made(name)

@@ -192,7 +192,7 @@ def _cut_a_main_param(part: Any) -> None:
 
 CHANGES: dict[Callable[[Any], None], str] = {
     _empty_a_moment: "exp_avg",
-    _drop_grads: "grad buffer was emptied",
+    _drop_grads: "grad buffer was emptied .* Call buffer.reload_from_cpu",
     _move_grads_alone: "grad buffer was given other memory.* bucket 0",
     _cut_a_main_param: r"main param of \d+ elements is torch.float32 \[.* on another device",
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,27 +106,27 @@ _torchs_data: Any = Tensor.data
 
 
 def follow_buffers(
-    buffers: Sequence[Any], adopted: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], chunks: Iterable[Any]
+    buffers: Sequence[Any], adopted: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], chunks: Sequence[Any]
 ) -> None:
     """Makes flat params follow the buffers of the host that they are in."""
-
-    def forget_shards() -> None:
-        """The host keeps views of what it sends."""
-        for group in (each for chunk in chunks for each in chunk.bucket_groups + chunk.expert_parallel_bucket_groups):
-            for name in ("cached_param_buffer_shard_list", "cached_grad_buffer_shard_list"):
-                if hasattr(group, name):  # from 0.12 on
-                    setattr(group, name, [None] * len(group.buckets))
-
     for buffer, ours in zip(buffers, adopted, strict=True):
         address = ours.param.data_ptr()
         members = [flat for flat in flat_params if flat.model.untyped_storage().data_ptr() == address]
-        for name, whole, views in (
-            ("param_data", ours.param, [flat.model for flat in members]),
-            ("grad_data", ours.grad, [flat.grad for flat in members]),
+        spans = [slice(0, ours.param.numel()), *(flat.plan.in_buffer.as_slice() for flat in members)]
+        for name, views in (
+            ("param_data", [ours.param, *(flat.model for flat in members)]),
+            ("grad_data", [ours.grad, *(flat.grad for flat in members)]),
         ):
-            spans = [flat.plan.in_buffer.as_slice() for flat in members]
-            shown = [(whole, slice(0, whole.numel())), *zip(views, spans, strict=True)]
-            setattr(buffer, name, FollowedBuffer.of(whole, shown, forget_shards))
+            shown = list(zip(views, spans, strict=True))
+            setattr(buffer, name, FollowedBuffer.of(views[0], shown, partial(_forget_shards, chunks)))
+
+
+def _forget_shards(chunks: Sequence[Any]) -> None:
+    """The host keeps views of what it sends."""
+    for group in (each for chunk in chunks for each in chunk.bucket_groups + chunk.expert_parallel_bucket_groups):
+        for name in ("cached_param_buffer_shard_list", "cached_grad_buffer_shard_list"):
+            if hasattr(group, name):  # from 0.12 on
+                setattr(group, name, [None] * len(group.buckets))
 
 
 def check_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
@@ -135,23 +136,30 @@ def check_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
     [Note: params that have left]. Of a grad buffer that has moved the gradients of params are looked at as well, unless
     the host has given them memory of their own.
     """
-    start_of = {param: start for param, (start, _, _) in buffer.param_index_map.items()}
-    own = {param for each in buffer.buckets for param in getattr(each, "params_with_extra_main_grads", ())}
     for kind, whole in (("param", buffer.param_data), ("grad", buffer.grad_data)):
         if not whole.is_back:
-            raise LayoutError(
-                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). Load it again before that."
-            )
+            remedy = "Call buffer.reload_from_cpu(), or what your framework has to load it, before the step"
+            raise LayoutError(f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). {remedy}.")
         first, nbytes = whole.data_ptr(), whole.element_size()
         for number, bucket in enumerate(buffer.buckets):
             if getattr(bucket, f"{kind}_data").data_ptr() != first + bucket.offset * nbytes:
                 found = f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket {number} was not"
                 raise LayoutError(f"{found}. Cut bucket.{kind}_data, params and main_grads from it anew.")
-        for name, param in named.items() if kind == "param" or whole.has_moved else ():
-            tensor = param if kind == "param" else getattr(param, "main_grad", None)
-            is_ours = param in start_of and (kind == "param" or param not in own)
-            if is_ours and (tensor is None or tensor.data_ptr() != first + start_of[param] * nbytes):
-                where = "param.data" if kind == "param" else "param.main_grad"
-                found = f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion)"
-                remedy = f"Write {where}.copy_(...), or change the model before it is wrapped"
-                raise LayoutError(f"{found}, and must stay in the host's {kind} buffer. {remedy}.")
+        if kind == "param" or whole.has_moved:
+            _check_params_are_in(buffer, kind, whole, named)
+
+
+def _check_params_are_in(buffer: Any, kind: str, whole: Tensor, named: Mapping[str, Parameter]) -> None:
+    where, own = "param.data", set[Parameter]()
+    if kind == "grad":
+        where = "param.main_grad"
+        own = {param for each in buffer.buckets for param in getattr(each, "params_with_extra_main_grads", ())}
+    for name, param in named.items():
+        if param not in buffer.param_index_map or param in own:
+            continue
+        tensor = param if kind == "param" else getattr(param, "main_grad", None)
+        start, *_ = buffer.param_index_map[param]
+        if tensor is None or tensor.data_ptr() != whole.data_ptr() + start * whole.element_size():
+            found = f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion)"
+            remedy = f"Write {where}.copy_(...), or change the model before it is wrapped"
+            raise LayoutError(f"{found}, and must stay in the host's {kind} buffer. {remedy}.")

@@ -52,6 +52,7 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, flat
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.formats.megatron_core.torch_dist import recognises
@@ -114,6 +115,23 @@ class CheckpointCalls(StepCalls):
         """Collective: waits for a save in the background, where there is one; raises what went wrong in it."""
         if self._saver is not None:
             self._saver.finish()
+
+    def offload_to_cpu(self) -> None:
+        """Moves main params and moments of this rank into the host's memory, between two phases of training.
+
+        A step is refused until `restore_from_cpu`; a save and a load work. fp32 params are their own main params, which
+        stay in the host's param buffers. megatron-core has the call since 0.15.
+        """
+        for optimizer in self.ours():
+            _check_is_cut(optimizer.sharded.plan.choice, Feature.MOVED_STATE, "offload_to_cpu()")
+        self.finish_saving()
+        for optimizer in self.ours():
+            optimizer.offloaded.move_to(torch.device(CPU))
+
+    def restore_from_cpu(self) -> None:
+        """Moves back what `offload_to_cpu` has moved."""
+        for optimizer in self.ours():
+            optimizer.offloaded.restore()
 
     def load(self, folder: str | Path) -> None:
         """Collective: takes what `save` wrote, at this or any other layout, and gathers the params.
@@ -216,7 +234,7 @@ class CheckpointCalls(StepCalls):
         Raises:
             CheckpointError: this version of the host saves shards of a regular grid only.
         """
-        _check_has_boxes(self.ours()[0].sharded.plan.choice)
+        _check_is_cut(self.ours()[0].sharded.plan.choice, Feature.HOST_BOXES, "sharded_state_dict()")
         self.check_is_there("load" if is_loading else "save")
         if is_loading:
             look_at_loads()
@@ -331,7 +349,7 @@ def check_script_can_save(choice: InnerChoice | None = None) -> None:
     if ckpt_format in _DISTRIBUTED_FORMATS:
         _takes_boxes(must=True)
         if choice is not None:
-            _check_has_boxes(choice)
+            _check_is_cut(choice, Feature.HOST_BOXES, "sharded_state_dict()")
 
 
 def _takes_boxes(*, must: bool = False) -> bool:
@@ -349,11 +367,10 @@ def _takes_boxes(*, must: bool = False) -> bool:
     return True
 
 
-def _check_has_boxes(choice: InnerChoice) -> None:
-    """Refuses an inner optimizer whose state does not consist of shards of params."""
+def _check_is_cut(choice: InnerChoice, feature: Feature, call: str) -> None:
+    """Refuses a call with an inner optimizer whose state does not consist of shards of params."""
     if choice.updates_whole_params:
-        features = {Feature.WHOLE_PARAMS: choice.name, Feature.HOST_BOXES: "sharded_state_dict()"}
-        check_compatible(DistOptConfig(), features)
+        check_compatible(DistOptConfig(), {Feature.WHOLE_PARAMS: choice.name, feature: call})
 
 
 def _state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:

@@ -7,8 +7,8 @@ choice of params: all of two dimensions but embeddings and output layers. `--dis
 The host's factory has another path for Muon, which builds no distributed optimizer. So it is called as for Adam, and
 the param groups that it makes are cut in two.
 
-Source of the fused layouts: `SelfAttention`, `CrossAttention`, `MLP` and `GroupedMLP` of megatron-core 0.9 to 0.19; of
-what the host's Muon does, `_get_megatron_emerging_optimizer` and `TensorParallelMuon` of 0.19.
+Source of the fused layouts: `SelfAttention`, `CrossAttention` and `MLP` of megatron-core 0.9 to 0.19; of what the
+host's Muon does, `_get_megatron_emerging_optimizer` and `TensorParallelMuon` of 0.19.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from megatron_distopt.hosts.megatron_core.model_parallel import is_expert, ranks
 from megatron_distopt.hosts.naming import placement_of
 from megatron_distopt.layout import MatrixSpec
 from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions
-from megatron_distopt.optimizer.owners.sharded_muon import Matrices, matrix_of
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 
-#: Weights of all experts of a rank in one param, which the host's layer views as one matrix for each.
+#: Weights of all experts of a rank in one param, of the layer that older versions have for grouped products.
 _GROUPED = ("experts.weight1", "experts.weight2")
 
 
@@ -145,16 +145,18 @@ def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:
 
 def _matrices_of(name: str, param: Parameter, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
     placement = placement_of(name, param, ranks_of(chunks), is_expert=is_expert(name, param))
-    is_grouped = name.endswith(_GROUPED) and not request.is_hosts
-    is_cut = placement.size > 1 if is_grouped else getattr(param, "tensor_model_parallel", False)
-    if (is_grouped or placement.dim is None) and is_cut and request.tp_mode != "blockwise":
+    if name.endswith(_GROUPED) and not request.is_hosts:
+        raise ConfigError(
+            f"The weight {name!r} is those of all experts in one, which Muon does not take apart. Drop "
+            "--moe-use-legacy-grouped-gemm or --moe-grouped-gemm, or use --optimizer adam."
+        )
+    is_cut = placement.dim is None and getattr(param, "tensor_model_parallel", False)
+    if is_cut and request.tp_mode != "blockwise":
         raise ConfigError(
             f"The weight {name!r} is several matrices in one that tensor-parallel ranks share, and they cannot put "
             "their parts together. Write --distopt-muon-tp-mode blockwise (--muon-tp-mode blockwise with the host's "
             "Muon)."
         )
-    if is_grouped:
-        return _experts_of(name, matrix_of(name, param), request, chunks)
     return matrices_of(name, param, placement, request, _fused_weights(chunks[0].config))
 
 
@@ -170,15 +172,3 @@ def _fused_weights(model: Any) -> FusedWeights:
         gated="linear_fc1.weight",
         is_gated=model.gated_linear_unit,
     )
-
-
-def _experts_of(name: str, spec: MatrixSpec, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
-    """One matrix an expert. The first weight has the shape [hidden, all experts], and [experts, hidden, ...] inside."""
-    model, count = chunks[0].config, chunks[0].config.num_moe_experts // ranks_of(chunks).expert[1]
-    if request.split == "all" and model.gated_linear_unit:
-        raise ConfigError(
-            f"muon_split is 'all' where experts are grouped in one weight, as in {name!r}, whose gates cannot be taken "
-            "apart. Write muon_split=qkv."
-        )
-    rows = model.hidden_size if name.endswith(_GROUPED[0]) else spec.rows // count
-    return MatrixSpec(rows * count, spec.numel // (rows * count), 0, (rows,) * count)

@@ -78,98 +78,35 @@ HOSTS_OWN = {
     "log_communication": "timers (--timing-log-level 2)",
 }
 
-#: Fields of OptimizerConfig that were judged: what the step, the host's param groups or its grad scaler obey.
-SERVED_BY_CONFIG = (
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "apply_wd_to_qk_layernorm",
-    "barrier_with_L1_time",
-    "bf16",
-    "clip_grad",
-    "decoupled_lr",
-    "decoupled_min_lr",
-    "decoupled_weight_decay",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "fp16",
-    "grad_norm_skip_threshold",
-    "hysteresis",
-    "initial_loss_scale",
-    "log_num_zeros_in_grad",
-    "loss_scale",
-    "loss_scale_window",
-    "lr",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "min_loss_scale",
-    "min_lr",
-    "muon_coefficient_type",
-    "muon_extra_scale_factor",
-    "muon_fp32_matmul_prec",
-    "muon_momentum",
-    "muon_nesterov",
-    "muon_num_ns_steps",
-    "muon_scalar_optimizer",
-    "muon_scale_mode",
-    "muon_split_qkv",
-    "muon_tp_mode",
-    "muon_use_nesterov",
-    "optimizer",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "overlap_param_gather_with_optimizer_step",
-    "params_dtype",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-    "sgd_momentum",
-    "store_param_remainders",
-    "timers",
-    "use_distributed_optimizer",
-    "use_layer_wise_distributed_optimizer",
-    "use_precision_aware_optimizer",
-    "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-    "use_torch_optimizer_for_cpu_offload",
-    "weight_decay",
-)
-#: Those that change nothing unless a refused field or another optimizer is set (all of such a name), a kernel of the
-#: host's own Muon, and a folder for its log.
-IDLE_IN_CONFIG = ("config_logger_dir", "fp8_recipe", "muon_use_syrk")
-OTHER_OPTIMIZERS = ("adaptive_muon_", "lion_", "soap_")
-#: Fields of DistributedDataParallelConfig that its own buffers and collectives obey, which stay as they are.
-SERVED_BY_DDP = (
-    "align_param_gather",
-    "average_in_collective",
-    "bucket_size",
-    "check_for_large_grads",
-    "check_for_nan_in_grad",
-    "delay_wgrad_compute",
-    "disable_symmetric_registration",
-    "grad_reduce_in_fp32",
-    "gradient_reduce_div_fusion",
-    "nccl_ub",
-    "num_buckets",
-    "num_distributed_optimizer_instances",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "pad_buckets_for_high_nccl_busbw",
-    "param_name_patterns_for_fp32_local_accumulation",
-    "reduce_scatter_with_fp32_accumulation",
-    "use_distributed_optimizer",
-)
-#: Those that change nothing unless FSDP (all of such a name) or fp8 params are set, which are refused.
-IDLE_IN_DDP = (
-    "data_parallel_sharding_strategy",
-    "keep_fp8_transpose_cache",
-    "keep_fp8_transpose_cache_when_using_custom_fsdp",
-    "outer_dp_sharding_strategy",
-    "preserve_fp32_weights",
-    "suggested_communication_unit_size",
-)
-OF_FSDP = ("fsdp_", "megatron_fsdp_")
+#: Fields of OptimizerConfig that were judged: what the step, the host's param groups or its grad scaler obey, and those
+#: that change nothing unless a refused field or another optimizer is set (all of such a name), a kernel of the host's
+#: own Muon, and a folder for its log.
+_CONFIG = """
+    adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm barrier_with_L1_time bf16 clip_grad config_logger_dir
+    decoupled_lr decoupled_min_lr decoupled_weight_decay exp_avg_dtype exp_avg_sq_dtype fp16 fp8_recipe
+    grad_norm_skip_threshold hysteresis initial_loss_scale log_num_zeros_in_grad loss_scale loss_scale_window lr
+    main_grads_dtype main_params_dtype min_loss_scale min_lr muon_coefficient_type muon_extra_scale_factor
+    muon_fp32_matmul_prec muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode
+    muon_split_qkv muon_tp_mode muon_use_nesterov muon_use_syrk optimizer optimizer_cpu_offload
+    optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d overlap_grad_reduce overlap_param_gather
+    overlap_param_gather_with_optimizer_step params_dtype pin_cpu_grads pin_cpu_params sgd_momentum
+    store_param_remainders timers use_distributed_optimizer use_layer_wise_distributed_optimizer
+    use_precision_aware_optimizer use_precision_aware_optimizer_no_fp8_or_ds_fp8 use_torch_optimizer_for_cpu_offload
+    weight_decay
+"""
+_OTHER_OPTIMIZERS = ("adaptive_muon_", "lion_", "soap_")
+#: Fields of DistributedDataParallelConfig that its own buffers and collectives obey, which stay as they are, and those
+#: that change nothing unless FSDP (all of such a name) or fp8 params are set, which are refused.
+_DDP_CONFIG = """
+    align_param_gather average_in_collective bucket_size check_for_large_grads check_for_nan_in_grad
+    data_parallel_sharding_strategy delay_wgrad_compute disable_symmetric_registration grad_reduce_in_fp32
+    gradient_reduce_div_fusion keep_fp8_transpose_cache keep_fp8_transpose_cache_when_using_custom_fsdp nccl_ub
+    num_buckets num_distributed_optimizer_instances outer_dp_sharding_strategy overlap_grad_reduce
+    overlap_param_gather pad_buckets_for_high_nccl_busbw param_name_patterns_for_fp32_local_accumulation
+    preserve_fp32_weights reduce_scatter_with_fp32_accumulation suggested_communication_unit_size
+    use_distributed_optimizer
+"""
+_OF_FSDP = ("fsdp_", "megatron_fsdp_")
 
 
 def is_judged(where: str, field: str) -> bool:
@@ -177,8 +114,8 @@ def is_judged(where: str, field: str) -> bool:
     if any((row.where, row.option) == (where, field) for row in REFUSED):
         return True
     if where == "config":
-        return field in SERVED_BY_CONFIG + IDLE_IN_CONFIG or field.startswith(OTHER_OPTIMIZERS)
-    return field in SERVED_BY_DDP + IDLE_IN_DDP or field.startswith(OF_FSDP)
+        return field in _CONFIG.split() or field.startswith(_OTHER_OPTIMIZERS)
+    return field in _DDP_CONFIG.split() or field.startswith(_OF_FSDP)
 
 
 def arguments() -> Any:

@@ -30,9 +30,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group, raise_together
-from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.base import compare_ranks, loss_scale_of, names_by_param, plan_groups
 from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch, not_copied
@@ -218,14 +216,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         found = {"param": main, **moments_of(self.sharded.inner, main)}
         return {kind: as_plain(tensor.detach()) for kind, tensor in found.items()}
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops `grad` of all params, or zeroes it; the grad buffers are zeroed by the host's `zero_grad_buffer`."""
-        for param in (*self.named.values(), *(flat.main for flat in self.sharded.flat_params)):
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.detach_().zero_()
-
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise not_copied("copied")
 
@@ -284,23 +274,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         raise_together(lambda: check_head(self, state_dict), self.stats_group, "load")
         load_head(self, state_dict)
 
-    def offload_to_cpu(self) -> None:
-        """Moves main params and moments of this rank into the host's memory, between two phases of training.
-
-        A step is refused until `restore_from_cpu`; a save and a load work. fp32 params are their own main params, which
-        stay in the host's param buffers.
-        """
-        choice = self.sharded.plan.choice
-        if choice.updates_whole_params:
-            features = {Feature.WHOLE_PARAMS: choice.name, Feature.MOVED_STATE: "offload_to_cpu()"}
-            check_compatible(self.sharded.config, features)
-        self.finish_saving()
-        self.offloaded.move_to(torch.device(CPU))
-
-    def restore_from_cpu(self) -> None:
-        """Moves back what `offload_to_cpu` has moved."""
-        self.offloaded.restore()
-
 
 class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
     """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
@@ -312,16 +285,6 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
 
     def ours(self) -> Sequence[DistributedOptimizer]:
         return self.chained_optimizers
-
-    def offload_to_cpu(self) -> None:
-        """Moves the state of all of them into the host's memory; megatron-core has the call since 0.15."""
-        for optimizer in self.chained_optimizers:
-            optimizer.offload_to_cpu()
-
-    def restore_from_cpu(self) -> None:
-        """Moves back what `offload_to_cpu` has moved."""
-        for optimizer in self.chained_optimizers:
-            optimizer.restore_from_cpu()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each."""

@@ -45,31 +45,23 @@ class OffloadedState:
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self._sharded = sharded
-        # Where tensors of the state were before they were moved, by main param and name.
-        self._homes: dict[tuple[Tensor, str], torch.device] = {}
 
     def move_to(self, device: torch.device) -> None:
-        """Moves main params and everything that the inner optimizer keeps of them; what is there already stays."""
-        for flat, state, name in self._plain():
-            self._homes.setdefault((flat.main, name), state[name].device)
-            state[name] = state[name].to(device)
-        self._move_main_params_and_forms(device)
+        """Moves main params, and what the inner optimizer keeps for each element; what is there already stays."""
+        for flat, state, name in self._entries(_on_device(self._sharded)):
+            if isinstance(state[name], LowPrecisionTensor):
+                state[name].move_to(device)
+            elif state[name].shape == flat.main.shape:
+                state[name] = state[name].to(device)
+        for flat in _on_device(self._sharded):
+            if isinstance(flat.main, LowPrecisionTensor):
+                flat.main.move_to(device)
+            elif flat.owns_memory:
+                flat.main.data = flat.main.data.to(device)
         empty_cache(self._sharded.device)
 
     def restore(self) -> None:
-        self._move_main_params_and_forms(self._sharded.device)
-        for flat, state, name in self._plain():
-            usual = flat.model.device if state[name].shape == flat.main.shape else state[name].device
-            state[name] = state[name].to(self._homes.get((flat.main, name), usual))
-        self._homes.clear()
-
-    def _move_main_params_and_forms(self, device: torch.device) -> None:
-        for flat in _on_device(self._sharded):
-            for tensor in (flat.main, *state_of(self._sharded.inner, flat.main).values()):
-                if isinstance(tensor, LowPrecisionTensor):
-                    tensor.move_to(device)
-                elif tensor is flat.main and flat.owns_memory:
-                    tensor.data = tensor.data.to(device)
+        self.move_to(self._sharded.device)
 
     def check_is_there(self) -> None:
         """Refuses state that other code has emptied or cut: a save and a load need its values, wherever they are.
@@ -118,8 +110,3 @@ class OffloadedState:
         for flat in flat_params:
             state = state_of(self._sharded.inner, flat.main)
             yield from ((flat, state, name) for name in list(state) if torch.is_tensor(state[name]))
-
-    def _plain(self) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
-        """Those of them that are plain tensors on the device."""
-        entries = self._entries(_on_device(self._sharded))
-        return (entry for entry in entries if not isinstance(entry[1][entry[2]], LowPrecisionTensor))

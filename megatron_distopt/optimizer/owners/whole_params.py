@@ -182,7 +182,7 @@ class OwnersState(dict[Tensor, dict[str, Any]]):
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
-    get = setdefault = update = keys = values = items = clear = copy = _refuse  # type: ignore[assignment]
+    get = setdefault = update = keys = values = items = clear = copy = _refuse
 
 
 class WholeParams(InParts):
