@@ -113,7 +113,7 @@ def run(settings: Settings, source: Source, text: Text, device: torch.device) ->
             history = train(trainer, on_iteration)
         validation = validation_bits_per_byte(trainer, text)
         memory = measure_memory(trainer)
-        undistributed = undistributed_memory(trainer, memory)
+        undistributed = undistributed_memory(trainer)
         written = sample.write(trainer) if rank == 0 else ""
     return report.Run(source, history, validation, memory, undistributed, written)
 

@@ -200,8 +200,9 @@ def test_summary_when_a_run_ends_then_memory_is_that_of_the_model(
     summaries: dict[str, Any], name: str, param: int, state: int
 ) -> None:
     whole, rank = summaries[name]["memory_undistributed"], summaries[name]["memory_per_rank"]
-    assert whole == {"param_nbytes": param * NUMEL, "grad_nbytes": 4 * NUMEL, "state_nbytes": state * NUMEL}
+    assert (whole["param_nbytes"], whole["grad_nbytes"]) == (param * NUMEL, 4 * NUMEL)
     # megatron-core pads each param to 64 elements and the bucket to 128 a rank: a few percent of so small a model.
+    assert whole["state_nbytes"] == pytest.approx(state * NUMEL, rel=0.05)
     assert rank["param_nbytes"] == pytest.approx(param * NUMEL, rel=0.05)
     assert rank["grad_nbytes"] == pytest.approx(4 * NUMEL, rel=0.05)
     assert rank["state_nbytes"] == pytest.approx(state * NUMEL / 2, rel=0.05)

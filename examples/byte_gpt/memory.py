@@ -24,13 +24,13 @@ def measure_memory(trainer: Trainer) -> Memory:
     return Memory(*most.tolist())
 
 
-def undistributed_memory(trainer: Trainer, measured: Memory) -> Memory:
-    """What each rank would keep of the same model if no state were sharded, computed from the sizes of its params."""
+def undistributed_memory(trainer: Trainer) -> Memory:
+    """Collective: what each rank would keep of the same model if no state were sharded."""
     params = [param for param in trainer.model.parameters() if param.requires_grad]
     return Memory(
         param_nbytes=sum(param.nbytes for param in params),
         grad_nbytes=sum(param.numel() * torch.float32.itemsize for param in params),  # grad_reduce_in_fp32
-        state_nbytes=_undistributed_state_nbytes(trainer, measured),
+        state_nbytes=_undistributed_state_nbytes(trainer),
     )
 
 
@@ -43,12 +43,13 @@ def _state_nbytes(trainer: Trainer, part: MegatronOptimizer) -> int:
     return part.state_nbytes if hasattr(part, "state_nbytes") else _counted(trainer, part)
 
 
-def _undistributed_state_nbytes(trainer: Trainer, measured: Memory) -> int:
-    parts = trainer.optimizer.chained_optimizers
-    if all(hasattr(part, "undistributed_state_nbytes") for part in parts):
-        return sum(part.undistributed_state_nbytes for part in parts)
-    ranks = parallel_state.get_data_parallel_world_size() if trainer.settings.use_distributed_optimizer else 1
-    return measured.state_nbytes * int(ranks)  # megatron-core's shards are of one size
+def _undistributed_state_nbytes(trainer: Trainer) -> int:
+    """The state of all ranks that share it, padding included."""
+    own = sum(_state_nbytes(trainer, part) for part in trainer.optimizer.chained_optimizers)
+    nbytes = torch.tensor(own, device=next(trainer.model.parameters()).device)
+    if trainer.settings.use_distributed_optimizer:
+        torch.distributed.all_reduce(nbytes, group=parallel_state.get_data_parallel_group())
+    return int(nbytes)
 
 
 def _counted(trainer: Trainer, part: MegatronOptimizer) -> int:

@@ -102,9 +102,9 @@ class InParts(FlatOptimizer):
         """Excludes params, the same on all ranks, from the next step."""
         raise NotImplementedError
 
-    def state_elsewhere(self) -> tuple[int, int]:
-        """Bytes of what this rank keeps elsewhere than in `state`, and the elements that they are for."""
-        return 0, 0
+    def nbytes_elsewhere(self) -> int:
+        """Bytes of what this rank keeps elsewhere than in `state`."""
+        return 0
 
 
 def part_for(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:

@@ -43,7 +43,6 @@ from megatron_distopt.optimizer.inner import (
     Groups,
     InnerChoice,
     InParts,
-    part_for,
     skips_by_itself,
     split_state,
     state_of,
@@ -280,7 +279,6 @@ class Memory:
     moment_nbytes: int  # what the inner optimizer keeps; 0 before the first step
     host_nbytes: int  # of main params and moments, those on the host while the params are on a device
     staging_nbytes: int  # pinned memory of the host for gradients on their way there and params on their way back
-    undistributed_state_nbytes: int  # what `state_nbytes` would be if this rank held the state of all params
 
     @property
     def state_nbytes(self) -> int:
@@ -289,7 +287,7 @@ class Memory:
 
 
 def measure_memory(optimizer: ShardedOptimizer) -> Memory:
-    elsewhere = optimizer.inner.state_elsewhere() if isinstance(optimizer.inner, InParts) else (0, 0)
+    elsewhere = optimizer.inner.nbytes_elsewhere() if isinstance(optimizer.inner, InParts) else 0
     moments = {flat: _moments(optimizer, flat) for flat in optimizer.flat_params}
     moment_nbytes = {flat: sum(map(_nbytes, of_one)) for flat, of_one in moments.items()}
     main_nbytes = {flat: _main_nbytes(flat) for flat in optimizer.flat_params if flat.owns_memory}
@@ -298,38 +296,15 @@ def measure_memory(optimizer: ShardedOptimizer) -> Memory:
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
         grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
         main_nbytes=sum(main_nbytes.values()),
-        moment_nbytes=elsewhere[0] + sum(moment_nbytes.values()),
+        moment_nbytes=elsewhere + sum(moment_nbytes.values()),
         host_nbytes=sum(main_nbytes[flat] + moment_nbytes[flat] for flat, _ in on_host),
         staging_nbytes=sum(_nbytes(host.model) + _nbytes(host.arrived) for _, host in on_host),
-        undistributed_state_nbytes=_undistributed(optimizer, *elsewhere),
     )
 
 
 def _main_nbytes(flat: FlatParam) -> int:
     is_model = isinstance(flat.main, LowPrecisionTensor) and isinstance(flat.main.stored, PlainValues)
     return 0 if is_model else _nbytes(flat.main)
-
-
-def _undistributed(optimizer: ShardedOptimizer, nbytes: int, numel: int) -> int:
-    """Bytes of state of all params, where `nbytes` of `numel` elements are not with flat params.
-
-    A param has as many for an element as the part of the inner optimizer that updates it has at most.
-    """
-    most: dict[Optimizer, float] = {}
-    parts = [part_for(optimizer.inner, group) for group in optimizer.inner.param_groups]
-    for flat in optimizer.flat_params:
-        part, moments = parts[flat.plan.key.group], _moments(optimizer, flat)
-        of_element = sum(_nbytes(each) / each.numel() for each in moments if each.shape == flat.main.shape)
-        most[part] = max(most.get(part, 0), of_element)
-    usual = max(most.values(), default=0)
-    part_of = {name: part for part, group in zip(parts, optimizer.plan.groups, strict=False) for name in group.names}
-    total = 0.0
-    for buffer in optimizer.buffers:
-        main = 0 if buffer.param.dtype == torch.float32 else Precision.of(optimizer.config).nbytes_of_main
-        for slot in (slot for slot in buffer.layout.slots if buffer.holds(slot.name)):
-            part = part_of.get(slot.name, optimizer.inner)
-            total += (main + (nbytes / numel if numel else most.get(part, usual))) * slot.in_buffer.numel
-    return round(total)
 
 
 def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:

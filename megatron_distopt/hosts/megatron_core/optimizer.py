@@ -248,11 +248,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         """Bytes of optimizer state on this rank: main params and moments."""
         return measure_memory(self.sharded).state_nbytes
 
-    @property
-    def undistributed_state_nbytes(self) -> int:
-        """`state_nbytes` of a rank that held the state of all params."""
-        return measure_memory(self.sharded).undistributed_state_nbytes
-
     def ours(self) -> Sequence[DistributedOptimizer]:
         return [self]
 

@@ -52,10 +52,6 @@ class OwnedParam:
         self.optimizer = self._build([{**self._options, "params": [self._param]}])
         self._let_go()
 
-    @property
-    def numel(self) -> int:
-        return self._param.numel()
-
     @torch.no_grad()
     def step(self, main: Tensor, grad: Tensor | None, options: Mapping[str, Any]) -> None:
         """One step of the optimizer, which changes `main`, fp32 1-D, in place; it may change `grad`, which is like it.
@@ -210,10 +206,9 @@ class WholeParams(InParts):
         """The param group of a param, whether this rank has a piece of it or not."""
         return self.param_groups[self._group_of[name]]
 
-    def state_elsewhere(self) -> tuple[int, int]:
-        """Bytes of all state of this rank, and elements of the params that it owns."""
-        owned = self.owned.values()
-        return sum(each.state_nbytes for each in owned), sum(each.numel for each in owned)
+    def nbytes_elsewhere(self) -> int:
+        """Bytes of all state of this rank."""
+        return sum(each.state_nbytes for each in self.owned.values())
 
     def hold(
         self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
