@@ -20,7 +20,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.layout import Span
 from megatron_distopt.layout.buckets import BLOCK_NUMEL
-from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES
+from megatron_distopt.layout.estimate import MOMENT_NBYTES, WITH_SCALES
 from megatron_distopt.optimizer.low_precision.stored_values import (
     PlainValues,
     RemainderValues,
@@ -190,14 +190,10 @@ class Precision:
         return self == FULL
 
     @property
-    def nbytes_of_main(self) -> float:
-        """Bytes an element of a main param of a 16-bit param."""
-        return _with_scales(MAIN_NBYTES, self.main_params_dtype)
-
-    @property
     def nbytes_of_moments(self) -> float:
         """Bytes an element of both moments."""
-        return sum(_with_scales(MOMENT_NBYTES, form) for form in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
+        forms = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        return sum(MOMENT_NBYTES[form] + (form in WITH_SCALES) / BLOCK_NUMEL for form in forms)
 
     def main(self, model: Tensor) -> Tensor:
         """A main param that begins as its 16-bit model param, 1-D, that of the param buffer itself."""
@@ -235,7 +231,3 @@ FULL = Precision()
 def _shown(stored: StoredValues) -> Tensor:
     """A plain tensor where operators may as well use it as it is."""
     return stored.tensor if isinstance(stored, PlainValues) and not stored.has_ties else LowPrecisionTensor(stored)
-
-
-def _with_scales(nbytes: Mapping[str, int], form: str) -> float:
-    return nbytes[form] + (form in WITH_SCALES) / BLOCK_NUMEL
