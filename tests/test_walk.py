@@ -53,7 +53,9 @@ class Walk:
         code = frame.f_code
         is_ours = code.co_filename.startswith(str(PACKAGE)) and code.co_name not in _COMPREHENSIONS
         if event == "call" and is_ours and not self._is_over:
-            self.calls.append((str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname))
+            self.calls.append(
+                (str(Path(code.co_filename).relative_to(PACKAGE)), getattr(code, "co_qualname", code.co_name))
+            )
 
 
 @contextmanager

@@ -69,6 +69,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return found
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a save holds more before torch 2.10")
 @pytest.mark.parametrize("action", ["save", "save again", "load"])
 def test_memory_when_the_state_is_there_then_at_most_one_tensor_comes_on_top(
     measured: dict[str, int], action: str

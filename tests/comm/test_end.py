@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,6 +166,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return dict(zip(CASES, _ended(tmp_path_factory.mktemp("ended"), CASES), strict=True))
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gloo's thread has no name before torch 2.10")
 def test_end_when_groups_are_left_open_or_outlive_torchs_then_status_0(ended: Found) -> None:
     for rank in ended[REGULAR]:
         assert (rank.status, rank.out) == (0, "handlers ran\n"), rank.error

@@ -89,7 +89,7 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def save_dcp(folder: Path, tensors: dict[str, Tensor], common: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    dcp.save(tensors, checkpoint_id=folder)
     torch.save(common, folder / "common.pt")
     return folder
 

@@ -56,6 +56,22 @@ class SimWork(dist.Work):
         return machine.is_reached(self._point)
 
 
+class SimBatch(dist.Work):
+    """Messages that were begun together."""
+
+    def __init__(self, works: Sequence[SimWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        for each in self._works:
+            each.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(each.is_completed() for each in self._works)
+
+
 class _Exchange:
     """Every rank's bytes, on their way to all ranks; `head` is what this rank calls the collective."""
 
@@ -151,6 +167,7 @@ class SimGroup(dist.ProcessGroup):
         self._store = store
         #: By kind and rank at the other end: torch begins those of a batch one after the other on a group of Python.
         self._lanes: dict[tuple[str, int], Stream] = {}
+        self._batch: list[SimWork] | None = None
 
     @property
     def _cpu(self) -> Any:
@@ -189,6 +206,14 @@ class SimGroup(dist.ProcessGroup):
     def supports_coalescing(self) -> bool:
         return True
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Torch before 2.15 does not ask a group of Python for it."""
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> SimBatch:
+        batch, self._batch = self._batch or [], None
+        return SimBatch(batch)
+
     def get_group_store(self) -> dist.Store:
         return self._store
 
@@ -205,7 +230,10 @@ class SimGroup(dist.ProcessGroup):
             if each.dtype in rules.missing:
                 raise TypeError(f"{name}: the device's collectives have no {each.dtype}")
         machine.launch(f"{name} of {self._size} ranks", run, [machine.current.now], on=stream)
-        return SimWork(stream.now, tensors)
+        work = SimWork(stream.now, tensors)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
     def _collective(
         self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], combine: _Combine, extra: object = ""
