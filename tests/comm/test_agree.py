@@ -101,6 +101,10 @@ def meetings(rank: int, size: int) -> dict[str, str]:
     return found
 
 
+#: Before torch 2.10 gloo takes up to a minute to end a group that is destroyed.
+REMAKES = hasattr(torch.Tensor, "grad_dtype")
+
+
 class _Remade(dist.ProcessGroup):
     """What slime and miles put around a group, to destroy it between two phases and to make it again."""
 
@@ -129,7 +133,6 @@ def _remake() -> dict[str, Any]:
         for _ in range(2):
             group = Group.of(wrapped)
             found["remade"].append((carrier_of(torch.device("cpu"), group), exchange(group.rank, group)))
-            dist.barrier()  # gloo of torch 2.6 waits for ever for a rank that is still in the exchange
             dist.destroy_process_group(wrapped.group)
             wrapped.group = None
             found["destroyed group"] = raised(lambda: Group.of(wrapped))
@@ -141,7 +144,7 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     everyone, alone = Group.of(), Group.of([dist.new_group([each]) for each in range(size)][rank])
     return {
         **_agree(rank, everyone),
-        **_remake(),
+        **(_remake() if REMAKES else {}),
         "alone": (exchange("mine", alone), _together(alone, {0: ValueError("own")}), _compare(alone, (f"of {rank}",))),
         **meetings(rank, size),
     }
@@ -156,6 +159,7 @@ def by_rank(found: list[dict[str, Any]], name: str) -> list[Any]:
     return [of_rank[name] for of_rank in found]
 
 
+@pytest.mark.skipif(not REMAKES, reason="gloo ends slowly before torch 2.10")
 def test_group_when_a_framework_destroys_it_and_makes_it_again_then_it_works_or_says_so(
     found: list[dict[str, Any]],
 ) -> None:

@@ -37,7 +37,8 @@ class Tolerance:
         if math.isnan(theirs) or math.isinf(theirs):
             return math.isnan(ours) or ours == theirs
         unit = 0.0 if self.bits >= 23 else 3 * 2.0**-self.bits
-        return abs(ours - theirs) <= FP32_TOLERANCE * (1 + abs(theirs)) + unit * max(abs(theirs), 2.0**-3)
+        # What a program fills and adds makes weights of a quarter, and rounding there outlives what is taken off later.
+        return abs(ours - theirs) <= FP32_TOLERANCE * (1 + abs(theirs)) + unit * max(abs(theirs), 2.0**-2)
 
 
 BITS = {"float32": 23, "float16": 10, "bfloat16": 7, "mixed": 7}
@@ -81,10 +82,10 @@ def judge(
 
 def _raised_as(rank: dict[str, Any], traceback: str) -> bool:
     """Whether the program failed by the error that plain torch raises."""
-    found, wanted = (
-        re.sub("0x[0-9a-f]+", "", text.strip().splitlines()[-1]) for text in (rank.get("text", ""), traceback)
-    )
-    return rank["end"] == "raised" and found == wanted
+    if rank["end"] != "raised":
+        return False
+    found, wanted = (re.sub("0x[0-9a-f]+", "", text.strip().splitlines()[-1]) for text in (rank["text"], traceback))
+    return found == wanted
 
 
 def _trained_on(rank: dict[str, Any] | None) -> dict[str, Any] | None:

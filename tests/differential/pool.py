@@ -159,7 +159,7 @@ class Pool:
                 if theirs is None:
                     theirs = [{"seen": [], "end": "Traceback: the reference did not end"}] * phase.ranks
                 outcome = judge(ours, theirs, program.precision, program.may_refuse)
-                if outcome.kind != "equal":
+                if outcome.kind != "equal" or outcome.text:  # or torch itself raised
                     return outcome
                 is_exact &= outcome.is_exact
         return Outcome("equal", is_exact=is_exact)
