@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,19 +87,16 @@ class InParts(FlatOptimizer):
     """
 
     owners: list[OwnerPlan]  # who updates what, by buffer; the same on all ranks
+    left_out: frozenset[str] = frozenset()  # params, the same on all ranks, that the next step does not update
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
         """The part that updates a param group."""
-        raise NotImplementedError
+        return self
 
     def hold(
         self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
     ) -> None:
         """Says what the main params are pieces of, whenever they are other ones."""
-        raise NotImplementedError
-
-    def leave_out(self, names: Collection[str]) -> None:
-        """Excludes params, the same on all ranks, from the next step."""
         raise NotImplementedError
 
     def nbytes_elsewhere(self) -> int:

@@ -188,7 +188,7 @@ class ShardedOptimizer:
         """
         self.separate(lambda name: name in names)
         if isinstance(self.inner, InParts):
-            self.inner.leave_out(names)
+            self.inner.left_out = frozenset(names)
         grads = main_grads([flat for flat in self.flat_params if flat.plan.shards[0].name not in names])
         rest = iter(grads)
         return [None if flat.plan.shards[0].name in names else next(rest) for flat in self.flat_params]

@@ -59,8 +59,7 @@ class _PendingMixin:
         return memo.setdefault(id(param), type(param)(param.detach().clone(), param.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        param: Any = _settled(self)
-        return param.__reduce_ex__(protocol)
+        return _settled(self).__reduce_ex__(protocol)
 
 
 def _gather_of(param: Any) -> ParamGather | None:
@@ -79,12 +78,11 @@ def _wait_for(values: Iterable[Any]) -> None:
             _wait_for(value.values())
 
 
-def _settled(param: Any) -> Parameter:
-    """Waits until the values of a param are there and its class is restored."""
+def _settled(param: Any) -> Any:
+    """The param, once its values are there and its class is restored."""
     if gather := _gather_of(param):
         gather.finish()
-    settled: Parameter = param
-    return settled
+    return param
 
 
 @functools.cache

@@ -14,7 +14,7 @@ calls the two "duplicated" and "distributed"; its "blockwise" takes the part of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -154,12 +154,9 @@ class MuonAndAdam(InParts):
         owned = choose_owners(self.owners, buffers, matrices, self._matrices.group_of, flat_params)
         self._muon.bind(owned, group_of, self._matrices)
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """These params have no gradient in the next step."""
-        self._muon.left_out = frozenset(names)
-
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Collective: updates every main param that has a gradient."""
+        self._muon.left_out, self.left_out = self.left_out, frozenset()
         self._muon.step()
         if self._rest is not None:
             self._rest.step()

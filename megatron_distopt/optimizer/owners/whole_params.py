@@ -15,7 +15,7 @@ and JSON that says how it is built: every value is an object with one key, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -193,14 +193,6 @@ class WholeParams(InParts):
         self._build, self._params = build, params
         self._buffers: list[OwnedBuffer] = []
         self._group_of: Mapping[str, int] = {}
-        self._left_out: frozenset[str] = frozenset()
-
-    def part_for(self, group: Mapping[str, Any]) -> Optimizer:
-        return self
-
-    def leave_out(self, names: Collection[str]) -> None:
-        """These params have no gradient in the next step."""
-        self._left_out = frozenset(names)
 
     def options_of(self, name: str) -> dict[str, Any]:
         """The param group of a param, whether this rank has a piece of it or not."""
@@ -241,12 +233,12 @@ class WholeParams(InParts):
                 for flat in flat_params
             )
             exchange(buffer, [mains, grads], self._update)
-        self._left_out = frozenset()
+        self.left_out = frozenset()
 
     def _update(self, owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
         main, grad = blocks
         # A gradient that lies whole in a shard is the grad buffer itself, which a class may not change.
-        own_grad = None if owner.name in self._left_out else grad.clone() if owner.round is None else grad
+        own_grad = None if owner.name in self.left_out else grad.clone() if owner.round is None else grad
         self.owned[owner.name].step(main, own_grad, self.options_of(owner.name))
 
 
