@@ -322,7 +322,8 @@ def _others(folder: Path) -> dict[str, tuple[str, bool]]:
         optimizer.param_groups[0]["lr"] = 0.125
         raised = _raised(partial(optimizer.load, folder / name))
         inner = optimizer.sharded.inner
-        has_state = any(inner.state.values()) or any(each.has_state for each in getattr(inner, "owned", {}).values())
+        owned = getattr(inner, "owned", None)
+        has_state = any(inner.state.values() if owned is None else (each.has_state for each in owned.values()))
         is_anew = not has_state and optimizer.param_groups[0]["lr"] == 0.125
         is_taken = all(map(torch.equal, saved[name], _params(optimizer)))
         found[f"{name} to {loads}"] = raised, is_taken and is_anew == (name != loads)
