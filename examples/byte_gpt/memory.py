@@ -10,6 +10,7 @@ from torch import Tensor
 
 from byte_gpt.records import Memory
 from byte_gpt.trainer import Trainer
+from megatron_distopt.optimizer.sharded import measure_memory as measure_sharded
 
 
 def measure_memory(trainer: Trainer) -> Memory:
@@ -40,7 +41,7 @@ def _storage_nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _state_nbytes(trainer: Trainer, part: MegatronOptimizer) -> int:
-    return part.state_nbytes if hasattr(part, "state_nbytes") else _counted(trainer, part)
+    return measure_sharded(part.sharded).state_nbytes if hasattr(part, "sharded") else _counted(trainer, part)
 
 
 def _undistributed_state_nbytes(trainer: Trainer) -> int:

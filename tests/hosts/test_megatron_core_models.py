@@ -22,7 +22,6 @@ HAS_ETP = core_mentions("parallel_state.py", "expert_tensor_parallel_size")
 HAS_SHARED = core_mentions("transformer/transformer_config.py", "moe_shared_expert_intermediate_size")
 HAS_INSTANCES = core_mentions("parallel_state.py", "num_distributed_optimizer_instances")
 HAS_MTP = core_mentions("models/gpt/gpt_layer_specs.py", "def get_gpt_mtp_block_spec")
-HAS_DETACHED = core_mentions("transformer/transformer_config.py", "mtp_detach_heads")
 #: See test_megatron_core_parity.py.
 MISPLACES_TIED = core_mentions(
     "distributed/param_and_grad_buffer.py", "if param_start_index % self.data_parallel_world_size != 0"
@@ -34,7 +33,6 @@ _EXPERTS = {"num_experts": 4}
 #: Equal layouts one after the other share their process groups, which are slow to make.
 _ALL: dict[str, tuple[dict[str, Any], bool]] = {
     "multi-token prediction": ({"dp": 2, "mtp": 1}, HAS_MTP),
-    "multi-token prediction, own norm": ({"dp": 2, "mtp": 1, "mtp_detached": True}, HAS_DETACHED),
     "experts apart": ({"dp": 2, "ep": 2, "shared_experts": HAS_SHARED, **_EXPERTS}, True),
     "experts without tensor parallelism": ({"tp": 2, "etp": 1, "ep": 2, **_EXPERTS}, HAS_ETP and MARKS_NORMS),
     "tied virtual stages": ({"pp": 2, "vp": 2}, not MISPLACES_TIED),

@@ -56,22 +56,9 @@ BF16_GRADS = Case("distopt", dp=2, steps=6, precision="bf16", grad_reduce_in_fp3
 ACCUMULATIONS = {"fp32 accumulation of some": BF16_GRADS.of(fp32_accumulation=("*linear_fc1*",), num_microbatches=4)}
 
 
-HAS_NORM_GROUPS = core_mentions("optimizer/optimizer.py", "SEPARATE_GRAD_NORM_GROUPS")
-GROUPED = DP2.of(norm_group=("layers.1.mlp", "output_layer"), clip_grad=0.4, steps=6)
-#: One norm is above the threshold of clipping and the other is far above, so that one norm for both would show.
-NORM_GROUPS = {
-    "dp2": GROUPED,
-    "tp2": GROUPED.of(dp=1, tp=2),
-    "pp2": GROUPED.of(dp=1, pp=2),
-    "fp16": GROUPED.of(precision="fp16", initial_loss_scale=2.0**20, steps=14),
-}
-
-
 @pytest.fixture(scope="module")
 def curves() -> dict[str, Curve]:
     cases = {**(THRESHOLDS if HAS_THRESHOLD else {}), **(ACCUMULATIONS if HAS_FP32_ACCUMULATION else {})}
-    cases |= {f"groups {name}": case for name, case in NORM_GROUPS.items()} if HAS_NORM_GROUPS else {}
-    cases |= {"one norm": GROUPED.of(norm_group=())} if HAS_NORM_GROUPS else {}
     of_each = {f"{name} {each}": case.of(optimizer=each) for name, case in cases.items() for each in OPTIMIZERS}
     return run_ranks(train_all, 2, of_each, seconds=300, core=True)[0]
 
@@ -104,19 +91,3 @@ def test_curve_when_params_accumulate_in_fp32_then_it_is_the_hosts(curves: dict[
     assert ours.losses[-1] < ours.losses[0] - 0.1
     assert ours.losses == pytest.approx(theirs.losses, abs=2e-3)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1.5e-2)
-
-
-@pytest.mark.skipif(not HAS_NORM_GROUPS, reason="this megatron-core has one norm for all params")
-@pytest.mark.parametrize("name", NORM_GROUPS)
-def test_curve_when_params_have_a_norm_of_their_own_then_it_is_the_hosts(curves: dict[str, Curve], name: str) -> None:
-    theirs, ours = (curves[f"groups {name} {each}"] for each in OPTIMIZERS)
-    is_fp32 = NORM_GROUPS[name].precision == "fp32"
-    assert ours.successes == theirs.successes
-    assert ours.losses == pytest.approx(theirs.losses, abs=5e-6 if is_fp32 else 2e-3)
-    for our_norm, norm in zip(ours.grad_norms, theirs.grad_norms, strict=True):
-        assert (our_norm is None) == (norm is None)
-        if norm is not None:
-            assert our_norm == pytest.approx(norm, rel=1e-5 if is_fp32 else 1.5e-2)
-    if name == "dp2":
-        assert ours.num_zeros == curves["one norm distopt"].num_zeros[:1] + ours.num_zeros[1:]
-        assert abs(ours.losses[-1] - curves["one norm distopt"].losses[-1]) > 1e-4

@@ -145,6 +145,7 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
     "cuda graph": (_built(optimizer={"optimizer_cuda_graph": True}), ConfigError, "Drop --optimizer-cuda-graph."),
     "fp4 gather": (_built(ddp_later={"fp4_param_gather": True}), ConfigError, "Drop --fp4-param-gather."),
     "generalized tensor parallelism": (_built(tag="is_gtp_weight_remat"), ConfigError, EMBEDDING, "Leave generalized"),
+    "a norm of its own": (_built(tag="grad_norm_group"), ConfigError, EMBEDDING, "Leave mtp_detach_heads out"),
     "unknown field": (_built(newer=5), ConfigError, "new_idea is 5 in", "default is 4", "Leave new_idea out"),
     "unknown optimizer": (_built(optimizer={"optimizer": "lion"}), ConfigError, "'lion'", "one of adam, sgd, muon"),
     "our buckets": (_built(options=_OURS(bucket_size=9)), ConfigError, "--ddp-bucket-size", "Drop --distopt-bucket"),

@@ -27,7 +27,6 @@ class Case:
     clip_grad: float = 1.0
     log_num_zeros: bool = False
     skip_threshold: float | None = None  # grad_norm_skip_threshold of the host, from 0.18 on
-    norm_group: tuple[str, ...] = ()  # parts of names of params that have a norm of their own, from 0.19 on
     fp32_accumulation: tuple[str, ...] = ()  # names of params with fp32 grads of their own, from 0.17 on
     loss_scale: float | None = None
     initial_loss_scale: float = 2.0**12
@@ -51,7 +50,6 @@ class Case:
     query_groups: int | None = None  # of heads that share keys and values
     gated: bool = False  # whether MLPs hold a gate beside the up projection
     mtp: int = 0  # layers that predict further tokens
-    mtp_detached: bool = False  # whose heads then have a norm of their own, from 0.19 on
     fields: tuple[
         tuple[str, Any], ...
     ] = ()  # of the host's OptimizerConfig, set behind its check for TransformerEngine

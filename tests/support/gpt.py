@@ -303,7 +303,6 @@ def _parts_of_today(case: Case) -> dict[str, Any]:
         parts |= {} if case.etp is None else {"expert_tensor_parallel_size": case.etp}
     if case.mtp:
         parts |= {"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.3}
-        parts |= {"mtp_detach_heads": True} if case.mtp_detached else {}
     if case.gated:
         parts |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     return parts
@@ -338,8 +337,6 @@ def prepare_params(case: Case, model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         if any(part in name for part in case.frozen):
             param.requires_grad_(False)
-        if any(part in name for part in case.norm_group):
-            param.grad_norm_group = "mtp"
         if case.fp32_norms and "layernorm" in name:
             param.data = param.data.float() + 1e-4
 

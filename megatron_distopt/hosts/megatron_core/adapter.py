@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from megatron_distopt.config import DistOptConfig, Switch, config_from_environme
 from megatron_distopt.errors import ConfigError, HostMismatchError
 from megatron_distopt.hosts.base import is_used, is_wanted
 from megatron_distopt.hosts.megatron_core.checkpoint import check_script_can_save, look_at_loads
-from megatron_distopt.hosts.megatron_core.core_muon import is_hosts_muon, is_layer_wise_muon
+from megatron_distopt.hosts.megatron_core.core_muon import is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.facts import (
     CHAIN,
     CLASS,
@@ -39,6 +39,7 @@ from megatron_distopt.hosts.megatron_core.host_config import Merged, check_model
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.step import start_together
 from megatron_distopt.hosts.patch_points import Replacement, replaced_since
+from megatron_distopt.optimizer.inner import InnerChoice
 
 #: What `build` has merged and checked on all ranks, for the constructors that run inside it; the last one counts.
 _merged: list[Merged] = []
@@ -58,7 +59,10 @@ def build(
     **kwargs: Any,
 ) -> Any:
     """Collective: `original`, whose constructors build ours where its config asks for a distributed optimizer."""
-    if not is_used(config.use_distributed_optimizer or is_layer_wise_muon(config, model_chunks), _why_reset(config)):
+    name, hint = getattr(config, "optimizer", FIRST_ORDER[0]), ""
+    if name not in FIRST_ORDER:  # the host resets its flag, and a run may expect this package
+        hint = f"; optimizer is {name!r}, and must be adam or sgd, or muon over buffers that the host shards"
+    if not is_used(config.use_distributed_optimizer or is_layer_wise_muon(config, model_chunks), hint):
         return original(config, model_chunks, *args, **kwargs)
     check_parallel_state(is_initialized())
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
@@ -67,8 +71,7 @@ def build(
         check_class()
         has_groups = call.get("pg_collection") is not None or parallel_state.model_parallel_is_initialized()
         check_parallel_state(has_groups)
-        merged = merge_config(config_from_environment(os.environ, options), config)
-        choice = check_model(model_chunks, merged)
+        merged, choice = _merge(options, config, model_chunks)
         check_script_can_save(choice)
         return merged
 
@@ -83,16 +86,6 @@ def build(
         undo()
     start_together(optimizer.ours())  # megatron-core before 0.12 puts no chain around one optimizer
     return optimizer
-
-
-def _why_reset(config: Any) -> str:
-    """A run may expect this package where the host resets its flag, as it does for SOAP."""
-    name = getattr(config, "optimizer", FIRST_ORDER[0])
-    if config.use_distributed_optimizer or name in FIRST_ORDER:
-        return ""
-    if is_hosts_muon(config):
-        return f"; with optimizer={name!r} it is used over buffers that the host shards (its layer-wise layout)"
-    return f"; the host resets it for optimizer={name!r}"
 
 
 @contextmanager
@@ -175,7 +168,12 @@ def _constructor(original: Callable[..., None], options: DistOptConfig) -> Calla
             remedy = "Build the host's own class, or set MEGATRON_DISTOPT=0"
             raise ConfigError(f"{kind} is a subclass of {CLASS}, which megatron_distopt cannot replace. {remedy}.")
         call = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        merged = _merged[-1] if _merged else _merge(options, call)
+        if _merged:
+            merged = _merged[-1]
+        else:  # ranks that hold the same params construct together whoever calls
+            data = Group.of(call["data_parallel_group"])
+            meet(data)
+            merged, _ = raise_together(lambda: _merge(options, call["config"], call["model_chunks"]), data)
         self.__class__ = DistributedOptimizer
         self.__init__(*args, merged=merged, **kwargs)
 
@@ -183,17 +181,9 @@ def _constructor(original: Callable[..., None], options: DistOptConfig) -> Calla
     return construct
 
 
-def _merge(options: DistOptConfig, call: Mapping[str, Any]) -> Merged:
-    """Collective over ranks that hold the same params: those construct together whoever calls."""
-
-    def merge() -> Merged:
-        merged = merge_config(config_from_environment(os.environ, options), call["config"])
-        check_model(call["model_chunks"], merged)
-        return merged
-
-    data = Group.of(call["data_parallel_group"])
-    meet(data)
-    return raise_together(merge, data)
+def _merge(options: DistOptConfig, config: Any, chunks: Sequence[Module]) -> tuple[Merged, InnerChoice | None]:
+    merged = merge_config(config_from_environment(os.environ, options), config)
+    return merged, check_model(chunks, merged)
 
 
 def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:

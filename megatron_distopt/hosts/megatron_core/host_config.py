@@ -164,6 +164,10 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
             if getattr(param, "is_gtp_weight_remat", False):  # a copy that statistics here would count more than once
                 remedy = "Leave generalized tensor parallelism out, or use the host's own optimizer"
                 raise ConfigError(f"The param {name!r} is cut by generalized tensor parallelism. {remedy}.")
+            if (group := getattr(param, "grad_norm_group", None)) is not None:
+                remedy = "Leave mtp_detach_heads out, or use the host's own optimizer"
+                text = f"The param {name!r} is to be clipped by a norm of its own (grad_norm_group={group!r})"
+                raise ConfigError(f"{text}, and all params must be clipped by one. {remedy}.")
             if param not in in_buffers:
                 text = f"The param {name!r} is in no buffer of its DistributedDataParallel"
                 raise LayoutError(f"{text}. Unfreeze params before wrapping.")

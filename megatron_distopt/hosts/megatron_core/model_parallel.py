@@ -46,21 +46,13 @@ class OneOptimizer(Protocol):
     counts: GroupCounts | None  # where the host's own inner optimizer counts in its param groups
     written: RemainderWatch  # what others did to its params
     is_started: bool  # whether ranks were compared
-    norm_groups: tuple[str, ...]  # those of any rank, see [Note: norm groups]
     prepared: PreparedStep | None  # between `prepare_grads` and the update
 
-    def check_between_steps(self) -> None:
-        """Raises LayoutError where params or groups are not as they have to be."""
-
-    def check_start_up(self) -> None:
-        """Collective: raises where ranks disagree."""
-
-    def is_duplicate(self, name: str) -> bool:
-        """Whether another rank counts the param of that name, and writes it."""
-
+    def check_between_steps(self) -> None: ...
+    def check_start_up(self) -> None: ...
+    def is_duplicate(self, name: str) -> bool: ...
     @property
-    def stats_group(self) -> Group:
-        """All ranks that hold a part of the model."""
+    def stats_group(self) -> Group: ...
 
 
 def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:

@@ -48,13 +48,12 @@ from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
-from megatron_distopt.hosts.megatron_core.step import groups_on_all_ranks, norm_group_of
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice, is_torchs, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
-from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan, measure_memory
+from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 
 
 class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
@@ -100,7 +99,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self.counts = GroupCounts(inner) if counts_in_groups and is_torchs(inner) else None
         self.prepared: PreparedStep | None = None
         self.is_started = False
-        self.norm_groups: tuple[str, ...] = ()
         self._publish()
         self.offloaded = OffloadedState(self.sharded)
         self._members = GroupMembers(self.sharded.inner)
@@ -126,7 +124,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             loss_scale=loss_scale_of(self.grad_scaler, device),
             stats_group=lambda: self.stats_group,
             are_apart=True,
-            excluded_from_norm=lambda name: self.is_duplicate(name) or norm_group_of(self.named[name]) is not None,
+            excluded_from_norm=self.is_duplicate,
         )
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
@@ -191,7 +189,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             Group.of(self.data_parallel_group),
             host_options=tuple(f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())),
         )
-        self.norm_groups = groups_on_all_ranks(self, self.stats_group)
 
     def check_between_steps(self) -> None:
         """Refuses params that left the host's buffers, groups with other params, and state that is not there."""
@@ -205,6 +202,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
 
     @property
     def stats_group(self) -> Group:
+        """All ranks that hold a part of the model."""
         # megatron-core 0.9 calls it model-parallel.
         find = getattr(self, "get_grad_stats_parallel_group", None) or self.get_model_parallel_group
         return Group.of(find())
@@ -242,11 +240,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         for flat in self.sharded.flat_params:
             (shard,) = flat.plan.shards
             flat.main.copy_(tensor_of[self.named[shard.name]].reshape(-1)[shard.in_param.as_slice()])
-
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of optimizer state on this rank: main params and moments."""
-        return measure_memory(self.sharded).state_nbytes
 
     def ours(self) -> Sequence[DistributedOptimizer]:
         return [self]
@@ -329,6 +322,6 @@ def _is_hosts_offloading(optimizer: Optimizer) -> bool:
 def _mark(shard: Tensor, param: Parameter) -> None:
     """Copies what the host's layers wrote on a param to the part of it that this rank owns."""
     copy_tensor_model_parallel_attributes(shard, param)
-    for name in ("shared", "allreduce", "grad_norm_group"):
+    for name in ("shared", "allreduce"):
         if hasattr(param, name):
             setattr(shard, name, getattr(param, name))

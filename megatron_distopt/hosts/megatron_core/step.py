@@ -1,28 +1,22 @@
-"""The host's calls that make a step, for one optimizer or a chain of them: all are measured and gathered together.
-
-[Note: norm groups] megatron-core 0.19 and later give the heads of multi-token prediction `param.grad_norm_group =
-"mtp"`. Such params are excluded from the norm that all others are clipped by, and are clipped by a norm of their own.
-The CPU waits for their norms; models without groups pay nothing.
-"""
+"""The host's calls that make a step, for one optimizer or a chain of them: all are measured and gathered together."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-from megatron.core.optimizer import optimizer as host
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_distopt.checkpoint.digests import DigestLog
-from megatron_distopt.comm import Group, exchange, sum_over
+from megatron_distopt.comm import Group
 from megatron_distopt.errors import AccessError, HostError, LayoutError
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
@@ -51,25 +45,14 @@ _PARTS_OF_STEP = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class NormGroupStats:
-    """Of the gradients of one norm group on all ranks, as they stand in the grad buffers."""
-
-    sum_of_squares: float  # over elements that no other rank counts
-    num_zeros: int  # of those, how many are exactly zero
-
-    def norm(self, divisor: float) -> float:
-        return math.sqrt(self.sum_of_squares) / divisor
-
-
 class StepCalls(MegatronOptimizer):
     """What a class of ours answers to the host's training loop; mixed in before the host's class.
 
     It has the host's base, without which an object of the host's class could not become one of ours, see adapter.py.
     """
 
-    #: Of the last gradient that was measured, by norm group.
-    _group_stats: Mapping[str, NormGroupStats] = MappingProxyType({})
+    #: The host writes norms of some params there, which are refused at the start.
+    grad_norms_by_group: Mapping[str, float] = MappingProxyType({})
 
     def ours(self) -> Sequence[OneOptimizer]:
         """The optimizers that it stands for."""
@@ -113,12 +96,11 @@ class StepCalls(MegatronOptimizer):
                 )
             for hook in self.hooks:
                 hook.after(replace(decision, action=StepAction.SKIP))
-            return False, decision.norm, self._zeros_of(decision) if config.log_num_zeros_in_grad else None
-        self._clip_groups(grads, decision, config.clip_grad)
+            return False, decision.norm, (decision.stats.num_zeros or 0) if config.log_num_zeros_in_grad else None
         self._update(grads, decisions)
         if decision.found_inf is not None and not decision.updated:
             return False, None, None
-        return True, decision.norm, self._zeros_of(decision) if config.log_num_zeros_in_grad else None
+        return True, decision.norm, (decision.stats.num_zeros or 0) if config.log_num_zeros_in_grad else None
 
     def _is_overridden(self) -> bool:
         """Whether other code has put functions of its own in the place of what the host's own step calls."""
@@ -155,14 +137,11 @@ class StepCalls(MegatronOptimizer):
         with _timer(ours[0].config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
             grads = [optimizer.main_grads() for optimizer in sharded]
-            waits = needs_norm or any(optimizer.norm_groups for optimizer in ours)
-            stats = (measure_now if waits else measure)(sharded, grads, group, _notice_of(ours, group))
+            stats = (measure_now if needs_norm else measure)(sharded, grads, group, _notice_of(ours, group))
             decisions = decide(sharded, stats, group, clip_grad=clip_grad)
         if decisions[0].action is StepAction.SKIP:
             for hook in self.hooks:
                 hook.after(decisions[0])
-        else:
-            self._group_stats = _measure_groups(ours, grads, group)
         return grads, decisions
 
     def _collect_main_grad_data_for_unscaling(self) -> NoReturn:
@@ -182,32 +161,16 @@ class StepCalls(MegatronOptimizer):
 
     def count_zeros(self) -> int:
         """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config counts them."""
-        return self._zeros_of(prepared_of(self.ours()[0]).decision)
-
-    def _zeros_of(self, decision: StepDecision) -> int:
-        return (decision.stats.num_zeros or 0) + sum(stats.num_zeros for stats in self._group_stats.values())
+        return prepared_of(self.ours()[0]).decision.stats.num_zeros or 0
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
         norm = self.get_grad_norm()
-        prepared = [prepared_of(optimizer) for optimizer in self.ours()]
-        self._clip_groups([step.grads for step in prepared], prepared[0].decision, clip_grad)
-        for optimizer, before in zip(self.ours(), prepared, strict=True):
+        for optimizer in self.ours():
+            before = prepared_of(optimizer)
             divisor = before.decision.divisor * clip_divisor(norm, clip_grad)
             optimizer.prepared = PreparedStep(before.grads, replace(before.decision, divisor=divisor))
         return norm
-
-    def _clip_groups(self, grads: Sequence[Sequence[Tensor]], decision: StepDecision, clip_grad: float) -> None:
-        """Makes the coming update, which clips by the main norm, clip the grads of norm groups by their own."""
-        # The host's training loop reads it.
-        self.grad_norms_by_group: dict[str, float] = {}
-        for name, stats in self._group_stats.items() if clip_grad > 0 else ():
-            norm = stats.norm(decision.unclipped)
-            self.grad_norms_by_group[name] = norm
-            factor = clip_divisor(decision.norm, clip_grad) / clip_divisor(norm, clip_grad)
-            for optimizer, of_one in zip(self.ours(), grads, strict=True):
-                for grad in grads_of_group(optimizer, of_one, name, with_copies=True):
-                    grad.mul_(factor)
 
     def step_with_ready_grads(self) -> bool:
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
@@ -278,49 +241,3 @@ def prepared_of(optimizer: OneOptimizer) -> PreparedStep:
 
 def _timer(config: Any, name: str) -> AbstractContextManager[None]:
     return timed(config.timers, name, barrier=config.barrier_with_L1_time)
-
-
-def norm_group_of(param: Any) -> str | None:
-    """The norm group of a param; None for the norm of the whole model. The host refuses groups that it has not."""
-    find = getattr(host, "_get_param_grad_norm_group", None)
-    name: str | None = None if find is None else find(param)
-    return name if name is not None and host._is_separate_grad_norm_group(name) else None
-
-
-def groups_on_all_ranks(optimizer: OneOptimizer, group: Group) -> tuple[str, ...]:
-    """Collective where the host has norm groups: those of any rank, sorted."""
-    if not getattr(host, "SEPARATE_GRAD_NORM_GROUPS", ()):
-        return ()
-    own = {name for param in optimizer.named.values() if (name := norm_group_of(param)) is not None}
-    return tuple(sorted(set().union(*exchange(own, group))))
-
-
-def _measure_groups(
-    optimizers: Sequence[OneOptimizer], grads: Sequence[Sequence[Tensor]], group: Group
-) -> Mapping[str, NormGroupStats]:
-    """Collective where there is a norm group: the statistics of each."""
-    names = sorted({name for optimizer in optimizers for name in optimizer.norm_groups})
-    if not names:
-        return {}
-    device = optimizers[0].sharded.device
-    sums = torch.zeros(2 * len(names), dtype=stats_dtype(device), device=device)
-    for index, name in enumerate(names):
-        for optimizer, of_one in zip(optimizers, grads, strict=True):
-            for grad in grads_of_group(optimizer, of_one, name):
-                wide = grad.to(sums.dtype)
-                sums[2 * index] += wide.dot(wide)
-                sums[2 * index + 1] += grad.numel() - torch.count_nonzero(grad)
-    sum_over(sums, group)
-    values = sums.tolist()
-    return {name: NormGroupStats(values[2 * i], int(values[2 * i + 1])) for i, name in enumerate(names)}
-
-
-def grads_of_group(
-    optimizer: OneOptimizer, grads: Sequence[Tensor], name: str, *, with_copies: bool = False
-) -> Iterator[Tensor]:
-    """The main grads of one norm group on this rank; `with_copies` those that another rank counts."""
-    for flat, main_grad in zip(optimizer.sharded.flat_params, grads, strict=True):
-        param = flat.plan.key.param
-        is_in = norm_group_of(optimizer.named[param]) == name
-        if is_in and (with_copies or not optimizer.is_duplicate(param)):
-            yield main_grad
