@@ -191,7 +191,7 @@ def _method_of_other_code() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DistributedOptimizer, "zero_grad", lambda self, set_to_none=True: None)
+        patch.setattr(DistributedOptimizer, "state_dict", lambda self: {})
         with _installed():
             pass
 
@@ -239,7 +239,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "subclass": _refused(_subclass, ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
     "chained with another": _refused(_mixed_chain, ConfigError, "FP32Optimizer", "adam or sgd"),
     "method of other code": _refused(
-        _method_of_other_code, HostMismatchError, "DistributedOptimizer.zero_grad", "Switch that patch off"
+        _method_of_other_code, HostMismatchError, "DistributedOptimizer.state_dict", "Switch that patch off"
     ),
     "another Adam across params": _refused(
         lambda: _with_adam(_Clipped, "distopt"), ConfigError, "_Clipped", "torch.optim.AdamW"

@@ -154,15 +154,29 @@ class CheckpointCalls(StepCalls):
             else:
                 load_any(path, whole_model_of(self.ours()), everyone, resume_step=resume_step)
 
-    def load_sharded(self, state: Mapping[str, Any]) -> None:
-        """Collective: takes `sharded_state_dict` back from `dist_checkpointing.load`, and gathers the params."""
-        if isinstance(folder := state.get(_FOLDER), str):
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Collective: takes back `state_dict()`, or `sharded_state_dict()` that `dist_checkpointing.load` has filled.
+
+        Raises:
+            CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
+            RanksDisagreeError: on the others.
+        """
+        if isinstance(state_dict, Mapping) and isinstance(folder := state_dict.get(_FOLDER), str):
             self.load(folder)
             return
         self.check_is_there("load")
-        model = whole_model_of(self.ours())
-        with self._new_params():
-            load_state(lambda: _loadable(model, state), model, Group.of())
+        if isinstance(state_dict, Mapping) and (HEAD in state_dict or _FOLDER in state_dict):
+            model = whole_model_of(self.ours())
+            with self._new_params():
+                load_state(lambda: _loadable(model, state_dict), model, Group.of())
+        elif self in self.ours():
+            (optimizer,) = self.ours()
+            raise_together(lambda: check_head(optimizer, state_dict), optimizer.stats_group, "load")
+            load_head(optimizer, state_dict)
+        else:  # the host's chain gives each its own
+            super().load_state_dict(state_dict)
+            for hook in self.hooks:
+                hook.loaded()
 
     @contextmanager
     def _new_params(self) -> Iterator[None]:
@@ -246,11 +260,6 @@ class CheckpointCalls(StepCalls):
             return of_host
         _takes_boxes(must=True)
         return _state_to_save(whole_model_of(self.ours()), Group.of())
-
-
-def is_sharded(state: Any) -> bool:
-    """Whether it is what `dist_checkpointing.load` made of `sharded_state_dict(is_loading=True)`."""
-    return isinstance(state, Mapping) and (HEAD in state or _FOLDER in state)
 
 
 def look_at_loads() -> Callable[[], None]:
@@ -381,9 +390,8 @@ def _state_to_save(model: WholeModel, everyone: Group) -> dict[str, Any]:
     head = join(exchange(replace(contribution.head, tensors=records), everyone))
     state: dict[str, Any] = {HEAD: to_text(head)}
     for one in (*written, *_not_begun(model)):
-        box, tensor = one.box, as_plain(one.tensor)
-        key, dtype = _whole_key(model, one.key), one.tensor.dtype
-        shard = ShardedTensor(key, tensor, dtype, box.sizes, one.shape, box.offsets, None)
+        whole, tensor, box = _whole_key(model, one.key), as_plain(one.tensor), one.box
+        shard = ShardedTensor(whole, tensor, one.tensor.dtype, box.sizes, one.shape, box.offsets, None)
         state[_box_key(model, one.key, box)] = shard
     return state
 
@@ -393,23 +401,14 @@ def _state_to_load(model: WholeModel) -> dict[str, Any]:
 
     In fp32 whatever was saved: as wide as a main param, and what it takes does not depend on the checkpoint.
     """
-    takes_boxes = _takes_boxes()  # else there are checkpoints of the host's own alone
-    return {_FOLDER: LocalNonpersistentObject(None)} | {
-        _box_key(model, key, piece.piece.in_global): ShardedTensor(
-            _whole_key(model, key),
-            None,
-            torch.float32,
-            piece.piece.in_global.sizes,
-            piece.placement.global_shape,
-            piece.piece.in_global.offsets,
-            None,
-            replica_id=0 if piece.share.writes(piece.shard.name) else 1,
-            allow_shape_mismatch=piece.placement.is_padded,
-        )
-        for piece, keys in _pieces(model)
-        for key in keys
-        if takes_boxes
-    }
+    state: dict[str, Any] = {_FOLDER: LocalNonpersistentObject(None)}
+    # Without boxes there are checkpoints of the host's own alone.
+    for piece, key, box in _boxes(model) if _takes_boxes() else ():
+        replica = 0 if piece.share.writes(piece.shard.name) else 1
+        sizes = None, torch.float32, box.sizes, piece.placement.global_shape, box.offsets, None, replica
+        shard = ShardedTensor(_whole_key(model, key), *sizes, allow_shape_mismatch=piece.placement.is_padded)
+        state[_box_key(model, key, box)] = shard
+    return state
 
 
 def _box_key(model: WholeModel, key: str, box: Box) -> str:
@@ -420,26 +419,23 @@ def _whole_key(model: WholeModel, key: str) -> str:
     return f"{_PREFIX}.{kind_of(key)}.{model.canonical(name_of(key))}"
 
 
-def _pieces(model: WholeModel) -> Iterator[tuple[OwnedPiece, tuple[str, ...]]]:
-    """All that this rank owns, with the keys of what a checkpoint of the host holds of it.
+def _boxes(model: WholeModel) -> Iterator[tuple[OwnedPiece, str, Box]]:
+    """All boxes that this rank owns, by piece and by key, of what a checkpoint of the host holds.
 
-    That is the same before the first step as after it: a run that loads has not begun, and the host asks for tensors
+    Those are the same before the first step as after it: a run that loads has not begun, and the host asks for tensors
     before it has read which there are.
     """
     kinds = _kinds_by_name(model)
     for piece in owned_pieces(model):
-        name = piece.placement.name
-        yield piece, tuple(key_of(kind, name) for kind in (MAIN, *kinds[name]))
+        for kind in (MAIN, *kinds[piece.placement.name]):
+            yield piece, key_of(kind, piece.placement.name), piece.piece.in_global
 
 
 def _not_begun(model: WholeModel) -> Iterator[Written]:
     """Zeros for what the inner optimizer does not keep yet; the text does not know them, so nobody takes them over."""
-    for piece, keys in _pieces(model):
-        known = dict(piece.tensors())
-        for key in keys if piece.share.writes(piece.shard.name) else ():
-            if key not in known:
-                box = piece.piece.in_global
-                yield Written(key, piece.placement.global_shape, box, torch.zeros(box.sizes))
+    for piece, key, box in _boxes(model):
+        if piece.share.writes(piece.shard.name) and key not in dict(piece.tensors()):
+            yield Written(key, piece.placement.global_shape, box, torch.zeros(box.sizes))
 
 
 def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
@@ -463,10 +459,9 @@ def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
         raise CheckpointError(f"The checkpoint has no optimizer state that can be read. {remedy}.")
     head = from_text(state[HEAD], _WHERE)
     boxes: dict[str, dict[Box, None]] = {}
-    for piece, keys in _pieces(model):
-        for key in keys:
-            if _is_filled(state, _box_key(model, key, piece.piece.in_global), piece.piece.in_global):
-                boxes.setdefault(_whole_key(model, key), {})[piece.piece.in_global] = None
+    for _, key, box in _boxes(model):
+        if _is_filled(state, _box_key(model, key, box), box):
+            boxes.setdefault(_whole_key(model, key), {})[box] = None
     if not boxes and getattr(arguments(), "no_save_optim", False):
         text = "The checkpoint has optimizer state, of which a script that is told --no-save-optim asks for no tensor"
         raise CheckpointError(f"{text}. Drop --no-save-optim in the run that loads it.")
@@ -487,12 +482,10 @@ def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
 def _is_filled(state: Mapping[str, Any], key: str, box: Box) -> bool:
     """A load that is not strict leaves out what the checkpoint lacks; the plan then says what is missing."""
     found = state.get(key)
-    if found is None:
-        return False
-    if not isinstance(found, Tensor) or tuple(found.shape) != box.sizes:
+    if found is not None and not (isinstance(found, Tensor) and tuple(found.shape) == box.sizes):
         kind = f"{list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise CheckpointError(
             f"{key!r} in the optimizer state is {kind}, and must be a tensor of {list(box.sizes)}. Load what "
             "megatron.core.dist_checkpointing.load returned."
         )
-    return True
+    return found is not None

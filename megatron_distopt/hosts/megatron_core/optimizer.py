@@ -43,7 +43,7 @@ from megatron_distopt.hosts.inner_optimizers import (
     unserved_options,
 )
 from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_are_in, follow_buffers, groups_by_name
-from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, check_head, head_of, is_sharded, load_head
+from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, head_of
 from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
@@ -248,20 +248,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         """As the host's: param groups and grad scaler. The tensors go with `save` or `save_parameter_state`."""
         return head_of(self)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes back `state_dict()` or `sharded_state_dict()`.
-
-        Raises:
-            CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
-            RanksDisagreeError: on the others.
-        """
-        if is_sharded(state_dict):
-            self.load_sharded(state_dict)
-            return
-        self.check_is_there("load")
-        raise_together(lambda: check_head(self, state_dict), self.stats_group, "load")
-        load_head(self, state_dict)
-
 
 class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
     """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
@@ -273,15 +259,6 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
 
     def ours(self) -> Sequence[DistributedOptimizer]:
         return self.chained_optimizers
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Collective: takes back `sharded_state_dict()` of all of them at once, or a state of each."""
-        if is_sharded(state_dict):
-            self.load_sharded(state_dict)
-        else:
-            super().load_state_dict(state_dict)
-            for hook in self.hooks:
-                hook.loaded()
 
 
 def _inner_for(

@@ -115,9 +115,9 @@ class StepCalls(MegatronOptimizer):
         for optimizer, of_one, decision in zip(self.ours(), grads, decisions, strict=True):
             optimizer.prepared = PreparedStep(of_one, decision)
             if decision.action is not StepAction.SKIP:
+                optimizer.prepared = PreparedStep(of_one, replace(decision, divisor=1.0))
                 if decision.divisor != 1.0 and of_one:
                     torch._foreach_div_(list(of_one), decision.divisor)
-                optimizer.prepared = PreparedStep(of_one, replace(decision, divisor=1.0))
                 for flat, grad in zip(optimizer.sharded.flat_params, of_one, strict=True):
                     flat.main.grad = grad.to(flat.main.device)  # a main param may be on the host
         return decisions[0].action is StepAction.SKIP
