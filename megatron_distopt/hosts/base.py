@@ -95,7 +95,7 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
     for name, param in named.items():
         if param.dtype not in SUPPORTED_DTYPES:
             found = f"The dtype of param {name!r} is {dtype_name(param.dtype)}, and must be one of {supported}"
-            raise LayoutError(f"{found}. Convert or freeze the param.")
+            raise LayoutError(f"{found}. Convert or freeze the param: model.float(), or param.requires_grad_(False).")
     has_fp16 = any(param.dtype is torch.float16 for param in named.values())
     check_compatible(config, {Feature.FP16_PARAMS: "a model with fp16 params"} if has_fp16 else {})
 

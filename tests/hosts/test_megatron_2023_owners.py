@@ -225,7 +225,7 @@ def test_load_when_files_are_those_of_each_rank_then_muon_is_resumed_alike_and_a
     assert {of_rank["from Adam"] for of_rank in found} <= {"CheckpointError", "RanksDisagreeError"}
     for kind, text in (of_rank["whole"] for of_rank in found):
         assert kind == "ConfigError"
-        assert_mentions(text, "Adafactor", "per-rank files", "Use AdamW, SGD or Muon")
+        assert_mentions(text, "Adafactor", "per-rank files", "Write --optimizer adam or sgd", "muon")
 
 
 def test_load_when_the_state_is_of_a_run_without_sharding_then_a_class_of_whole_params_refuses_it(

@@ -132,7 +132,9 @@ def check_model(chunks: Sequence[Any], named: Mapping[str, Parameter], config: D
                 "fork of Megatron-LM 23.04 or later."
             )
     if not named:
-        raise LayoutError("The model has no trainable param on this rank, and needs at least 1. Unfreeze something.")
+        raise LayoutError(
+            "The model has no trainable param on this rank, and needs at least 1. Call param.requires_grad_(True)."
+        )
     check_dtypes(named, config)
     check_own_memory(named)
     index_maps = [spans for chunk in chunks for spans in chunk._grad_buffer_param_index_map.values()]
@@ -141,6 +143,6 @@ def check_model(chunks: Sequence[Any], named: Mapping[str, Parameter], config: D
         if param not in in_buffers:
             raise LayoutError(
                 f"The param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. Unfreeze params "
-                "before wrapping."
+                "before wrapping, by param.requires_grad_(True)."
             )
     return check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))

@@ -123,7 +123,8 @@ def plan_start(
     if inner.choice.updates_whole_params and not hasattr(HostDistributedOptimizer, GATHERS_STATE):
         raise ConfigError(
             f"{inner.choice.name} updates whole params, for whose state the per-rank files of this fork have no place. "
-            "Use AdamW, SGD or Muon, or a fork that gathers its state (Megatron-LM 23.06, Megatron-DeepSpeed)."
+            "Write --optimizer adam or sgd, or --distopt-optimizer muon; or use a fork that gathers its state, as of "
+            "Megatron-LM 23.06 and in Megatron-DeepSpeed."
         )
     layouts = []
     for buffer in buffers:  # one may hold fp32 params as well, whose state stays on the device
