@@ -294,10 +294,10 @@ def test_instance_when_an_argument_is_not_in_its_defaults_then_refused() -> None
             self.scale = scale
 
     params = [torch.ones(3, requires_grad=True)]
-    built = build_alike(Helped(params, scale=2.0), Helped)([{"params": [torch.zeros(3)]}])
+    built = build_alike(Helped(params, scale=2.0))([{"params": [torch.zeros(3)]}])
     assert built.scale == 2.0  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"Attribute 'lists'.*Helper"):
-        build_alike(Helped(params, helper=Helper()), Helped)
+        build_alike(Helped(params, helper=Helper()))
 
 
 def test_instance_when_it_is_distributed_shampoo_then_refused_by_name_with_its_own_way() -> None:
