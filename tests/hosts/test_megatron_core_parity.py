@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.cases import Case, Curve, Step, train_all
 from tests.support.core_version import core_mentions
@@ -302,39 +301,3 @@ def test_zero_count_when_logged_then_it_is_the_hosts(two_ranks: Curves, layout: 
     if layout != "pp2":  # where the embedding is tied no row of its gradient is zero
         assert min(count for count in ours.num_zeros if count is not None) > 1000
     assert two_ranks["dp2-fp32-distopt"][0].num_zeros == [None] * DP2.steps
-
-
-@pytest.mark.parametrize(("layout", "precision"), [pytest.param(*of, marks=AS_LONG[of[0]]) for of in TRAINED])
-def test_params_when_ranks_hold_copies_then_the_copies_have_the_same_bits(
-    request: pytest.FixtureRequest, layout: str, precision: str
-) -> None:
-    sizes = LAYOUTS[layout]
-    ranks = sizes.ranks
-    curves = request.getfixturevalue("two_ranks" if ranks == 2 else "four_ranks")[f"{layout}-{precision}-distopt"]
-    params = [_tied_once(curve.params) if sizes.tied else curve.params for curve in curves]
-    compared = 0
-    for rank, other in ((a, b) for a in range(ranks) for b in range(a)):
-        for name in params[rank].keys() & params[other].keys():
-            if _hold_copies(sizes, rank, other, name):
-                compared += 1
-                assert torch.equal(params[rank][name], params[other][name]), f"{name} on ranks {other} and {rank}"
-    assert compared > 0 or (sizes.pp == ranks and not sizes.tied)
-
-
-# Cut along the tensor-parallel ranks; every other param is the same on all of them.
-_CUT = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1", "linear_proj.weight", "linear_fc2.weight")
-
-
-def _hold_copies(sizes: Case, rank: int, other: int, name: str) -> bool:
-    """Whether both ranks hold the same elements of the param. The host numbers ranks tp first, then dp, then pp."""
-    same_tp = rank % sizes.tp == other % sizes.tp
-    same_stage = rank // (sizes.tp * sizes.dp) == other // (sizes.tp * sizes.dp)
-    same_part = same_tp or not any(part in name for part in _CUT)
-    return same_part and (same_stage or (sizes.tied and "word_embeddings" in name))
-
-
-def _tied_once(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The last pipeline stage's copy of the tied embedding under the name that the first stage gives it."""
-    names = {name: name for name in params}
-    names |= {name: "0.embedding.word_embeddings.weight" for name in params if name.endswith("output_layer.weight")}
-    return {names[name]: param for name, param in params.items()}

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor, serialization
@@ -58,6 +58,7 @@ from megatron_distopt.formats.megatron_core.nameless import is_nameless
 from megatron_distopt.formats.megatron_core.torch_dist import recognises
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.formats.torch_files import open_dcp
+from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE, LOAD_POINT, arguments
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
@@ -83,6 +84,12 @@ class CheckpointCalls(StepCalls):
     """What a class of ours answers to the host's checkpointing, beside its training loop."""
 
     _saver: Saver | None = None
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise not_copied("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copied("pickled")
 
     def check_is_there(self, what: str) -> None:
         """Collective: refuses `what` on all ranks where other code has emptied the state of one, or changed it."""
@@ -131,7 +138,7 @@ class CheckpointCalls(StepCalls):
     def restore_from_cpu(self) -> None:
         """Moves back what `offload_to_cpu` has moved."""
         for optimizer in self.ours():
-            optimizer.offloaded.restore()
+            optimizer.offloaded.move_to(optimizer.sharded.device)
 
     def load(self, folder: str | Path) -> None:
         """Collective: takes what `save` wrote, at this or any other layout, and gathers the params.

@@ -150,8 +150,7 @@ def _matrices_of(name: str, param: Parameter, request: MuonRequest, chunks: Sequ
             f"The weight {name!r} is those of all experts in one, which Muon does not take apart. Drop "
             "--moe-use-legacy-grouped-gemm or --moe-grouped-gemm, or use --optimizer adam."
         )
-    is_cut = placement.dim is None and getattr(param, "tensor_model_parallel", False)
-    if is_cut and request.tp_mode != "blockwise":
+    if placement.dim is None and getattr(param, "tensor_model_parallel", False) and request.tp_mode != "blockwise":
         raise ConfigError(
             f"The weight {name!r} is several matrices in one that tensor-parallel ranks share, and they cannot put "
             "their parts together. Write --distopt-muon-tp-mode blockwise (--muon-tp-mode blockwise with the host's "

@@ -74,18 +74,12 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
         "initial_loss_scale": host.initial_loss_scale,
         "min_loss_scale": host.min_loss_scale,
     }
-    if "nonfinite" not in options.explicit and _goes_on_after_nan():
+    # --no-check-for-nan-in-loss-and-grad of a training script: steps are to be left out. The field of
+    # DistributedDataParallelConfig cannot say it, because False is its default.
+    if "nonfinite" not in options.explicit and getattr(arguments(), "check_for_nan_in_loss_and_grad", True) is False:
         own["nonfinite"] = NonFinitePolicy.SKIP.value
     merged = with_hosts_own(options, {**own, **_state_precision(host), **offload_of(host)})
     return Merged(merged, request_from(merged, host))
-
-
-def _goes_on_after_nan() -> bool:
-    """Whether a training script was told --no-check-for-nan-in-loss-and-grad: the steps are to be left out.
-
-    The field of DistributedDataParallelConfig cannot say it: False is its default.
-    """
-    return getattr(arguments(), "check_for_nan_in_loss_and_grad", True) is False
 
 
 def _state_precision(host: Any) -> dict[str, str]:

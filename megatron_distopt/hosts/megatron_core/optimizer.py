@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -33,7 +33,7 @@ from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.base import compare_ranks, loss_scale_of, names_by_param, plan_groups
-from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch, not_copied
+from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
 from megatron_distopt.hosts.inner_optimizers import (
     config_for_adam,
     groups_of,
@@ -214,12 +214,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         found = {"param": main, **moments_of(self.sharded.inner, main)}
         return {kind: as_plain(tensor.detach()) for kind, tensor in found.items()}
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise not_copied("copied")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_copied("pickled")
-
     def get_loss_scale(self) -> Tensor:
         """fp32 [1]."""
         return self.sharded.loss_scale.scale
@@ -253,9 +247,6 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
     """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
 
     chained_optimizers: list[DistributedOptimizer]
-
-    __deepcopy__ = DistributedOptimizer.__deepcopy__
-    __reduce_ex__ = DistributedOptimizer.__reduce_ex__
 
     def ours(self) -> Sequence[DistributedOptimizer]:
         return self.chained_optimizers

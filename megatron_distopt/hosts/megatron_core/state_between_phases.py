@@ -60,9 +60,6 @@ class OffloadedState:
                 flat.main.data = flat.main.data.to(device)
         empty_cache(self._sharded.device)
 
-    def restore(self) -> None:
-        self.move_to(self._sharded.device)
-
     def check_is_there(self) -> None:
         """Refuses state that other code has emptied or cut: a save and a load need its values, wherever they are.
 
