@@ -99,7 +99,11 @@ def _entries(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, Ma
     """The entry of each param, by its name here; empty where it has none."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     entries = (state_dict["state"].get(number) or {} for number in numbers)
-    return dict(zip(params.numbered, entries, strict=True))
+    # For a key that a flat state lacks torch.distributed.checkpoint gives an empty dict.
+    given = (
+        {key: value for key, value in each.items() if not (isinstance(value, dict) and not value)} for each in entries
+    )
+    return dict(zip(params.numbered, given, strict=True))
 
 
 def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _GivenState]:

@@ -196,6 +196,25 @@ def test_one_rank_when_the_state_is_in_low_precision_then_torch_saves_its_values
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_one_rank_when_a_flat_state_of_torchs_sgd_in_mixed_dtypes_is_loaded_then_it_goes_on(momentum: float) -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), torch.nn.LayerNorm(4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    theirs, given = (torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum) for model in models)
+    ours = distribute(models[1], given)
+    for step in range(2):
+        for model, optimizer in zip(models, (theirs, ours), strict=True):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.25 + step)
+            optimizer.step()
+        state = get_optimizer_state_dict(models[0], theirs, options=FLAT)
+        set_optimizer_state_dict(models[1], ours, state, options=FLAT)
+    for mine, wanted in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        # A 16-bit param of torch's is rounded in each step.
+        assert torch.allclose(mine.float(), wanted.float(), atol=0.02)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_state_when_read_by_param_then_it_is_live_and_cannot_be_replaced() -> None:
     model, optimizer = _made(steps=1)
     param = dict(model.named())["wide.bias"]
