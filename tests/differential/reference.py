@@ -280,7 +280,7 @@ class AveragingOptimizer(Optimizer):
         grad = None if param.grad is None else param.grad.float() / self.scale.value
         for each, before in zip(mine, kept, strict=True):
             if before is not None:
-                each.grad = before
+                each.grad = before.to(each.grad.dtype)  # a conversion of the model has changed the old one
             elif each.grad is not None:
                 each.grad.zero_()
         return grad

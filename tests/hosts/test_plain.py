@@ -146,7 +146,11 @@ def empty_param_with_a_gradient_is_left_aside_and_saved(rank: int) -> None:
     model.register_parameter("nothing", Parameter(torch.empty(0, 3)))
     optimizer = _with_adamw(model)
     _backward(model)
-    model.nothing.sum().backward()
+    assert optimizer.full_grad(model.nothing) is None
+    if rank == 1:
+        model.nothing.sum().backward()
+    gradient = optimizer.full_grad(model.nothing)
+    assert gradient is not None and gradient.shape == (0, 3), "a rank has one"
     assert stepped(optimizer).updated
     state = get_optimizer_state_dict(model, optimizer)
     assert state["state"]["nothing"]["exp_avg"].shape == (0, 3), "torch refuses a state without it"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.param_groups import LOSS_SCALE
-from megatron_distopt.comm import Field, compare, raise_together
+from megatron_distopt.comm import Field, compare, exchange, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
@@ -220,6 +220,9 @@ class TorchDistributedOptimizer(StateCalls):
         model = self._model
         model.admit()
         slot = next((slot for slot in model.grads.slots if slot.param is param), None)
+        if slot is None and not param.numel() and param in self._names_of_grouped():
+            has_grad = any(exchange(param.grad is not None, model.data))
+            return torch.zeros(param.shape, device=param.device) if has_grad else None
         if slot is None:
             rule, remedy = "be in a param group", "Unfreeze it and call optimizer.add_param_group({'params': [param]})"
             raise LayoutError(refusal("param", "one that this optimizer does not update", rule, remedy))
