@@ -199,6 +199,7 @@ REFUSED: dict[str, tuple[str, Context]] = {
     "whole, dist_checkpointing": ("--ckpt-format torch", _call(lambda optimizer: optimizer.sharded_state_dict({}))),
     "whole, tenants by param": ("Call save(folder)", _call(lambda optimizer: optimizer.optimizer.state[None])),
     "whole, all tenants": ("Call save(folder)", _call(lambda optimizer: [*optimizer.optimizer.state.values()])),
+    "whole, the inner optimizer's": ("load(folder) of", _call(lambda ours: ours.optimizer.load_state_dict({}))),
     "unscaled by the host": (
         "Call prepare_grads()",
         _call(lambda optimizer: optimizer._unscale_main_grads_and_check_for_nan()),

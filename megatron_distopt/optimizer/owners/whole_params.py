@@ -194,6 +194,10 @@ class WholeParams(InParts):
         self._buffers: list[OwnedBuffer] = []
         self._group_of: Mapping[str, int] = {}
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refused, as is `state_dict()`, which reads the state."""
+        self.state.clear()
+
     def options_of(self, name: str) -> dict[str, Any]:
         """The param group of a param, whether this rank has a piece of it or not."""
         return self.param_groups[self._group_of[name]]
