@@ -364,7 +364,7 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
 
 def _is_as(optimizer: TorchDistributedOptimizer, wanted: dict[str, Any]) -> bool:
     full = optimizer.full_state_dict()
-    return optimizer.data.rank != 0 or same(full, wanted)
+    return dist.get_rank() != 0 or same(full, wanted)
 
 
 def _by_name(full: dict[str, Any]) -> dict[str, Any]:

@@ -155,11 +155,6 @@ class TorchDistributedOptimizer(StateCalls):
     # --- what torch's class does not have
 
     @property
-    def data(self) -> Any:
-        """The data-parallel group."""
-        return self._model.data
-
-    @property
     def memory(self) -> Memory:
         """Bytes that this rank holds."""
         return measure_memory(self.sharded)
