@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -177,6 +178,16 @@ def module_buffers_that_training_changes_are_those_of_the_first_rank(rank: int) 
         assert all(torch.equal(each[name], of_ranks[0][name]) for each in of_ranks for name in each)
         means.append(of_ranks[0]["1.running_mean"])
     assert not torch.equal(means[0], means[2])
+
+
+def params_that_differ_between_ranks_are_told_and_become_those_of_rank_0(rank: int) -> None:
+    for seeds, told in ((rank, rank == 0), (0, False)):
+        torch.manual_seed(seeds)
+        model = Linear(6, 8)
+        with mock.patch("megatron_distopt.hosts.torch.distribute.announce") as announce:
+            _with_adamw(model)
+        assert any("values     of params differed" in str(call) for call in announce.mock_calls) == told
+        assert all(torch.equal(each, model.weight) for each in _from_ranks(model.weight.detach()))
 
 
 def module_buffers_are_left_alone_when_told_so(rank: int) -> None:
@@ -355,6 +366,7 @@ CASES: dict[str, Callable[[int], None]] = {
         list_of_chunks_trains_as_one_model,
         ranks_that_own_nothing_have_groups_of_the_same_form,
         empty_param_with_a_gradient_is_left_aside_and_saved,
+        params_that_differ_between_ranks_are_told_and_become_those_of_rank_0,
         memory_is_free_when_an_optimizer_has_gone,
         folder_is_of_one_process_group,
         norms_and_sums_that_the_docs_write_out_are_those_of_torch,

@@ -158,7 +158,9 @@ def distribute(
         groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
         overlaps = {"grads": own.overlap_grad_reduce, "params": own.overlap_param_gather}
         overlap = ", ".join(f"{what} {'overlapped' if is_on else 'not overlapped'}" for what, is_on in overlaps.items())
-        more = (groups, f"overlap    {overlap}")
+        more = [groups, f"overlap    {overlap}"]
+        if not sharded.had_same_values:
+            more.append("values     of params differed between ranks: all have those of rank 0 now")
         announce(describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more))
     return TorchDistributedOptimizer(sharded, plan.torch_groups, given)
 
