@@ -349,10 +349,7 @@ def load_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
 
 
 def check_script_can_save(choice: InnerChoice | None = None) -> None:
-    """Refuses at the start what the first save of Megatron-LM's training script would refuse: what was trained is lost.
-
-    `choice` is given where it is known.
-    """
+    """Refuses at the start what the first save of Megatron-LM's script would refuse: what was trained would be lost."""
     args = arguments()
     if not getattr(args, "save", None) or getattr(args, "no_save_optim", None):
         return

@@ -43,9 +43,7 @@ LAYER_WISE = "use_layer_wise_distributed_optimizer"
 CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
 #: What reads all state of a run that is resumed, see [Note: checkpoints of the host's own] in checkpoint.py.
-LOAD_POINT = PatchPoint(
-    "megatron.core.dist_checkpointing.serialization", "load", ("sharded_state_dict", "checkpoint_dir")
-)
+LOAD_POINT = PatchPoint("megatron.core.dist_checkpointing.serialization", "load", ("sharded_state_dict",))
 
 
 @dataclass(frozen=True)

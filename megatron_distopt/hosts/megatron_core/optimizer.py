@@ -107,9 +107,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def _build(self, names: Mapping[Parameter, str], optimizer: Optimizer | None, merged: Merged) -> ShardedOptimizer:
         config = merged.options
         # On a rank without any param, where the backend of the statistics has its tensors.
-        device = torch.device(find_accelerator(config.accelerator).device_type)
-        if self.named:
-            device = next(iter(self.named.values())).device
+        default = torch.device(find_accelerator(config.accelerator).device_type)
+        device = next((param.device for param in self.named.values()), default)
         if merged.muon is None:
             params = TrainedParams.of(self.named, groups_by_name(self.named, self.buffers))
             choice, groups = _inner_for(optimizer, config, device.type, params)
@@ -214,6 +213,14 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         found = {"param": main, **moments_of(self.sharded.inner, main)}
         return {kind: as_plain(tensor.detach()) for kind, tensor in found.items()}
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops `grad` of all params, or zeroes it; the host leaves those of which this rank owns nothing."""
+        for param in (*self.named.values(), *(flat.main for flat in self.sharded.flat_params)):
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
+
     def get_loss_scale(self) -> Tensor:
         """fp32 [1]."""
         return self.sharded.loss_scale.scale
@@ -267,9 +274,7 @@ def _inner_for(
     if is_adam(optimizer) or is_sgd(optimizer) or "optimizer" in config.explicit:
         if unserved := unserved_options(optimizer):
             shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
-            raise ConfigError(
-                f"The host's {kind} has {shown}, which must be off with this distributed optimizer. Drop it."
-            )
+            raise ConfigError(f"The host's {kind} has {shown}, which must be off with this optimizer. Drop it.")
         choice = choose_inner(config, device_type, params)
         return choice, groups_of(optimizer, is_for_other_class=choice.updates_whole_params)
     if config.adam != "auto":
