@@ -175,10 +175,6 @@ class ShardedOptimizer:
             self.deferred_check.settled()
         self.deferred_check = None
 
-    def main_grads(self) -> list[Tensor]:
-        """The gradients of all flat params, see `main_params.main_grads`."""
-        return main_grads(self.flat_params)
-
     def leave_out(self, names: Collection[str]) -> MainGrads:
         """Excludes params from this step: they are not updated and keep their state.
 

@@ -29,7 +29,7 @@ from megatron_distopt.optimizer.grad_norm import (
     sum_with,
 )
 from megatron_distopt.optimizer.inner import rounds_itself, update_mains
-from megatron_distopt.optimizer.main_params import MainGrads
+from megatron_distopt.optimizer.main_params import MainGrads, main_grads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
@@ -113,7 +113,7 @@ def make_step(optimizers: Sequence[ShardedOptimizer], group: Group) -> tuple[Ste
             the check is deferred.
     """
     finish_deferred_check(optimizers, group)
-    grads = [optimizer.main_grads() for optimizer in optimizers]
+    grads = [main_grads(optimizer.flat_params) for optimizer in optimizers]
     measured = measure(optimizers, grads, group)
     decisions = decide(optimizers, measured, group)
     for optimizer, of_one, decision in zip(optimizers, grads, decisions, strict=True):

@@ -15,6 +15,7 @@ from megatron_distopt.hosts.between_steps import notice_for, params_that_left, r
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer, phases
 from megatron_distopt.hosts.megatron_2023.grad_buffers import UsedGrads
 from megatron_distopt.optimizer.deferred import Notice
+from megatron_distopt.optimizer.main_params import main_grads
 from megatron_distopt.optimizer.step import StepAction, advance, decide, finish_deferred_check, measure, write_model
 
 
@@ -55,7 +56,7 @@ class ForkSteps(BuiltOptimizer):
         for hook in self.hooks:
             hook.before()
         with phase("optimizer-copy-to-main-grad"):
-            grads = self.sharded.main_grads()
+            grads = main_grads(self.sharded.flat_params)
         with phase("optimizer-unscale-and-check-inf"):
             finish_deferred_check([self.sharded], self.everyone)
             measured = measure([self.sharded], [grads], self.everyone, notice)

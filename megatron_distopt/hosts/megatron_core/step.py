@@ -25,7 +25,7 @@ from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, Pr
 from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import Notice
-from megatron_distopt.optimizer.main_params import MainGrads
+from megatron_distopt.optimizer.main_params import MainGrads, main_grads
 from megatron_distopt.optimizer.step import (
     StepAction,
     StepDecision,
@@ -136,7 +136,7 @@ class StepCalls(MegatronOptimizer):
             hook.before()
         with _timer(ours[0].config, "optimizer-unscale-and-check-inf"):
             finish_deferred_check(sharded, group)
-            grads = [optimizer.main_grads() for optimizer in sharded]
+            grads = [main_grads(optimizer.flat_params) for optimizer in sharded]
             stats = (measure_now if needs_norm else measure)(sharded, grads, group, _notice_of(ours, group))
             decisions = decide(sharded, stats, group, clip_grad=clip_grad)
         if decisions[0].action is StepAction.SKIP:

@@ -26,6 +26,7 @@ from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
 from megatron_distopt.hosts.torch.step import announce_drop, reduce_ahead, step_model
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.loss_scale import DynamicLossScale
+from megatron_distopt.optimizer.main_params import main_grads
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
 from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now
 
@@ -193,7 +194,8 @@ class TorchDistributedOptimizer(StateCalls):
         model = self._model
         model.admit()
         reduce_ahead(model)
-        norm = measure_now([model.sharded], [model.sharded.main_grads()], model.everyone).norm(model.grads.divisor)
+        grads = main_grads(model.sharded.flat_params)
+        norm = measure_now([model.sharded], [grads], model.everyone).norm(model.grads.divisor)
         model.grads.clip(clip_divisor(norm, float(max_norm)))
         return torch.tensor(norm, device=model.device)
 
