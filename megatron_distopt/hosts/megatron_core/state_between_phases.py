@@ -23,11 +23,6 @@ from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
-def _on_device(sharded: ShardedOptimizer) -> list[FlatParam]:
-    """Flat params whose state belongs on the device; that of the others is on the host in every phase."""
-    return [flat for flat in sharded.flat_params if flat.on_host is None]
-
-
 def _is_emptied(tensor: Tensor, numel: int) -> bool:
     """Whether something of a flat param of `numel` elements has no values; fp32 main params are in a host's buffers."""
     if isinstance(tensor, LowPrecisionTensor):
@@ -48,12 +43,13 @@ class OffloadedState:
 
     def move_to(self, device: torch.device) -> None:
         """Moves main params, and what the inner optimizer keeps for each element; what is there already stays."""
-        for flat, state, name in self._entries(_on_device(self._sharded)):
+        flat_params = [flat for flat in self._sharded.flat_params if flat.on_host is None]
+        for flat, state, name in self._entries(flat_params):
             if isinstance(state[name], LowPrecisionTensor):
                 state[name].move_to(device)
             elif state[name].shape == flat.main.shape:
                 state[name] = state[name].to(device)
-        for flat in _on_device(self._sharded):
+        for flat in flat_params:
             if isinstance(flat.main, LowPrecisionTensor):
                 flat.main.move_to(device)
             elif flat.owns_memory:
@@ -87,8 +83,9 @@ class OffloadedState:
         Frameworks bring all moments to the device. Those that belong on the host go back there.
         """
         self.check_is_there()
-        tensors = [(flat, flat.main) for flat in _on_device(self._sharded) if flat.owns_memory]
-        for flat, state, name in self._entries(self._sharded.flat_params):
+        flat_params = self._sharded.flat_params
+        tensors = [(flat, flat.main) for flat in flat_params if flat.on_host is None and flat.owns_memory]
+        for flat, state, name in self._entries(flat_params):
             if flat.on_host is not None:
                 state[name] = state[name].to(flat.main.device)
             elif state[name].shape == flat.main.shape:
