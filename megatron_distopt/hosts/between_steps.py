@@ -111,13 +111,10 @@ class GroupMembers:
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
-        self._members = self._now()
-
-    def _now(self) -> list[list[int]]:
-        return [list(map(id, group["params"])) for group in self._inner.param_groups]
+        self._members = [list(map(id, group["params"])) for group in inner.param_groups]
 
     def check(self) -> None:
-        if self._now() != self._members:
+        if [list(map(id, group["params"])) for group in self._inner.param_groups] != self._members:
             got, rule = "other params than the optimizer was built with", "keep their params"
             remedy = "Build the optimizer again with get_megatron_optimizer(...) after the model has changed"
             raise LayoutError(refusal("param_groups", got, rule, remedy))
