@@ -241,11 +241,6 @@ class DistOptConfig:
     shared_memory: bool = option(
         True, "ranks that train on the CPU of one machine communicate through shared memory instead of messages"
     )
-    log_communication: int | None = option(
-        None,
-        "steps between two log lines that say how much of a step's communication was hidden; none for no such lines",
-        at_least(1),
-    )
     log_digests: int | None = option(
         None,
         "steps between two records of checksums of gradients, main params and optimizer state, by param, for "

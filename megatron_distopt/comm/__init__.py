@@ -18,14 +18,11 @@ from megatron_distopt.comm.collectives import (
 )
 from megatron_distopt.comm.communicator import Communicator
 from megatron_distopt.comm.groups import Group, available_backends, carrier_of, default_backend, is_initialized
-from megatron_distopt.comm.pending import NO_TIME, CommLog, CommTime, profiled
+from megatron_distopt.comm.pending import profiled
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 
 __all__ = [
     "AS_THEY_ARE",
-    "NO_TIME",
-    "CommLog",
-    "CommTime",
     "Communicator",
     "Field",
     "Group",

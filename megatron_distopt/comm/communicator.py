@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
-from time import perf_counter
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -40,7 +39,7 @@ from megatron_distopt.comm.collectives import (
     reduce_scatter,
 )
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.pending import NO_TIME, CommTime, Pending, profiled, waited, waited_since
+from megatron_distopt.comm.pending import Pending, profiled, wait_for
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError
 
@@ -101,9 +100,9 @@ class Launches:
         with profiled(f"begin {self._kind} {number}"):
             self.under_way[number] = self._begin(transfer.whole, transfer.shard)
 
-    def wait(self, numbers: Sequence[int]) -> CommTime:
+    def wait(self, numbers: Sequence[int]) -> None:
         """Waits for some that are under way; they remain listed there."""
-        return waited({f"wait for {self._kind} {number}": self.under_way[number] for number in numbers})
+        wait_for({f"wait for {self._kind} {number}": self.under_way[number] for number in numbers})
 
     def agree(self, wanted: list[int] | None) -> None:
         """Collective: takes the order that the first of the ranks with a wish wants; to be called until `is_agreed`.
@@ -231,9 +230,6 @@ class Communicator:
         #: By identity of a buffer, what makes a stream wait until another one has copied this step's params to their
         #: places.
         self._published: dict[int, Callable[[], None]] = {}
-        self._param_time = NO_TIME
-        #: One rank that divides nothing: there is nothing to communicate.
-        self._is_alone = group.size == 1 and how.divide_by == 1
         if overlap_grads and group.size > 1:
             # One that was abandoned in the middle of a step must not block this one; the same on all ranks.
             _last_launcher.pop(group.own_handle, None)
@@ -359,21 +355,21 @@ class Communicator:
             )
         self._arrivals.irregular.add(name)
 
-    def finish_grads(self) -> CommTime:
+    def finish_grads(self) -> None:
         """Collective: completes the sums of every rank's shards, and sets the order of launches of later steps."""
         if not self.overlaps_grads:
-            return NO_TIME if self._is_alone else self.reduce_now(self._grad_buffers)
+            self.reduce_now(self._grad_buffers)
+            return
         for number in self._grads.order[len(self._grads.under_way) :]:
             self._launch(number)
-        time = self._grads.wait(list(self._grads.under_way))
+        self._grads.wait(list(self._grads.under_way))
         self._grads.under_way.clear()
         self._arrivals.learn()
         if not self._grads.is_agreed:
             self._grads.agree(self._arrivals.order())
         self._arrivals.begin_step()
-        return time
 
-    def reduce_now(self, buffers: Sequence[ShardedBuffer]) -> CommTime:
+    def reduce_now(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Collective: reduces grads without overlap; none of these buckets may be under way.
 
         Raises:
@@ -381,10 +377,8 @@ class Communicator:
         """
         if self.group.size > 1:
             self._check_alone()
-        start = perf_counter()
         for buffer in buffers:
             reduce_grads(buffer, self.group, self._how)
-        return waited_since(start, buffers)
 
     # --- params
 
@@ -400,7 +394,7 @@ class Communicator:
         self.finish_params()
         if not self._params.is_agreed:
             self._params.agree(self._met if self._met and self._is_met_by_reads else None)
-        self._met, self._is_met_by_reads, self._param_time = [], False, NO_TIME
+        self._met, self._is_met_by_reads = [], False
         self._published.clear()
         for number in self._params.order:
             self._params.launch(number)
@@ -408,14 +402,8 @@ class Communicator:
     def gather_now(self) -> None:
         """Collective: gathers without overlap."""
         self.finish_params()
-        if self._is_alone:
-            for buffer in self._param_buffers:
-                buffer.publish()
-            return
-        start = perf_counter()
         for buffer in self._param_buffers:
             gather_params(buffer, self.group)
-        self._param_time = waited_since(start, self._param_buffers)
 
     def param_needed(self, name: str) -> bool:
         """Announces that a param is about to be read, and waits on the current stream until it may be.
@@ -438,7 +426,7 @@ class Communicator:
         transfers, under_way, order = self._params.transfers, self._params.under_way, self._params.order
         for number in sorted(under_way.keys() & numbers, key=order.index):
             pending = under_way[number]
-            self._param_time += self._params.wait([number])
+            self._params.wait([number])
             buffer = transfers[number].buffer
             if number not in self._met:
                 self._met.append(number)
@@ -453,13 +441,8 @@ class Communicator:
                 # Not before: an error of the gather is raised at every wait. Publishing may have removed it already.
                 under_way.pop(number, None)
 
-    def finish_params(self) -> CommTime:
-        """Waits until all params are gathered; on a device the current stream waits.
-
-        Returns:
-            How long the last gather took, and how long of that was waited.
-        """
+    def finish_params(self) -> None:
+        """Waits until all params are gathered; on a device the current stream waits."""
         if self._params.under_way:
             self._wait_for(tuple(self._params.under_way))
             self._params.under_way.clear()
-        return self._param_time

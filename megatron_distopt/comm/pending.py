@@ -28,12 +28,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Event, Lock
-from time import perf_counter, sleep
+from time import sleep
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -42,7 +41,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
-from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm.groups import Group, is_initialized, were_used
 
 _log = logging.getLogger("megatron_distopt")
@@ -64,28 +62,24 @@ class Pending(Protocol):
     """A collective that is under way."""
 
     def wait(self) -> object:
-        """Waits until its result is there, and raises what went wrong in it.
-
-        Returns:
-            The seconds that it took, as a float; anything else where they are unknown.
-        """
+        """Waits until its result is there, and raises what went wrong in it."""
 
 
 class _InThread:
     """A collective that a thread of this process carries out."""
 
-    def __init__(self, future: Future[float]) -> None:
+    def __init__(self, future: Future[None]) -> None:
         self._future = future
 
-    def wait(self) -> float:
-        return self._future.result()
+    def wait(self) -> None:
+        self._future.result()
 
 
 class Done:
     """A collective of one rank, for which there is nothing to do."""
 
-    def wait(self) -> float:
-        return 0.0
+    def wait(self) -> None:
+        pass
 
 
 def run_in_turn(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group, overlapped: bool) -> Pending:
@@ -103,7 +97,8 @@ def run_in_turn(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group, 
     if thread is None:
         act(bucket, shard, group)
         return Done()
-    pending = _InThread(thread.submit(_timed, act, bucket, shard, group))
+    # Without gradients, because the caller's mode is that of its own thread.
+    pending = _InThread(thread.submit(torch.no_grad()(act), bucket, shard, group))
     if not overlapped:
         pending.wait()
     return pending
@@ -141,20 +136,13 @@ def _end() -> None:
         sleep(_SECONDS_FOR_GLOO)
 
 
-def _timed(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group) -> float:
-    start = perf_counter()
-    with torch.no_grad():  # the caller's mode is that of its own thread
-        act(bucket, shard, group)
-    return perf_counter() - start
-
-
 # A process that was forked has the executors and not their threads.
 os.register_at_fork(after_in_child=_threads.clear)
 # Before Python joins the threads; `atexit` would be after that. Processes of `multiprocessing` call it, too.
 threading._register_atexit(_end)  # type: ignore[attr-defined]
 
 
-# --- how long a step communicates, how much of that it waits for, and the names of its phases in a profiler
+# --- names of the phases of a step in a profiler
 
 #: Begins the name of every range, so that a timeline can be searched for them.
 _PREFIX = "megatron_distopt::"
@@ -176,71 +164,8 @@ def profiled(name: str) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class CommTime:
-    """Seconds that some collectives of this rank took."""
-
-    total: float | None  # from the beginning of each to its end, added up; None where the backend does not report it
-    exposed: float  # during which the step waited for them
-
-    @property
-    def hidden(self) -> float | None:
-        """Seconds that were overlapped with computation."""
-        return None if self.total is None else max(self.total - self.exposed, 0.0)
-
-    def __add__(self, other: CommTime) -> CommTime:
-        known = self.total is not None and other.total is not None
-        total = (self.total or 0.0) + (other.total or 0.0) if known else None
-        return CommTime(total, self.exposed + other.exposed)
-
-
-NO_TIME = CommTime(0.0, 0.0)
-
-
-def waited_since(start: float, buffers: Sequence[ShardedBuffer]) -> CommTime:
-    """The time of collectives that were not overlapped.
-
-    Args:
-        start: what `perf_counter` returned before the first of them.
-        buffers: that were communicated; on a device the CPU only launches collectives, so their total is unknown.
-    """
-    seconds = perf_counter() - start
-    is_known = all(buffer.grad.device.type == "cpu" for buffer in buffers)
-    return CommTime(seconds if is_known else None, seconds)
-
-
-def waited(pending: Mapping[str, Pending]) -> CommTime:
-    """Waits for collectives in the order given."""
-    start, total = perf_counter(), 0.0
-    is_known = True
+def wait_for(pending: Mapping[str, Pending]) -> None:
+    """Waits for collectives in the order given, each under its name."""
     for name, each in pending.items():
         with profiled(name):
-            seconds = each.wait()
-        is_known = is_known and isinstance(seconds, float)
-        total += seconds if isinstance(seconds, float) else 0.0
-    return CommTime(total if is_known else None, perf_counter() - start)
-
-
-class CommLog:
-    """Logs the communication of a step at INFO, every so many steps; the first rank has one."""
-
-    def __init__(self, every: int) -> None:
-        self._every, self._num_steps = every, 0
-
-    def step(self, grads: CommTime, params: CommTime) -> None:
-        """Counts a step, and logs where it is its turn."""
-        self._num_steps += 1
-        if self._num_steps % self._every == 0:
-            both = f"reduce-scatter {_described(grads)}; all-gather {_described(params)}"
-            _log.info("communication of step %d: %s", self._num_steps, both)
-
-
-def _described(time: CommTime) -> str:
-    """
-    >>> _described(CommTime(0.25, 0.05)), _described(CommTime(None, 0.05))
-    ('250.0 ms, of which 50.0 exposed and 200.0 hidden', '50.0 ms exposed')
-    """
-    exposed = f"{time.exposed * 1e3:.1f}"
-    if time.total is None or time.hidden is None:
-        return f"{exposed} ms exposed"
-    return f"{time.total * 1e3:.1f} ms, of which {exposed} exposed and {time.hidden * 1e3:.1f} hidden"
+            each.wait()

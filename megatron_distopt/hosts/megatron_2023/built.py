@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.comm import (
-    CommLog,
     Communicator,
     Field,
     Group,
@@ -106,7 +105,7 @@ class BuiltOptimizer(HostDistributedOptimizer):
         sharded = [each for buffer in self.grad_buffers for each in buffer.sharded]
         self.sharded = ShardedOptimizer(sharded, self.start.plan)
         self.optimizer = self.sharded.inner
-        self.communication = Communication(self.start, self.grad_buffers, models, self.everyone)
+        self.communication = Communication(self.start, self.grad_buffers, models)
         self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
         #: Called around each step and after a load; none without options that ask for them.
         self.hooks: Sequence[DigestLog] = ()
@@ -189,7 +188,7 @@ class Communication:
     share some groups and not others cannot wait for each other in different ones.
     """
 
-    def __init__(self, start: Start, buffers: Sequence[GradBuffer], models: Sequence[Module], everyone: Group) -> None:
+    def __init__(self, start: Start, buffers: Sequence[GradBuffer], models: Sequence[Module]) -> None:
         self._how = start.how
         self._dense = [buffer for buffer in buffers if not buffer.plan.is_ours]
         self._experts = [buffer for buffer in buffers if buffer.plan.is_ours]
@@ -215,18 +214,14 @@ class Communication:
         if self._communicator.overlaps_grads:
             self._nodes = tell_of_grads(trained, self._communicator.grad_arrived)
             self.watch = Watch(main_grads(trained), self._communicator.defer)
-        every = start.plan.config.log_communication
-        self._log = CommLog(every) if every is not None and everyone.rank == 0 else None
 
     def reduce(self) -> None:
         """Collective: every rank has the sums of its shards afterwards."""
-        time = self._communicator.finish_grads()
+        self._communicator.finish_grads()
         # Experts too are averaged over all ranks whose tokens they saw: those of the dense params.
         for buffer in self._experts:
             reduce_grads(buffer.sharded[0], buffer.plan.group, self._how)
-        gathered = self.params.finish()
-        if self._log is not None:
-            self._log.step(time, gathered)
+        self.params.finish()
 
     def gather(self) -> None:
         """Collective: every rank has the new params afterwards, or when it reads them."""

@@ -73,7 +73,6 @@ HOSTS_OWN = {
     "bucket_size": "--ddp-bucket-size",
     "reduce_dtype": "--grad-reduce-in-bf16",
     "shared_memory": "own collectives",
-    "log_communication": "timers (--timing-log-level 2)",
 }
 
 #: Fields of OptimizerConfig that were judged: what the step, the host's param groups or its grad scaler obey, and those

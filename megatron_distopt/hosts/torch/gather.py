@@ -24,7 +24,7 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import getters
-from megatron_distopt.comm import CommTime, Communicator
+from megatron_distopt.comm import Communicator
 
 #: Operators that read nothing of the values.
 _DESCRIBING = {
@@ -165,12 +165,11 @@ class ParamGather:
             param.__class__ = usual
             _pending.pop(id(param), None)
 
-    def finish(self) -> CommTime:
-        """Waits until all params are there; returns the time of the last gather."""
-        time = self._communicator.finish_params()
+    def finish(self) -> None:
+        """Waits until all params are there."""
+        self._communicator.finish_params()
         for number in list(self._usual):
             self._restore(number)
-        return time
 
 
 class _BeforeForward:

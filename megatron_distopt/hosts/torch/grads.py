@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import GradSlot, LocalGrad, ShardedBuffer, show_assigned
-from megatron_distopt.comm import NO_TIME, CommTime, Communicator, sum_over
+from megatron_distopt.comm import Communicator, sum_over
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
 from megatron_distopt.hosts.torch.ddp import DDPWatch
@@ -225,12 +225,12 @@ class Grads:
             handle.remove()
         self._accumulators.clear()
 
-    def reduce(self) -> CommTime:
+    def reduce(self) -> None:
         """Collective: reduces gradients for the step; afterwards each rank's shards hold the sums."""
         if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
             self._take_grads(for_step=True)
-            return NO_TIME
-        return self._reduce(for_step=True)
+        else:
+            self._reduce(for_step=True)
 
     def reduce_ahead(self) -> None:
         """Collective: reduces gradients before the step, for calls that read them."""
@@ -242,7 +242,7 @@ class Grads:
         sum_over(flags, self._data)
         self.settle([flag > 0 for flag in flags.tolist()])
 
-    def _reduce(self, *, for_step: bool) -> CommTime:
+    def _reduce(self, *, for_step: bool) -> None:
         """Collective: reduces gradients; before the step, those under DDP too become the buffer's."""
         try:
             if self.phase is not Phase.LOCAL:
@@ -253,10 +253,9 @@ class Grads:
         if complaint := self._ddp.complaint():
             self.complaints.append(complaint)
         self._take_grads(for_step=for_step)
-        time = self._communicator.finish_grads()
+        self._communicator.finish_grads()
         self.phase, self._clip = Phase.REDUCED, 1.0
         self._zeroed.clear()
-        return time
 
     def _take_grads(self, *, for_step: bool) -> None:
         """Makes a missing gradient zero, and takes one that the user assigned, unless it is or is being reduced."""

@@ -27,7 +27,6 @@ from megatron_distopt.buffers import (
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel, without_wrappers
 from megatron_distopt.comm import (
-    CommLog,
     Communicator,
     Field,
     Group,
@@ -148,8 +147,6 @@ class ShardedModel:
             if module._buffers
         }
         self.module_buffers = ModuleBuffers(with_buffers, data, plan.device) if with_buffers else None
-        every = config.log_communication
-        self.comm_log = CommLog(every) if every is not None and self.everyone.rank == 0 else None
         #: Called around each step and after a load.
         self.hooks: Sequence[DigestLog] = ()
 

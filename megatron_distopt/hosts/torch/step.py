@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import CommTime, exchange, raise_together, sum_over
+from megatron_distopt.comm import exchange, raise_together, sum_over
 from megatron_distopt.errors import LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
@@ -42,10 +42,8 @@ _COMMON_NUMEL, HEAD_NUMEL = 6, 10
 @torch.no_grad()
 def step_model(model: ShardedModel) -> StepDecision:
     """Collective: one step of the model; what it raises is raised on all ranks, and the params are as before."""
-    gathered = settle(model)
-    reduced = model.grads.reduce()
-    if model.comm_log is not None:
-        model.comm_log.step(reduced, gathered)
+    settle(model)
+    model.grads.reduce()
     for hook in model.hooks:
         hook.before()
     if model.sharded.deferred_check is not None:
@@ -83,19 +81,15 @@ def reduce_ahead(model: ShardedModel) -> None:
         raise_together(model.grads.raise_complaint, model.everyone, "step")
 
 
-def settle(model: ShardedModel) -> CommTime:
-    """Takes over what the user did to params and param groups since the last step; what is wrong is raised in the step.
-
-    Returns the time of the last gather, which has ended.
-    """
-    gathered = model.gather.finish()
+def settle(model: ShardedModel) -> None:
+    """Takes over what the user did to params and groups since the last step; what is wrong is raised in the step."""
+    model.gather.finish()
     if model.sharded.deferred_check is not None:
         act_on_deferred_notice([model.sharded])
     try:
         model.params.follow(before_step=True)
     except LayoutError as error:
         model.grads.complaints.append(error)
-    return gathered
 
 
 def _measure(model: ShardedModel) -> tuple[MainGrads, GradStats | DeferredCheck, Tensor]:
