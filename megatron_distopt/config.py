@@ -258,11 +258,6 @@ class DistOptConfig:
         one_of("distopt", "gathered"),
     )
     async_save: bool = option(False, "train on while a copy of the optimizer state is written")
-    async_buffer_mb: int | None = option(
-        None,
-        "the most memory for that copy on each rank, in MB of 10**6 bytes; none for as much as the state needs",
-        at_least(1),
-    )
     keep_last: int | None = option(
         None,
         "how many checkpoints of the optimizer are kept; none for all. The model's files are the host's",

@@ -114,7 +114,7 @@ def test_config_when_an_option_does_not_take_a_value_then_refused_with_its_name(
         {"loss_scale": "dynamic", "min_loss_scale": 2.0**-126, "initial_loss_scale": 2.0**127},
         {"min_loss_scale": 2.0, "initial_loss_scale": 2.0, "hysteresis": 1, "growth_interval": 1},
         *({"resume_step": step} for step in (None, 0, 10**9)),
-        {"bucket_size": 1, "async_buffer_mb": 1, "keep_last": 1, "muon_ns_steps": 1},
+        {"bucket_size": 1, "keep_last": 1, "muon_ns_steps": 1},
         {"offload_fraction": 0.0},
         {"offload_fraction": 1.0},
     ],

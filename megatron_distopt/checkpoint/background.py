@@ -107,10 +107,10 @@ class _Task:
 
 
 class BackgroundSaver:
-    """Saves one model in the background, one save after the other; the copy of a rank has at most `most_nbytes`."""
+    """Saves one model in the background, one save after the other."""
 
-    def __init__(self, everyone: Group, most_nbytes: int | None) -> None:  # None: as much as it needs
-        self._everyone, self._most_nbytes = everyone, most_nbytes
+    def __init__(self, everyone: Group) -> None:
+        self._everyone = everyone
         self._staging: Staging | None = None
         self._task: _Task | None = None
         # Not `atexit`, which processes that `multiprocessing` has started do not run.
@@ -137,13 +137,6 @@ class BackgroundSaver:
         contribution = contribution_of(model)
         tensors = list(contribution.tensors)
         nbytes = room_for(tensors)
-        if self._most_nbytes is not None and nbytes > self._most_nbytes:
-            needed = -(-nbytes // 10**6)
-            raise CheckpointError(
-                f"Invalid async_buffer_mb: {self._most_nbytes // 10**6}, and this rank has {needed} MB of optimizer "
-                f"state to copy. Must be at least {needed}, because the copy is made at once. Write "
-                f"async_buffer_mb={needed} (--distopt-async-buffer-mb {needed}), or leave async_save out."
-            )
         if self._staging is None or self._staging.nbytes < nbytes:
             devices = (written.tensor.device for written in tensors if written.tensor.device.type != CPU)
             self._staging = None  # frees the old memory before the new one is allocated

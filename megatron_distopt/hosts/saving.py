@@ -29,8 +29,7 @@ class Saver:
 
     def __init__(self, config: DistOptConfig, everyone: Group) -> None:
         self._config, self._everyone = config, everyone
-        nbytes = None if config.async_buffer_mb is None else config.async_buffer_mb * 10**6
-        self._background = BackgroundSaver(everyone, nbytes) if config.async_save else None
+        self._background = BackgroundSaver(everyone) if config.async_save else None
 
     def save(self, folder: Path, model: WholeModel) -> None:
         """Collective: saves, or begins to; the deferred check of the last step may raise."""

@@ -74,17 +74,6 @@ def test_staging_when_the_live_state_changes_after_the_copy_then_the_copy_does_n
             assert torch.equal(copy.tensor, old)
 
 
-def test_save_when_the_state_is_larger_than_the_option_allows_then_refused_with_what_to_type(tmp_path: Path) -> None:
-    """Three tensors of 15 and three of 3 elements of 4 bytes, each from a multiple of 64 bytes: 384 bytes."""
-    training = Training.of(tmp_path / "checkpoint", 383)
-    with pytest.raises(CheckpointError, match=r"async_buffer_mb=1 \(--distopt-async-buffer-mb 1\)"):
-        training.save(1)
-    assert not training.folder.exists()
-    training = Training.of(tmp_path / "checkpoint", 384)
-    training.saved(1)
-    assert training.read() == 1
-
-
 # The thread, in a world of one rank.
 
 
@@ -120,8 +109,8 @@ class Training:
     reader: World
 
     @classmethod
-    def of(cls, folder: Path, most_nbytes: int = 1 << 20) -> Training:
-        return cls(Numbered(World.of(TINY)), BackgroundSaver(ONE_RANK, most_nbytes), folder, World.of(TINY))
+    def of(cls, folder: Path) -> Training:
+        return cls(Numbered(World.of(TINY)), BackgroundSaver(ONE_RANK), folder, World.of(TINY))
 
     @property
     def model(self) -> WholeModel:
@@ -339,7 +328,7 @@ class TwoRanks:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self.folder, self.everyone = rank, folder, Group.of()
         self.numbered, self.reader = Numbered(World.of(TINY, dp=2)), World.of(TINY)
-        self.saver = BackgroundSaver(self.everyone, 1 << 20)
+        self.saver = BackgroundSaver(self.everyone)
 
     def save(self, number: int) -> None:
         self.numbered.become(number)

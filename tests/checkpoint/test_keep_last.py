@@ -23,7 +23,7 @@ class Run:
 
     def __init__(self, keep: int, *, is_async: bool = False) -> None:
         self.model = World.of(TINY).ranks[0].model
-        self.saver = Saver(DistOptConfig(keep_last=keep, async_save=is_async, async_buffer_mb=1), ALONE)
+        self.saver = Saver(DistOptConfig(keep_last=keep, async_save=is_async), ALONE)
 
     def save(self, folder: Path) -> None:
         """And waits until it is there."""
