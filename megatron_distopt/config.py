@@ -258,11 +258,6 @@ class DistOptConfig:
         one_of("distopt", "gathered"),
     )
     async_save: bool = option(False, "train on while a copy of the optimizer state is written")
-    keep_last: int | None = option(
-        None,
-        "how many checkpoints of the optimizer are kept; none for all. The model's files are the host's",
-        at_least(1),
-    )
     #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes it.
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 

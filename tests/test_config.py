@@ -114,7 +114,7 @@ def test_config_when_an_option_does_not_take_a_value_then_refused_with_its_name(
         {"loss_scale": "dynamic", "min_loss_scale": 2.0**-126, "initial_loss_scale": 2.0**127},
         {"min_loss_scale": 2.0, "initial_loss_scale": 2.0, "hysteresis": 1, "growth_interval": 1},
         *({"resume_step": step} for step in (None, 0, 10**9)),
-        {"bucket_size": 1, "keep_last": 1, "muon_ns_steps": 1},
+        {"bucket_size": 1, "muon_ns_steps": 1},
         {"offload_fraction": 0.0},
         {"offload_fraction": 1.0},
     ],
@@ -206,7 +206,7 @@ def test_switch_when_set_then_every_usual_word_is_taken_and_auto_where_it_can_be
             config = config_from_environment({f"MEGATRON_DISTOPT_{name}": word for name in names})
             assert (config.async_save, config.shared_memory, config.overlap_grad_reduce) == (is_on,) * 3
     assert config_from_environment({"MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE": "Auto"}).overlap_grad_reduce is None
-    assert config_from_arguments(Namespace(distopt_async_save=True, distopt_keep_last=3)).async_save is True
+    assert config_from_arguments(Namespace(distopt_async_save=True, distopt_bucket_size=3)).async_save is True
 
 
 @pytest.mark.parametrize(
@@ -262,4 +262,4 @@ def test_declarations_when_read_then_every_option_is_in_help_and_every_free_one_
         assert f"{name}: {declared.meaning}." in str(DistOptConfig.__doc__)
         assert declared.default == getattr(DistOptConfig(), name)
         assert (name in FREE_OPTIONS) == (not declared.by_host)
-    assert (flag_of("keep_last"), variable_of("keep_last")) == ("--distopt-keep-last", "MEGATRON_DISTOPT_KEEP_LAST")
+    assert (flag_of("async_save"), variable_of("async_save")) == ("--distopt-async-save", "MEGATRON_DISTOPT_ASYNC_SAVE")

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
@@ -22,7 +22,7 @@ import torch
 
 from megatron_distopt.checkpoint.manifest import no_collection
 from megatron_distopt.checkpoint.save import Contribution, Saving, Written, begin, contribution_of, should_have_appeared
-from megatron_distopt.checkpoint.whole_model import WholeModel, remember_saved
+from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.device import CPU, mark, pinned
 from megatron_distopt.errors import CheckpointError
@@ -85,7 +85,7 @@ class _Task:
         if self.error is not None:
             raise self.error
 
-    def run(self, contribution: Contribution, then: Callable[[], None]) -> None:
+    def run(self, contribution: Contribution) -> None:
         """Runs in the thread: writes this rank's file, and on the first rank commits once all ranks have written."""
         if sys.platform == "linux":  # training comes first; only Linux has priorities of threads
             with suppress(OSError):
@@ -100,8 +100,6 @@ class _Task:
             self.written.set()
         try:
             self.saving.commit(part, self.is_hopeless)
-            if self.saving.rank == 0:
-                then()
         except BaseException as error:  # noqa: BLE001 - as above
             self.error = error
 
@@ -117,20 +115,13 @@ class BackgroundSaver:
         Finalize(None, self._at_exit, exitpriority=0)
 
     @no_collection()
-    def save(self, folder: Path, model: WholeModel, then: Callable[[], None]) -> None:
-        """Collective: copies the state and returns; the checkpoint is there some time later.
-
-        `then` is called on the first rank, in its thread, once it is there. Raises what went wrong in the last save, as
-        `finish` does.
-        """
+    def save(self, folder: Path, model: WholeModel) -> None:
+        """Collective: copies the state and returns; raises what went wrong in the last save, as `finish` does."""
         self.finish()
         copied: list[Contribution] = []
         saving = begin(folder, self._everyone, lambda: copied.append(self._copied(model)))
-        remember_saved(model, saving.save_id)
         task = self._task = _Task(saving)
-        task.thread = threading.Thread(
-            target=task.run, args=(copied[0], then), name="megatron_distopt save", daemon=True
-        )
+        task.thread = threading.Thread(target=task.run, args=(copied[0],), name="megatron_distopt save", daemon=True)
         task.thread.start()
 
     def _copied(self, model: WholeModel) -> Contribution:

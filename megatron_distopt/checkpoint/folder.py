@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -181,8 +181,9 @@ def finished_iterations(folder: Path) -> list[Path]:
     """Finished checkpoints of the other iterations in a Megatron's folder of a run, the latest first."""
     if not _ITERATION.fullmatch(folder.parent.name):
         return []
-    others = (other for other in _neighbours(folder) if other.name == folder.name and _iteration_of(other) >= 0)
-    return sorted((other for other in others if is_checkpoint(other)), key=_iteration_of, reverse=True)
+    others = (iteration / folder.name for iteration in folder.parent.parent.glob("iter_*"))
+    finished = (each for each in others if each != folder and _iteration_of(each) >= 0 and is_checkpoint(each))
+    return sorted(finished, key=_iteration_of, reverse=True)
 
 
 def _iteration_of(folder: Path) -> int:
@@ -203,39 +204,3 @@ def not_found(folder: Path, filename: str) -> CheckpointError:
     return CheckpointError(
         f"Invalid optimizer state: neither {folder / MANIFEST} nor {filename}. Must be in one of the two. {remedy}."
     )
-
-
-def drop_older(folder: Path, keep: int) -> None:
-    """Removes all but the latest checkpoints of a run, of those that the manifest names as earlier ones.
-
-    They lie in sibling folders, or in siblings of the parent under the same name (`iter_1/optimizer`,
-    `iter_2/optimizer`). Other files stay, also those in the folders of checkpoints. `keep`
-    says how many checkpoints stay, that of `folder` included, which was just saved.
-    """
-    with suppress(OSError, CheckpointError):  # the new checkpoint is there, whatever becomes of older ones
-        number_of = {save_id: number for number, save_id in enumerate(read_manifest(folder).earlier)}
-        older = {}
-        for other in _neighbours(folder):
-            with suppress(CheckpointError):  # none, or one that cannot be read
-                save_id = read_manifest(other).save_id
-                if save_id in number_of:
-                    older[other] = number_of[save_id]
-        for other in sorted(older, key=lambda path: older[path], reverse=True)[keep - 1 :]:
-            lock = None
-            try:
-                with suppress(OSError, CheckpointError):  # another run is saving there now
-                    lock = disk.lock(lock_file(other))
-                    remove_checkpoint(other)
-            finally:
-                disk.unlock(lock)
-
-
-def _neighbours(folder: Path) -> Iterator[Path]:
-    """Folders in which earlier checkpoints may lie. Symbolic links are left out: their targets lie elsewhere."""
-    folder = folder.resolve()
-    parents = [folder.parent, folder.parent.parent]
-    siblings, beside_parent = ([*parent.iterdir()] if parent.is_dir() else [] for parent in parents)
-    for path in (*siblings, *(other / folder.name for other in beside_parent)):
-        with suppress(OSError):  # another user's
-            if path != folder and path.is_dir() and not (path.is_symlink() or path.parent.is_symlink()):
-                yield path

@@ -27,14 +27,7 @@ from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kin
 from megatron_distopt.checkpoint.param_groups import as_kept, differences, not_options, tell
 from megatron_distopt.checkpoint.source import DAMAGED, read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
-from megatron_distopt.checkpoint.whole_model import (
-    WholeModel,
-    flat_params_of,
-    load_loss_scale,
-    remember_loaded,
-    shards_of,
-    take_owned,
-)
+from megatron_distopt.checkpoint.whole_model import WholeModel, flat_params_of, load_loss_scale, shards_of, take_owned
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
@@ -125,7 +118,6 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
         optimizer.num_skipped = manifest.num_skipped
         for flat in optimizer.flat_params:
             flat.write_model()
-    remember_loaded(model, manifest)
     anew = [name for name, saved in plan.saved.items() if saved.begins_anew]
     if anew:
         text = "optimizers of other kinds, or of other parts of params, share no state: that of %s in %s begins anew"

@@ -111,7 +111,6 @@ class Manifest:
     loss_scale: Mapping[str, float] = field(default_factory=dict)  # empty where it never changes
     num_skipped: int = 0  # steps that were skipped so far
     about: Mapping[str, str | int] = field(default_factory=dict)  # host, sizes and versions of the run, for people
-    earlier: tuple[str, ...] = ()  # ids of the saves before it, the latest last, see [Note: history] in whole_model.py
     metadata: tuple[int, int] | None = None  # bytes and CRC-32 of `.metadata`; None in old checkpoints
     resting: tuple[GroupRecord, ...] = ()  # of params that never trained; their options count once they are unfrozen
 
@@ -163,7 +162,6 @@ def to_text(manifest: Manifest) -> str:
     """The manifest as JSON, with a CRC-32 of its body."""
     body = {
         "save_id": manifest.save_id,
-        "earlier": list(manifest.earlier),
         "metadata": manifest.metadata,
         **head_to_json(manifest),
         "files": [[file.name, file.nbytes, file.crc32] for file in manifest.files],
@@ -278,7 +276,6 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
         save_id=str(body["save_id"]),
         files=files,
         tensors=tensors,
-        earlier=tuple(map(str, body.get("earlier", ()))),
         metadata=None if metadata is None else (int(metadata[0]), int(metadata[1])),
     )
 

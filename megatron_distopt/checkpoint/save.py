@@ -30,11 +30,9 @@ from megatron_distopt.checkpoint.tensor_file import TensorWriter
 from megatron_distopt.checkpoint.whole_model import (
     Share,
     WholeModel,
-    earlier_saves,
     flat_params_of,
     owned_pieces,
     owned_tensors,
-    remember_saved,
     saved_loss_scale,
 )
 from megatron_distopt.comm import Group, exchange_together, raise_together
@@ -92,7 +90,6 @@ def contribution_of(model: WholeModel) -> Contribution:
         loss_scale=saved_loss_scale(first.loss_scale),
         num_skipped=first.num_skipped,
         about={**model.about, "megatron_distopt": VERSION, "torch": torch.__version__},
-        earlier=earlier_saves(model),
         resting=resting,
     )
     check_counts(head.loss_scale, head.num_skipped, "the optimizer")
@@ -226,7 +223,6 @@ def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     try:
         part = raise_together(lambda: saving.write(contribution_of(model)), everyone, "save")
         raise_together(lambda: saving.commit(part), everyone, "save")
-        remember_saved(model, saving.save_id)
     except BaseException:
         saving.abandon()
         raise

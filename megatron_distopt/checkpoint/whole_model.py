@@ -1,9 +1,5 @@
 """What this rank holds of the whole model. A host describes it; a checkpoint is written from it and read into it.
 
-[Note: history] Every manifest names the saves before it, so that `keep_last` knows whose checkpoints it may remove. A
-name or a date would not say it: a checkpoint in the next folder may be of another run with the same model, or of this
-run before it was resumed from an earlier checkpoint.
-
 [Note: owned state] What the owner of a whole param keeps are tensors of any shape beside those that are cut like the
 param. Their kinds begin with "owned:". The kind "owned:" itself is the JSON of `OwnedParam.split`, as bytes;
 "owned:state.GG.0" is the tensor that it calls so. Where tensor-parallel ranks share a param, each of them updates its
@@ -19,12 +15,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of
+from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import ParamShard, Piece, Placement
 from megatron_distopt.optimizer.inner import moments_of
@@ -37,10 +32,6 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 #: What DataParallel and DDP add in front of the names.
 _IN_FRONT = "module"
-#: The most save ids in a manifest. A run that keeps more checkpoints never removes the oldest.
-_MOST_SAVES = 1000
-#: Ids of earlier saves, by the first optimizer of a rank, which lives as long as its run.
-_SAVES: WeakKeyDictionary[ShardedOptimizer, tuple[str, ...]] = WeakKeyDictionary()
 _log = logging.getLogger("megatron_distopt")
 #: The names that Megatron's grad scaler has for the numbers of the loss scale, and the names in a checkpoint.
 LOSS_SCALE_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
@@ -126,21 +117,6 @@ def owned_pieces(model: WholeModel) -> Iterator[OwnedPiece]:
             placement = share.placements[shard.name]
             for piece in placement.pieces(shard.in_param):
                 yield OwnedPiece(share, flat, shard, placement, piece)
-
-
-def earlier_saves(model: WholeModel) -> tuple[str, ...]:
-    return _SAVES.get(model.shares[0].optimizer, ())
-
-
-def remember_saved(model: WholeModel, save_id: str) -> None:
-    """Called when a save has begun. If it fails, its id stays, which no checkpoint has."""
-    _SAVES[model.shares[0].optimizer] = (*earlier_saves(model), save_id)[-_MOST_SAVES:]
-
-
-def remember_loaded(model: WholeModel, manifest: Manifest) -> None:
-    """Called when a state was loaded; a state of other software has no earlier saves."""
-    own = (manifest.save_id,) if manifest.save_id else ()
-    _SAVES[model.shares[0].optimizer] = (*manifest.earlier, *own)[-_MOST_SAVES:]
 
 
 def saved_loss_scale(loss_scale: LossScale) -> dict[str, float]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_distopt.checkpoint import WholeModel, save_checkpoint
 from megatron_distopt.checkpoint.background import BackgroundSaver
-from megatron_distopt.checkpoint.folder import drop_older
 from megatron_distopt.checkpoint.load_plan import class_of
 from megatron_distopt.checkpoint.param_groups import SCHEDULE
 from megatron_distopt.comm import Group
@@ -28,26 +27,21 @@ class Saver:
     """Saves the checkpoints of one optimizer of a host."""
 
     def __init__(self, config: DistOptConfig, everyone: Group) -> None:
-        self._config, self._everyone = config, everyone
+        self._everyone = everyone
         self._background = BackgroundSaver(everyone) if config.async_save else None
 
     def save(self, folder: Path, model: WholeModel) -> None:
         """Collective: saves, or begins to; the deferred check of the last step may raise."""
         finish_deferred_check([share.optimizer for share in model.shares], self._everyone)
         if self._background is not None:
-            self._background.save(folder, model, lambda: self._drop_older(folder))
+            self._background.save(folder, model)
         else:
             save_checkpoint(folder, model, self._everyone)
-            self._drop_older(folder)
 
     def finish(self) -> None:
         """Collective: waits for a save in the background; raises what went wrong in it."""
         if self._background is not None:
             self._background.finish()
-
-    def _drop_older(self, folder: Path) -> None:
-        if self._config.keep_last is not None and self._everyone.rank == 0:
-            drop_older(folder, self._config.keep_last)
 
 
 def head_entry(choice: InnerChoice) -> dict[str, str]:

@@ -116,9 +116,9 @@ class Training:
     def model(self) -> WholeModel:
         return self.numbered.world.ranks[0].model
 
-    def save(self, number: int, folder: Path | None = None, then: Callable[[], None] = lambda: None) -> None:
+    def save(self, number: int, folder: Path | None = None) -> None:
         self.numbered.become(number)
-        self.saver.save(folder or self.folder, self.model, then)
+        self.saver.save(folder or self.folder, self.model)
 
     def saved(self, number: int) -> None:
         self.save(number)
@@ -169,7 +169,7 @@ def test_save_when_the_disk_fails_then_the_next_call_raises_and_the_checkpoint_b
     training.saved(1)
     with monkeypatch.context() as patch:
         patch.setattr(disk, call, _full)
-        training.save(2, then=lambda: pytest.fail("nothing was saved"))  # says nothing
+        training.save(2)  # says nothing
         with pytest.raises(CheckpointError) as raised:
             training.save(3)
     assert str(raised.value).startswith("Invalid ")
@@ -195,25 +195,6 @@ def test_save_when_the_copy_fails_then_it_raises_and_no_save_has_begun(
     training.saver.finish()
     assert training.read() == 1
     assert leftovers(training.folder) == set()
-
-
-def test_then_when_the_checkpoint_is_there_then_called_once_in_the_thread(training: Training, gate: Gate) -> None:
-    seen: list[tuple[bool, str]] = []
-    training.save(1, then=lambda: seen.append((is_checkpoint(training.folder), threading.current_thread().name)))
-    assert seen == []
-    gate.opened.set()
-    training.saver.finish()
-    assert seen == [(True, "megatron_distopt save")]
-
-
-def test_then_when_it_fails_then_the_next_call_raises_and_the_checkpoint_is_there(training: Training) -> None:
-    def fail() -> None:
-        raise OSError("no such folder")
-
-    training.save(1, then=fail)
-    with pytest.raises(OSError, match=r"^no such folder$"):
-        training.saver.finish()
-    assert training.read() == 1
 
 
 def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
@@ -332,7 +313,7 @@ class TwoRanks:
 
     def save(self, number: int) -> None:
         self.numbered.become(number)
-        self.saver.save(self.folder, self.numbered.world.ranks[self.rank].model, lambda: None)
+        self.saver.save(self.folder, self.numbered.world.ranks[self.rank].model)
 
     def ended(self, call: Callable[[], object]) -> Ended:
         kind, text = raised(call)
