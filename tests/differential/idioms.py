@@ -105,7 +105,7 @@ _CHANGED_WEIGHTS = {
         kinds=("Perceptron", "Tied", "Convolution", "Recurrent", "Branching", "OwnParams", "PartlyFrozen"),
         dtypes=("float32", "bfloat16", "float16"),
     ),
-    "one_element": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).view(-1)[0] = 0.25"),
+    "one_element": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).view(-1)[:1] = 0.25"),
     "all_times": Idiom(_ANY, "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.75)"),
     "add_to_weight": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).add_(0.125)"),
     "foreach_weights": Idiom(_ANY, "with torch.no_grad():\n    torch._foreach_mul_(list(model.parameters()), 0.5)"),
