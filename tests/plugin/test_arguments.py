@@ -106,7 +106,7 @@ def test_spelling_when_words_are_known_or_about_something_else_then_passed(words
     check_spelling(words, known, abbreviated=abbreviated)
 
 
-@pytest.mark.parametrize("word", ["--distopt-nonf", "--distopt-keep", "--use-distributed-optim"])
+@pytest.mark.parametrize("word", ["--distopt-nonf", "--distopt-resume", "--use-distributed-optim"])
 def test_spelling_when_a_flag_is_abbreviated_then_the_parser_says_whether_it_may(word: str) -> None:
     known = [*_parser()._option_string_actions]
     check_spelling([word, f"{word}=skip"], known, abbreviated=True)
