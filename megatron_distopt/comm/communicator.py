@@ -39,7 +39,7 @@ from megatron_distopt.comm.collectives import (
     reduce_scatter,
 )
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.pending import Pending, profiled, wait_for
+from megatron_distopt.comm.pending import Pending, profiled
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError
 
@@ -102,7 +102,9 @@ class Launches:
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Waits for some that are under way; they remain listed there."""
-        wait_for({f"wait for {self._kind} {number}": self.under_way[number] for number in numbers})
+        for number in numbers:
+            with profiled(f"wait for {self._kind} {number}"):
+                self.under_way[number].wait()
 
     def agree(self, wanted: list[int] | None) -> None:
         """Collective: takes the order that the first of the ranks with a wish wants; to be called until `is_agreed`.

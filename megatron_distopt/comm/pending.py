@@ -28,7 +28,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from threading import Event, Lock
@@ -162,10 +162,3 @@ def profiled(name: str) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def wait_for(pending: Mapping[str, Pending]) -> None:
-    """Waits for collectives in the order given, each under its name."""
-    for name, each in pending.items():
-        with profiled(name):
-            each.wait()

@@ -134,7 +134,7 @@ class ShardedModel:
         trained = {slot.param for slot in slots}
         outside = [param.data for param in plan.named.values() if param not in trained]
         outside += [buffer for chunk in chunks for buffer in chunk.buffers()]
-        sums = tuple(int(buffer.param.view(torch.uint8).sum()) for buffer in buffers)
+        sums = tuple(int(buffer.param.view(torch.uint8).sum()) for buffer in buffers if data.size > 1)
         self.had_same_values = len(set(exchange(sums, data))) == 1  # what each rank drew for itself differs in sums
         share_initial([*(buffer.param for buffer in buffers), *outside], data, plan.device)
         self.sharded = ShardedOptimizer(buffers, plan.step)
