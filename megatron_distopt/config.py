@@ -8,6 +8,7 @@ change what code or a flag gave.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -79,6 +80,11 @@ _LOSS_SCALE = Rule(
     "dynamic, or a number from 2**-126 to 2**127",  # of which fp32 holds the inverse as well
     lambda value: value == "dynamic" if isinstance(value, str) else SMALLEST_SCALE <= value <= LARGEST_SCALE,
     words=("dynamic",),
+)
+_PROTECT_EVERY = Rule(
+    "auto, or a whole number of at least 1",
+    lambda value: value == "auto" if isinstance(value, str) else value >= 1,
+    words=("auto",),
 )
 _Config = TypeVar("_Config")
 
@@ -258,6 +264,23 @@ class DistOptConfig:
         one_of("distopt", "gathered"),
     )
     async_save: bool = option(False, "train on while a copy of the optimizer state is written")
+    protect_every: int | str | None = option(
+        None,
+        "steps between two snapshots of the optimizer state in the memory of two nodes, from which a run goes on after "
+        "it lost one; auto takes the fewest that cost less than 1 % of the time, none for no snapshots",
+        _PROTECT_EVERY,
+    )
+    protect_folder: str | None = option(
+        None,
+        "where each node keeps them, in memory; none for a folder below /dev/shm with the name of torchrun's job "
+        "(--rdzv-id)",
+    )
+    protect_timeout: float = option(
+        20.0,
+        "seconds without a sign of life after which the other ranks of a protected run end, so that torchrun starts "
+        "them anew",
+        Rule("a finite number of at least 1", lambda value: math.isfinite(value) and value >= 1),
+    )
     #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes it.
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 

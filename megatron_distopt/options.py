@@ -98,7 +98,7 @@ class Option:
         if self._is_optional and text.lower() == self._none:
             return None
         try:
-            if "int" in self._type_names:
+            if "int" in self._type_names and text not in (self.rule.words if self.rule else ()):
                 return self.checked(int(text), spelled)
             if self.annotation == "float":
                 return self.checked(float(text), spelled)

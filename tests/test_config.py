@@ -41,6 +41,7 @@ OTHER_VALUES: dict[str, Any] = {
     "min_loss_scale": 0.5,
     "offload_fraction": 0.5,
     "digest_file": "/runs/digests",
+    "protect_folder": "/dev/shm/run",
     "overlap_grad_reduce": True,
 }
 

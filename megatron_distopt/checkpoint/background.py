@@ -46,19 +46,31 @@ class Staging:
 
     def copy(self, tensors: Sequence[Written]) -> list[Written]:
         """Copies everything, for which there is room; what it returned before is overwritten."""
+        copies = self.begin_copy(tensors)
+        mark(self._device)()  # the device copies one after the other, and the CPU waits once
+        return copies
+
+    def begin_copy(self, tensors: Sequence[Written]) -> list[Written]:
+        """The same on the current stream of the device, without waiting for it."""
         copies, start = [], 0
         for written in tensors:
             flat = self._memory[start : start + written.tensor.nbytes].view(written.tensor.dtype)
             copy = flat.view(written.tensor.shape).copy_(written.tensor, non_blocking=True)
             copies.append(replace(written, tensor=copy))
             start += _aligned(written.tensor.nbytes)
-        mark(self._device)()  # the device copies one after the other, and the CPU waits once
         return copies
 
 
 def room_for(tensors: Sequence[Written]) -> int:
     """Bytes of memory that hold a copy of all of the tensors."""
     return sum(_aligned(written.tensor.nbytes) for written in tensors)
+
+
+def let_training_first() -> None:
+    """Gives this thread less of a core that training wants, too; only Linux has priorities of threads."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _aligned(nbytes: int) -> int:
@@ -87,9 +99,7 @@ class _Task:
 
     def run(self, contribution: Contribution) -> None:
         """Runs in the thread: writes this rank's file, and on the first rank commits once all ranks have written."""
-        if sys.platform == "linux":  # training comes first; only Linux has priorities of threads
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        let_training_first()
         try:
             part = self.saving.write(contribution)
         except BaseException as error:  # noqa: BLE001 - raised by the next call, or logged at the end of the process

@@ -28,16 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import (
-    FileRecord,
-    Manifest,
-    TensorRecord,
-    from_text,
-    join,
-    metadata_of,
-    overlap,
-    to_text,
-)
+from megatron_distopt.checkpoint.manifest import FileRecord, Manifest, from_text, join, metadata_of, overlap, to_text
 from megatron_distopt.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -92,8 +83,7 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
     After an OSError the folder holds the old checkpoint or the new one.
     """
     manifest = join(parts)
-    for key, record in manifest.tensors.items():
-        _check_complete(key, record)
+    check_complete(manifest)
     for file in manifest.files:
         _check_there(folder, file)
     metadata = metadata_of(manifest)
@@ -110,14 +100,16 @@ def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
     return manifest
 
 
-def _check_complete(key: str, record: TensorRecord) -> None:
-    numel, wanted = sum(chunk.box.numel for chunk in record.chunks), math.prod(record.shape)
-    if numel != wanted or overlap([chunk.box for chunk in record.chunks]) is not None:
-        got = f"{numel} elements written" if numel != wanted else "elements written twice, others not at all"
-        raise CheckpointError(
-            f"Invalid tensor {key!r}: {got}. Must be written once, all {wanted} elements. Give each param of the model "
-            "a name of its own, and one rank that writes it."
-        )
+def check_complete(manifest: Manifest) -> None:
+    """Checks that the files of a manifest hold every element of its tensors once."""
+    for key, record in manifest.tensors.items():
+        numel, wanted = sum(chunk.box.numel for chunk in record.chunks), math.prod(record.shape)
+        if numel != wanted or overlap([chunk.box for chunk in record.chunks]) is not None:
+            got = f"{numel} elements written" if numel != wanted else "elements written twice, others not at all"
+            raise CheckpointError(
+                f"Invalid tensor {key!r}: {got}. Must be written once, all {wanted} elements. Give each param of the "
+                "model a name of its own, and one rank that writes it."
+            )
 
 
 def _check_there(folder: Path, file: FileRecord) -> None:

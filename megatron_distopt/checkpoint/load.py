@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -58,7 +59,7 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    names = _names_of_all(model, everyone)
+    names = names_of_all(model, everyone)
     checked: list[tuple[Loadable, LoadPlan]] = []
 
     def check() -> tuple[str, list[str]]:
@@ -85,7 +86,7 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
         tell(line for lines in changed for line in lines)
 
 
-def _names_of_all(model: WholeModel, everyone: Group) -> set[str]:
+def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
     """Collective: names in the whole model of the params that train; each is sent by the rank of its first element."""
     begun_here = [
         share.placements[shard.name].name
@@ -127,11 +128,16 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
 def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
     """The checkpoint in a folder; each of the `size` processes that load verifies its part of the files."""
     manifest = read_manifest(folder)
+    verify = lambda reads: _verify_files(folder, manifest.files[rank::size])  # noqa: E731
+    return replace(loadable_files(folder, manifest), verify=verify)
+
+
+def loadable_files(folder: Path, manifest: Manifest) -> Loadable:
+    """The files of a manifest in a folder, which were verified before."""
     return Loadable(
         manifest,
         str(folder),
         read=partial(_read_from, folder, manifest),
-        verify=lambda reads: _verify_files(folder, manifest.files[rank::size]),
         read_owned=lambda key: read_saved(folder, manifest, key, Box.whole(manifest.tensors[key].shape)),
     )
 

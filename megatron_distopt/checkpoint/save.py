@@ -96,6 +96,15 @@ def contribution_of(model: WholeModel) -> Contribution:
     return Contribution(head, tensors)
 
 
+def write_tensors(path: Path, contribution: Contribution, save_id: str) -> Manifest:
+    """Writes the file of a rank, tensor by tensor, and returns its manifest; the file is on the disk afterwards."""
+    with disk.refused(f"file {path}", f"{_WRITABLE}; the last checkpoint is untouched"), disk.written(path) as file:
+        writer = TensorWriter(path, file)
+        for written in contribution.tensors:
+            writer.append(written.key, written.tensor, shape=written.shape, box=written.box)
+    return writer.part(contribution.head, save_id)
+
+
 def _groups_of(share: Share) -> Iterator[GroupRecord]:
     """The groups of which this rank owns something, once for each flat param; other ranks add the other groups."""
     optimizer = share.optimizer
@@ -129,12 +138,8 @@ class Saving:
         Ranks other than the first, which commits, write the manifest as well.
         """
         path = file_of(self.folder, self.save_id, self.rank)
+        part = write_tensors(path, contribution, self.save_id)
         with disk.refused(f"file {path}", f"{_WRITABLE}; the last checkpoint is untouched"):
-            with disk.written(path) as file:
-                writer = TensorWriter(path, file)
-                for written in contribution.tensors:
-                    writer.append(written.key, written.tensor, shape=written.shape, box=written.box)
-            part = writer.part(contribution.head, self.save_id)
             if self.rank != 0:
                 disk.write_file(file_of(self.folder, self.save_id, self.rank, "part"), to_text(part).encode())
         return part

@@ -7,20 +7,28 @@ class that updates whole params, and a run with another optimizer leaves these g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_distopt.checkpoint import WholeModel, save_checkpoint
 from megatron_distopt.checkpoint.background import BackgroundSaver
+from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.load_plan import class_of
 from megatron_distopt.checkpoint.param_groups import SCHEDULE
-from megatron_distopt.comm import Group
+from megatron_distopt.checkpoint.protect.nodes import check_launcher, folder_of
+from megatron_distopt.checkpoint.protect.protection import Protection
+from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.step import finish_deferred_check
 
 _CLASS = "updates_whole_params"
+#: What a host calls around each step and after a load.
+StepHook = DigestLog | Protection
 
 
 class Saver:
@@ -42,6 +50,32 @@ class Saver:
         """Collective: waits for a save in the background; raises what went wrong in it."""
         if self._background is not None:
             self._background.finish()
+
+
+def protection_of(
+    config: DistOptConfig,
+    whole: Callable[[], WholeModel],
+    everyone: Group,
+    device: torch.device,
+    settle: Callable[[], None],
+) -> Protection | None:
+    """Collective: what `protect_every` asks for; None where it asks for nothing.
+
+    `settle` is collective, and brings the state up to date before it is read.
+
+    Raises:
+        ConfigError, CheckpointError: on all ranks: there is no folder for snapshots, or no room in it.
+    """
+    if config.protect_every is None:
+        return None
+    raise_together(lambda: check_launcher(os.environ), everyone)
+    folder = raise_together(lambda: folder_of(config.protect_folder, os.environ, everyone), everyone)
+
+    def settled() -> None:
+        settle()
+        finish_deferred_check([share.optimizer for share in whole().shares], everyone)
+
+    return Protection(config.protect_every, folder, whole, everyone, device, settled)
 
 
 def head_entry(choice: InnerChoice) -> dict[str, str]:

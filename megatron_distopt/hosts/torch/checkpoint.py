@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,9 @@ from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
+from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.protect.protection import Protection
+from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
@@ -21,7 +23,6 @@ from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.model import FIRST_RANK, ShardedModel
-from megatron_distopt.optimizer.step import act_on_deferred_notice
 
 
 class StateCalls(Optimizer):
@@ -98,7 +99,7 @@ class StateCalls(Optimizer):
         self._check_torchs_format("load_state_dict()")
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
-        self._before_state(is_read=False)
+        self._model.bring_up_to_date(is_read=False)
         if self._model.waiting:
             self._model.grow_to(names_with_state(self._torch_params(), state_dict))
         load_torch_state_dict(self._torch_params(), state_dict)
@@ -112,7 +113,7 @@ class StateCalls(Optimizer):
     def full_state_dict(self) -> dict[str, Any]:
         """Collective: the whole state in torch's format on rank 0, gathered param by param; empty on the others."""
         self._check_torchs_format("full_state_dict()")
-        self._before_state()
+        self._model.bring_up_to_date()
         return full_state_dict(self._torch_params())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -142,7 +143,7 @@ class StateCalls(Optimizer):
             CheckpointError: on a rank that cannot write; the folder holds what it held before.
             RanksDisagreeError: on the others.
         """
-        self._before_state()
+        self._model.bring_up_to_date()
         raise_together(lambda: self._check_folder(Path(folder)), self._model.everyone, "save")
         self._saver.save(Path(folder), self._model.whole())
 
@@ -155,12 +156,49 @@ class StateCalls(Optimizer):
                 got, rule = f"that of the process group of rank {first}", "be of one process group"
                 raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, "Give each group a folder of its own"))
 
+    def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
+        """Collective: keeps a snapshot of this step in memory, at every `protect_every`-th call.
+
+        To be called after each step, when a scheduler has made its step, too. docs/protect.md shows a loop.
+
+        Args:
+            step: the number of steps that are done, the same on all ranks.
+            state: returns what else this rank needs to go on from here, such as the state of a scheduler, of a data
+                loader and of generators: tensors, numbers, texts, lists, tuples and dicts. Called for a snapshot alone.
+
+        Raises:
+            ConfigError: `protect_every` is not set, or `resume` was not called before.
+            CheckpointError, RanksDisagreeError: on all ranks, where one cannot take its part.
+        """
+        self._protected("protect").border(step, state)
+
     @torch.no_grad()
-    def _before_state(self, *, is_read: bool = True) -> None:
-        """Collective: brings the state up to date before it is read, or replaced where `is_read` is false."""
-        self._model.gather.finish()
-        act_on_deferred_notice([self._model.sharded])
-        raise_together(partial(self._model.params.follow, is_read=is_read), self._model.everyone, "params")
+    def resume(self, newer_than: int = -1) -> Resumed | None:
+        """Collective: takes the newest whole snapshot in memory, at this or any other size, and gathers the params.
+
+        Args:
+            newer_than: the step that the run has from a checkpoint; an older snapshot is not taken.
+
+        Returns:
+            `step` and the `state` that this rank gave to `protect`, or where the number of ranks has changed rank 0;
+            None where memory has nothing to take, and nothing has changed.
+
+        Raises:
+            ConfigError: `protect_every` is not set.
+        """
+        protection = self._protected("resume")
+        self.finish_saving()
+        self._model.bring_up_to_date(is_read=False)
+        resumed = protection.resume(newer_than, self._grow_to_saved)
+        if resumed is not None:
+            self._take_loaded()
+        return resumed
+
+    def _protected(self, call: str) -> Protection:
+        if self._model.protection is None:
+            remedy = "Write distribute(model, optimizer, protect_every=100)"
+            raise ConfigError(refusal(call, "no protect_every", "be of a protected run", remedy))
+        return self._model.protection
 
     def finish_saving(self) -> None:
         """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
@@ -178,11 +216,17 @@ class StateCalls(Optimizer):
             RanksDisagreeError: on the others.
         """
         self.finish_saving()
-        self._before_state(is_read=False)
+        self._model.bring_up_to_date(is_read=False)
         if self._model.waiting and is_checkpoint(Path(folder)):
-            manifest = raise_together(lambda: read_manifest(Path(folder)), self._model.everyone, "load")
-            self._model.grow_to(manifest.names)
+            self._grow_to_saved(raise_together(lambda: read_manifest(Path(folder)), self._model.everyone, "load"))
         load_any(Path(folder), self._model.whole(), self._model.everyone)
+        self._take_loaded()
+
+    def _grow_to_saved(self, manifest: Manifest) -> None:
+        if self._model.waiting:
+            self._model.grow_to(manifest.names)
+
+    def _take_loaded(self) -> None:
         self._after_load()
         self._model.gather.gather_now()
         self._model.params.forget()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from megatron_distopt.comm import (
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, named_params, spec_of
+from megatron_distopt.hosts.saving import StepHook, protection_of
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
 from megatron_distopt.hosts.torch.params import Params
@@ -48,6 +50,7 @@ from megatron_distopt.layout.buckets import alignment_for
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
+from megatron_distopt.optimizer.step import act_on_deferred_notice
 
 #: In what a manifest says about a run: the number in the job of the first of the ranks that saved together.
 FIRST_RANK = "first_rank"
@@ -148,7 +151,12 @@ class ShardedModel:
         }
         self.module_buffers = ModuleBuffers(with_buffers, data, plan.device) if with_buffers else None
         #: Called around each step and after a load.
-        self.hooks: Sequence[DigestLog] = ()
+        self.hooks: Sequence[StepHook] = ()
+        self.protection = protection_of(config, self.whole, self.everyone, self.device, self.bring_up_to_date)
+        if self.protection is not None:
+            self.hooks = (self.protection,)
+        if config.log_digests is not None:
+            self.hooks = (*self.hooks, DigestLog(config, self.whole, self.everyone))
 
     # --- the params that train
 
@@ -216,6 +224,19 @@ class ShardedModel:
         frozen = frozenset([*named_params(self.chunks), *resting]) - self.placements.keys()
         sizes = {"ranks": self.everyone.size, "data_parallel": self.data.size, FIRST_RANK: self.everyone.global_rank(0)}
         return WholeModel([self.share()], frozen=frozen, about={"host": "any torch module", **sizes})
+
+    @torch.no_grad()
+    def bring_up_to_date(self, *, is_read: bool = True) -> None:
+        """Collective: brings the state up to date before it is read, or replaced where `is_read` is false."""
+        self.wait_for_snapshot()
+        self.gather.finish()
+        act_on_deferred_notice([self.sharded])
+        raise_together(partial(self.params.follow, is_read=is_read), self.everyone, "params")
+
+    def wait_for_snapshot(self) -> None:
+        """Before the state changes: the device finishes the copy of it that is under way."""
+        if self.protection is not None:
+            self.protection.wait_for_copy()
 
     def share(self) -> Share:
         excluded = self._plan.step.excluded_from_norm

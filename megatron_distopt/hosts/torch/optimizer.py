@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.param_groups import LOSS_SCALE
 from megatron_distopt.comm import Field, compare, exchange, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
@@ -56,8 +55,6 @@ class TorchDistributedOptimizer(StateCalls):
         if isinstance(model.sharded.loss_scale, DynamicLossScale):
             groups[0][LOSS_SCALE] = model.sharded.loss_scale.state  # torch's flattened format has what groups have
         self.last_step: StepDecision | None = None
-        if model.config.log_digests is not None:
-            model.hooks = (DigestLog(model.config, model.whole, model.everyone),)
         model.grads.on_drop = partial(announce_drop, model)
         self._saver = Saver(model.config, model.everyone)
         self._end = finalize(self, model.release)

@@ -1,0 +1,317 @@
+"""The protection of one run: snapshots of its optimizer state in memory, while it trains, and the way back.
+
+A snapshot is begun by all ranks at the border between two steps. Each copies what it owns; the device does that on a
+stream of its own, while training goes on. Then a thread writes the copy into the memory of its node and sends it to
+the buddy on another node. At the next border at which ranks talk they learn whether all of them have it, and only then
+the one before it goes. So there is always one that is whole, of which each node holds its own and its neighbour's part.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_distopt.checkpoint.background import Staging, let_training_first, room_for
+from megatron_distopt.checkpoint.folder import new_save_id
+from megatron_distopt.checkpoint.manifest import Manifest, no_collection
+from megatron_distopt.checkpoint.protect.nodes import check_space, find_nodes, is_removed_at_logout
+from megatron_distopt.checkpoint.protect.pace import Pace
+from megatron_distopt.checkpoint.protect.restart import Resumed, restore
+from megatron_distopt.checkpoint.protect.snapshots import (
+    NUM_RANKS,
+    Snapshot,
+    keep_only,
+    key_of_state,
+    note_step,
+    packed,
+)
+from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
+from megatron_distopt.checkpoint.save import Contribution, Written, contribution_of, write_tensors
+from megatron_distopt.checkpoint.whole_model import WholeModel
+from megatron_distopt.comm import Group, exchange_together, raise_together
+from megatron_distopt.device import fence, mark, new_stream, on_stream
+from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError, refusal
+from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision, as_plain
+
+_log = logging.getLogger("megatron_distopt")
+_SECONDS_AT_EXIT = 10.0
+_RESUME_FIRST = "Call resume() of the optimizer once before training, and protect(step, state=...) after each step"
+
+
+@dataclass
+class _Copying:
+    """A snapshot under way on this rank."""
+
+    snapshot: Snapshot
+    threads: Sequence[threading.Thread] = ()
+    failed: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return any(thread.is_alive() for thread in self.threads)
+
+
+class Protection:
+    """Collective: what `protect_every` asks for, for the model of `whole`; called around each step as a hook.
+
+    Args:
+        every: steps between two snapshots, or "auto".
+        folder: in the memory of each node, on all ranks alike.
+        whole: what this rank holds.
+        everyone: all ranks of the model.
+        device: of the params.
+        settle: brings the state up to date before it is read.
+        on_border: called at each border.
+
+    Raises:
+        CheckpointError: on all ranks: the folder cannot be used, or has no room.
+    """
+
+    def __init__(
+        self,
+        every: int | str,
+        folder: Path,
+        whole: Callable[[], WholeModel],
+        everyone: Group,
+        device: torch.device,
+        settle: Callable[[], None],
+        on_border: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._pace, self._folder, self._whole, self._everyone = Pace(every), folder, whole, everyone
+        self._device, self._settle, self._on_border = device, settle, on_border
+        self.nodes = find_nodes(folder, everyone)
+        check_space(folder, _expected_nbytes(whole()), self.nodes)
+        self._lines, self._has_space = Lines(self.nodes), False
+        self._staging: Staging | None = None
+        self._stream = new_stream(device)
+        self._copied: Callable[[], None] | None = None  # makes training wait for the copy of its state
+        self._copying: _Copying | None = None
+        self._kept: Snapshot | None = None  # the newest that is whole on all ranks
+        self._is_ready, self._num_steps = False, 0  # whether `resume` was called; steps since the last border
+        Finalize(None, self._at_exit, exitpriority=0)
+
+    def described(self) -> str:
+        """For the block at the start: what is protected against what."""
+        every = "as many steps as cost 1 %" if self._pace.is_measuring else f"{self._pace.every} steps"
+        text = f"every {every} in {self._folder}"
+        if self.nodes.num_nodes == 1:
+            text += "; one node, so there is no second copy: a killed process loses nothing, a lost node everything"
+        else:
+            text += f"; the second copy lies on the next of {self.nodes.num_nodes} nodes"
+        if is_removed_at_logout():
+            text += "; systemd may remove it at a logout: write RemoveIPC=no into /etc/systemd/logind.conf"
+        return text
+
+    # --- a step, as its hook
+
+    def before(self) -> None:
+        """Refuses steps that no snapshot can follow; the state may change afterwards."""
+        self._num_steps += 1
+        if self._num_steps > 2:
+            got, rule = "a third step without a border", "be told of each border between two steps"
+            raise ConfigError(refusal("use of protect_every", got, rule, _RESUME_FIRST))
+        self.wait_for_copy()
+
+    def after(self, decision: object) -> None:
+        """Does nothing: a snapshot begins at the border, when the host has finished the step, too."""
+
+    def loaded(self) -> None:
+        """Does nothing: what was loaded is in the next snapshot."""
+
+    def wait_for_copy(self) -> None:
+        """Makes the device wait for the copy of its state; to be called before anything changes the state."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied()
+
+    # --- the border between two steps
+
+    def border(self, step: int, state: Callable[[], Any]) -> None:
+        """Collective at the borders at which ranks talk: learns how the last snapshot went, and begins one.
+
+        Args:
+            step: the number of steps that are done, the same on all ranks.
+            state: returns what else this rank needs to go on at this border; called where a snapshot begins.
+
+        Raises:
+            ConfigError: `resume` was not called.
+            CheckpointError, RanksDisagreeError: on all ranks: `state` cannot be kept, or there is no memory.
+        """
+        if not self._is_ready:
+            raise ConfigError(
+                refusal("use of protect_every", "no resume()", "look for a snapshot first", _RESUME_FIRST)
+            )
+        self._num_steps = 0
+        self._on_border()
+        note_step(self._folder, self._everyone.rank, step)
+        if not self._pace.next():
+            return
+        copying = self._copying
+        looks = self._pace.is_measuring and not self._pace.begins_trial
+
+        def said() -> tuple[int, bool, bool, int, str]:
+            running = copying is not None and copying.is_running
+            failed = copying is not None and copying.failed
+            return step, running, failed, self._pace.fitting() if looks else 0, new_save_id()
+
+        steps, running, failed, fitting, save_ids = zip(
+            *exchange_together(said, self._everyone, "protect"), strict=True
+        )
+        if len(set(steps)) > 1:
+            got, rule = f"{min(steps)} on one rank and {max(steps)} on another", "be the same on all ranks"
+            raise RanksDisagreeError(refusal("step of protect", got, rule, "Give protect the number of steps done"))
+        if any(running):
+            if not looks:
+                self._say("a snapshot of step %d is left out: the one before is still being written", step)
+            return
+        if copying is not None:
+            self._kept, self._copying = self._kept if any(failed) else copying.snapshot, None
+        if looks:
+            self._pace.choose(max(fitting))
+            self._say("protect_every auto: a snapshot every %s steps costs less than 1 %% of them", self._pace.every)
+            return
+        self._begin(Snapshot(step, save_ids[0]), state)
+
+    @no_collection()
+    def _begin(self, snapshot: Snapshot, state: Callable[[], Any]) -> None:
+        """Collective: copies the state and lets threads write, send and receive."""
+        self._settle()
+        contribution = raise_together(lambda: self._contribution(snapshot, state), self._everyone, "protect")
+        if not self._has_space:
+            check_space(self._folder, room_for(list(contribution.tensors)), self.nodes)
+            self._lines.connect_buddies()
+            self._has_space = True
+        if self.nodes.is_first:
+            keep_only(self._folder, [each for each in (self._kept, snapshot) if each is not None])
+        contribution, ready = self._copy(contribution)
+        copying = self._copying = _Copying(snapshot)
+        tasks = {"send": lambda: self._send(snapshot, contribution, ready), "receive": lambda: self._receive(snapshot)}
+        copying.threads = [
+            threading.Thread(
+                target=self._guarded, args=(copying, task), name=f"megatron_distopt snapshot {name}", daemon=True
+            )
+            for name, task in tasks.items()
+        ]
+        for thread in copying.threads:
+            thread.start()
+
+    def _contribution(self, snapshot: Snapshot, state: Callable[[], Any]) -> Contribution:
+        snapshot.folder(self._folder).mkdir(exist_ok=True)
+        contribution, tensor = contribution_of(self._whole()), packed(state)
+        shape = tuple(tensor.shape)
+        training = Written(key_of_state(self._everyone.rank), shape, Box.whole(shape), tensor)
+        about = {**contribution.head.about, NUM_RANKS: self._everyone.size}
+        tensors = [*contribution.tensors, training]
+        if self._staging is None or self._staging.nbytes < room_for(tensors):
+            self._staging = None  # frees the old memory before the new one is allocated
+            self._staging = Staging(room_for(tensors), self._device)
+        return Contribution(replace(contribution.head, about=about), tensors)
+
+    def _copy(self, contribution: Contribution) -> tuple[Contribution, Callable[[], None]]:
+        """The copy, under way on a stream of its own, and a function that waits until it is there."""
+        if self._staging is None:
+            raise CheckpointError(refusal("snapshot", "no memory for the copy", "be allocated before", "Report this"))
+        tensors = list(contribution.tensors)
+        reached = fence(self._device)
+        with on_stream(self._stream, self._device):
+            reached()
+            copies = self._staging.begin_copy(tensors)
+            copied, ready = fence(self._device), mark(self._device)
+
+        def wait(kept: Sequence[Written] = tensors) -> None:
+            copied()
+            del kept  # what was made for the copy alone must not be used for something else before
+
+        self._copied = wait
+        return replace(contribution, tensors=copies), ready
+
+    # --- threads
+
+    def _guarded(self, copying: _Copying, task: Callable[[], bool]) -> None:
+        """Runs a task; training goes on without this snapshot where it fails."""
+        let_training_first()
+        try:
+            is_done = task()
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            is_done = False
+            _log.error("the snapshot of step %d was not kept: %s", copying.snapshot.step, error)
+        copying.failed = copying.failed or not is_done
+
+    def _send(self, snapshot: Snapshot, contribution: Contribution, ready: Callable[[], None]) -> bool:
+        """Writes this rank's copy, sends it to the buddy, and commits it where both have it."""
+        ready()
+        rank, buddy, part = self._everyone.rank, self.nodes.buddy, None
+        path, failure = snapshot.file(self._folder, rank), ""
+        try:
+            part = self._written(path, snapshot, contribution)
+        except CheckpointError as error:
+            failure = str(error)
+        is_there = buddy is None or send_copy(self._lines.to(buddy), path, part)
+        if failure:
+            raise CheckpointError(failure)
+        if part is not None and is_there:
+            snapshot.commit(self._folder, rank, part)
+        return part is not None and is_there
+
+    def _written(self, path: Path, snapshot: Snapshot, contribution: Contribution) -> Manifest:
+        for written in contribution.tensors:
+            tensor = as_plain(written.tensor)
+            values = tensor.float() if tensor.is_floating_point() and tensor.element_size() < 2 else tensor
+            if not bool(values.isfinite().all()):
+                got, remedy = f"inf or nan in {written.key}", "Training goes on; the snapshot before it stays"
+                raise CheckpointError(refusal(f"snapshot of step {snapshot.step}", got, "be finite", remedy))
+        return write_tensors(path, contribution, snapshot.save_id)
+
+    def _receive(self, snapshot: Snapshot) -> bool:
+        for rank in self.nodes.protected:
+            receive_copy(self._lines.to(rank), snapshot, self._folder, rank)
+        return True
+
+    def _at_exit(self) -> None:
+        for thread in self._copying.threads if self._copying is not None else ():
+            thread.join(_SECONDS_AT_EXIT)
+
+    # --- the way back
+
+    def resume(
+        self, newer_than: int = -1, prepare: Callable[[Manifest], None] = lambda manifest: None
+    ) -> Resumed | None:
+        """Collective: loads the newest snapshot that is whole, at any parallel sizes; the params are not gathered yet.
+
+        Args:
+            newer_than: the step that the run has from elsewhere; an older snapshot is not taken.
+            prepare: collective; called with the manifest before the state is planned.
+
+        Returns:
+            The step and what `state` returned for it; None where no snapshot can be taken, and nothing has changed.
+        """
+        self._is_ready = True
+        start = time.monotonic()
+        found = restore(self._folder, self._lines, self._whole, newer_than, prepare)
+        self._kept = found.snapshot if found is not None else None
+        if found is None:
+            return None
+        self._say("%s, in %.1f s", found.described, time.monotonic() - start)
+        return found.resumed
+
+    def _say(self, text: str, *values: object) -> None:
+        if self._everyone.rank == 0:
+            _log.warning(text, *values)
+
+
+def _expected_nbytes(model: WholeModel) -> int:
+    """What a snapshot of this rank will have at least, before there are moments."""
+    nbytes = 0
+    for optimizer in (share.optimizer for share in model.shares):
+        num_moments = len(optimizer.plan.choice.moments) if Precision.of(optimizer.config).is_full else 0
+        nbytes += sum(flat.main.nbytes for flat in optimizer.flat_params) * (1 + num_moments)
+    return nbytes

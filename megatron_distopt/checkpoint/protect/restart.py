@@ -1,0 +1,194 @@
+"""The way back: the newest snapshot that the nodes together have whole, loaded at whatever parallel sizes the run has.
+
+Nothing of the running state changes before every file that is needed is on the node that reads it, with the bytes that
+its rank once wrote. A damaged copy is left to the other node's, a damaged or incomplete snapshot to the one before it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_distopt.checkpoint.folder import check_complete
+from megatron_distopt.checkpoint.load import load_state, loadable_files, names_of_all
+from megatron_distopt.checkpoint.load_plan import plan_load
+from megatron_distopt.checkpoint.manifest import Manifest, join
+from megatron_distopt.checkpoint.protect.nodes import Nodes
+from megatron_distopt.checkpoint.protect.snapshots import NUM_RANKS, Snapshot, held, key_of_state, last_step, unpacked
+from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
+from megatron_distopt.checkpoint.source import read_saved
+from megatron_distopt.checkpoint.whole_model import WholeModel
+from megatron_distopt.comm import exchange, exchange_together, raise_together
+from megatron_distopt.errors import CheckpointError, DistOptError, refusal
+from megatron_distopt.layout import Box
+
+_log = logging.getLogger("megatron_distopt")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    step: int  # number of steps that were done
+    state: Any  # what this rank's `state` returned then; that of rank 0 where the parallel sizes are others now
+    is_same_size: bool  # whether the parallel sizes are those of the run that was saved
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A snapshot that was loaded."""
+
+    snapshot: Snapshot
+    resumed: Resumed
+    described: str  # where it came from, for the log
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies of a snapshot that are whole."""
+
+    snapshot: Snapshot
+    nodes_of: Mapping[int, tuple[int, ...]]  # by rank that wrote it: the nodes that have a copy
+    parts: Mapping[int, Manifest]  # by the same
+
+    def joined(self) -> Manifest:
+        """The manifest of all of them; file k is that of rank k.
+
+        Raises:
+            CheckpointError: together they are not the whole model.
+        """
+        size = next((int(part.about.get(NUM_RANKS, 0)) for part in self.parts.values()), 0)
+        missing = [rank for rank in range(size) if rank not in self.parts]
+        if missing or not size:
+            got = f"without a whole copy of rank {', '.join(map(str, missing))}" if size else "no whole copy"
+            raise CheckpointError(
+                refusal(f"snapshot of step {self.snapshot.step}", got, "hold all ranks", "Go further")
+            )
+        manifest = join([self.parts[rank] for rank in range(size)])
+        check_complete(manifest)
+        return manifest
+
+
+def restore(
+    base: Path, lines: Lines, whole: Callable[[], WholeModel], newer_than: int, prepare: Callable[[Manifest], None]
+) -> Restored | None:
+    """Collective: loads the newest snapshot that can be taken; None, and nothing has changed, where there is none."""
+    nodes = lines.nodes
+    here = held(base) if nodes.is_first else {}
+    listings, reached = zip(*exchange((here, last_step(base)), nodes.group), strict=True)
+    found = sorted({snapshot for listing in listings for snapshot in listing}, reverse=True)
+    reasons = []
+    for snapshot in (each for each in found if each.step > newer_than):
+        try:
+            copies = _whole_copies(base, snapshot, held(base).get(snapshot, []), nodes)
+            manifest = copies.joined()
+            is_same = manifest.about.get(NUM_RANKS) == nodes.group.size
+            is_same = is_same and whole().about.items() <= manifest.about.items()
+            key = key_of_state(nodes.group.rank if is_same else 0)
+            prepare(manifest)
+            num_moved = _bring(base, copies, manifest, key, whole(), lines)
+        except DistOptError as error:
+            reasons.append(str(error))
+            continue
+        folder = snapshot.folder(base)
+        load_state(partial(loadable_files, folder, manifest), whole(), nodes.group)
+        state = raise_together(partial(_read_state, folder, manifest, key), nodes.group, "resume")
+        described = _described(snapshot, num_moved, len(manifest.files), max(reached), reasons, is_same=is_same)
+        return Restored(snapshot, Resumed(snapshot.step, state, is_same), described)
+    if nodes.group.rank == 0 and found:
+        why = "; ".join(reasons) or f"the newest is of step {found[0].step}, and the run has step {newer_than}"
+        _log.warning("no snapshot in memory is taken: %s", why)
+    return None
+
+
+def _described(
+    snapshot: Snapshot, num_moved: int, num_files: int, reached: int, reasons: Sequence[str], *, is_same: bool
+) -> str:
+    text = (
+        f"resumed at step {snapshot.step} from memory: {num_files} files, {num_moved} of them brought to another node"
+    )
+    if reached >= snapshot.step:
+        text += f", {reached - snapshot.step} steps lost"
+    if not is_same:
+        text += ", saved at other parallel sizes"
+    return "; ".join((text, *(f"passed over: {reason}" for reason in reasons)))
+
+
+def _read_state(folder: Path, manifest: Manifest, key: str) -> Any:
+    return unpacked(read_saved(folder, manifest, key, Box.whole(manifest.tensors[key].shape)))
+
+
+def _whole_copies(base: Path, snapshot: Snapshot, here: Sequence[int], nodes: Nodes) -> Copies:
+    """Collective: checks every copy of a snapshot, each on its node by one of the ranks there."""
+    own = nodes.own
+    good: dict[int, Manifest] = {}
+    for rank in here[own.index(nodes.group.rank) :: len(own)]:
+        try:
+            good[rank] = snapshot.checked(base, rank)
+        except CheckpointError as error:
+            _log.warning("%s", error)
+    nodes_of: dict[int, set[int]] = {}
+    parts: dict[int, Manifest] = {}
+    for reader, of_reader in enumerate(exchange(good, nodes.group)):
+        for rank, part in of_reader.items():
+            nodes_of.setdefault(rank, set()).add(nodes.numbers[reader])
+            parts.setdefault(rank, part)
+    return Copies(snapshot, {rank: tuple(sorted(each)) for rank, each in nodes_of.items()}, parts)
+
+
+def _bring(base: Path, copies: Copies, manifest: Manifest, state: str, model: WholeModel, lines: Lines) -> int:
+    """Collective: brings the files that a node needs and lacks there; returns how many they are.
+
+    `state` is the key of the training state that this rank reads.
+
+    Raises:
+        DistOptError: on all ranks: the snapshot does not fit the model, or a node has no room.
+    """
+    folder, group = copies.snapshot.folder(base), lines.nodes.group
+    names = names_of_all(model, group)
+
+    def needed() -> set[int]:
+        folder.mkdir(exist_ok=True)
+        plan = plan_load(loadable_files(folder, manifest), model, names)
+        keys = [state, *(key for saved in plan.saved.values() for key in saved.owned)]
+        read_whole = {chunk.file for key in keys for chunk in manifest.tensors[key].chunks}
+        return read_whole.union(read.chunk.file for read in plan.reads)
+
+    moves = _moves(copies, exchange_together(needed, group, "resume"), lines.nodes)
+    raise_together(lambda: _move(base, copies, moves, lines), group, "resume")
+    return len(moves)
+
+
+@dataclass(frozen=True, order=True)
+class _Move:
+    """One file that is brought to a node."""
+
+    sender: int
+    receiver: int
+    file: int  # the rank that wrote it
+
+
+def _moves(copies: Copies, wanted: Sequence[Iterable[int]], nodes: Nodes) -> list[_Move]:
+    """The files that nodes lack, the same list on all ranks: the work is spread over the ranks of both nodes."""
+    moves = []
+    for node in range(nodes.num_nodes):
+        there = nodes.ranks(node)
+        lacking = sorted({file for rank in there for file in wanted[rank] if node not in copies.nodes_of[file]})
+        for number, file in enumerate(lacking):
+            sources = nodes.ranks(copies.nodes_of[file][number % len(copies.nodes_of[file])])
+            moves.append(_Move(sources[number % len(sources)], there[number % len(there)], file))
+    return sorted(moves)
+
+
+def _move(base: Path, copies: Copies, moves: Sequence[_Move], lines: Lines) -> None:
+    """Sends and receives in one order on all ranks, so that nobody waits for one that waits for it."""
+    own = lines.nodes.group.rank
+    for move in moves:
+        if own == move.sender:
+            send_copy(lines.to(move.receiver), copies.snapshot.file(base, move.file), copies.parts[move.file])
+        elif own == move.receiver:
+            receive_copy(lines.to(move.sender), copies.snapshot, base, move.file)

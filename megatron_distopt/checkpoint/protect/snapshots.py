@@ -1,0 +1,141 @@
+"""The files of snapshots in the memory of a node.
+
+::
+
+    protecting.lock, node               which run uses the folder; which node it is
+    reached-00003                       the last step of rank 3, 8 bytes
+    0000000120-1f2e3d4c/                a snapshot of step 120
+      1f2e3d4c-00003.distcp             what rank 3 owns and its training state; as in a checkpoint
+      1f2e3d4c-00003.part               the manifest of that file; written last, it is there where the copy is whole
+
+A node holds the files of its own ranks and of those whose buddies are on it. Plain files outlive every process of the
+node; Python's shared memory ends with the process that made it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.folder import file_of
+from megatron_distopt.checkpoint.manifest import Manifest, from_text, key_of, to_text
+from megatron_distopt.checkpoint.tensor_file import crc_of_file
+from megatron_distopt.errors import CheckpointError, refusal
+
+_NAME = re.compile(r"(\d{10})-([0-9a-f]{8})")
+_RECORD = re.compile(r"[0-9a-f]{8}-(\d{5,})\.part")
+#: In what a manifest says about a run.
+NUM_RANKS = "snapshot_ranks"
+
+
+@dataclass(frozen=True, order=True)
+class Snapshot:
+    """One saved state of a run."""
+
+    step: int
+    save_id: str
+
+    def folder(self, base: Path) -> Path:
+        return base / f"{self.step:010d}-{self.save_id}"
+
+    def file(self, base: Path, rank: int) -> Path:
+        return file_of(self.folder(base), self.save_id, rank)
+
+    def record(self, base: Path, rank: int) -> Path:
+        return file_of(self.folder(base), self.save_id, rank, "part")
+
+    def commit(self, base: Path, rank: int, part: Manifest) -> None:
+        """Writes the record of a copy that is whole."""
+        draft = file_of(self.folder(base), self.save_id, rank, "new")
+        disk.remove(draft)
+        disk.write_file(draft, to_text(part).encode())
+        disk.replace(draft, self.record(base, rank))
+
+    def checked(self, base: Path, rank: int) -> Manifest:
+        """The manifest of a copy, whose bytes are read once.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        path = self.record(base, rank)
+        with disk.refused(f"snapshot {path}", "be readable"):
+            part = from_text(path.read_text(encoding="utf-8", errors="replace"), str(path))
+            crc32 = crc_of_file(self.file(base, rank))
+        if crc32 != part.files[0].crc32:
+            got, rule = f"CRC-32 {crc32:08x}", f"have {part.files[0].crc32:08x}"
+            raise CheckpointError(refusal(f"snapshot {self.file(base, rank)}", got, rule, "Use the other copy"))
+        return part
+
+
+def held(base: Path) -> dict[Snapshot, list[int]]:
+    """The ranks of which a node has a copy that was whole, by snapshot."""
+    found = {}
+    for folder in base.iterdir():
+        if match := _NAME.fullmatch(folder.name):
+            ranks = [int(record[1]) for path in folder.iterdir() if (record := _RECORD.fullmatch(path.name))]
+            found[Snapshot(int(match[1]), match[2])] = sorted(ranks)
+    return found
+
+
+def keep_only(base: Path, kept: Iterable[Snapshot]) -> None:
+    names = {snapshot.folder(base).name for snapshot in kept}
+    for folder in base.iterdir():
+        if _NAME.fullmatch(folder.name) and folder.name not in names:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- the last step of each rank
+
+
+def note_step(base: Path, rank: int, step: int) -> None:
+    with suppress(OSError):  # it is for a line of the log alone
+        (base / f"reached-{rank:05d}").write_text(str(step), encoding="utf-8")
+
+
+def last_step(base: Path) -> int:
+    """The last step that a rank of this node has begun; -1 where none is known."""
+    steps = [-1]
+    for path in base.glob("reached-*"):
+        with suppress(OSError, ValueError):
+            steps.append(int(path.read_text(encoding="utf-8")))
+    return max(steps)
+
+
+# --- what a run needs besides its optimizer, as one tensor
+
+
+def key_of_state(rank: int) -> str:
+    return key_of("training", f"rank-{rank:05d}")
+
+
+def packed(state: Callable[[], Any]) -> Tensor:
+    """What `state` returns: uint8, 1-D.
+
+    Raises:
+        CheckpointError: it has something that cannot be read again without executing what a file says.
+    """
+    buffer = io.BytesIO()
+    torch.save(state(), buffer)
+    tensor = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try:
+        unpacked(tensor)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[-1]
+        rule = "hold tensors, numbers, texts, lists, tuples and dicts alone"
+        remedy = "Convert what else is in it, such as torch.from_numpy(array)"
+        raise CheckpointError(refusal("state of training", reason, rule, remedy)) from error
+    return tensor
+
+
+def unpacked(tensor: Tensor) -> Any:
+    return torch.load(io.BytesIO(bytes(tensor.numpy())), map_location="cpu", weights_only=True)

@@ -1,0 +1,138 @@
+"""Files between the memories of two nodes, through gloo groups of two ranks that nothing else uses.
+
+They take the network that the user has set for gloo, and threads use them while training communicates in its own
+groups. Bytes are checked while they arrive.
+"""
+
+from __future__ import annotations
+
+import zlib
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.manifest import Manifest, parsed, to_text
+from megatron_distopt.checkpoint.protect.nodes import Nodes
+from megatron_distopt.checkpoint.protect.snapshots import Snapshot
+from megatron_distopt.comm import Group
+from megatron_distopt.errors import CheckpointError, InvariantError, refusal
+
+#: What is received is in memory in pieces of this size.
+_PIECE_NBYTES = 16 << 20
+_TIMEOUT = timedelta(minutes=10)
+
+
+class Lines:
+    """The connections of this rank, each made once, when it is asked for; ranks ask for several in one order."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self._lines: dict[int, Line] = {}
+
+    def to(self, other: int) -> Line:
+        """Collective of the two, the first time."""
+        if other not in self._lines:
+            self._lines[other] = Line(self.nodes.group, other)
+        return self._lines[other]
+
+    def connect_buddies(self) -> None:
+        """Collective: makes those to the buddy and to the ranks that this one is the buddy of."""
+        own, ranks = self.nodes.group.rank, range(self.nodes.group.size)
+        pairs = ((rank, buddy) for rank in ranks if (buddy := self.nodes.buddy_of(rank)) is not None)
+        for one, other in sorted({(min(pair), max(pair)) for pair in pairs}):
+            if own in (one, other):
+                self.to(one + other - own)
+
+
+class Line:
+    """A connection to another rank."""
+
+    def __init__(self, everyone: Group, other: int) -> None:
+        ranks = sorted((everyone.global_rank(everyone.rank), everyone.global_rank(other)))
+        group = dist.new_group(ranks, timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True)
+        if not isinstance(group, ProcessGroup):
+            raise InvariantError(refusal("group of two ranks", str(group), "be made on both", "Report this"))
+        self._group, self._there = group, 1 - ranks.index(everyone.global_rank(everyone.rank))
+
+    def send(self, tensor: Tensor) -> None:
+        self._group.send([tensor], self._there, 0).wait()
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        self._group.recv([tensor], self._there, 0).wait()
+        return tensor
+
+    def send_number(self, number: int) -> None:
+        self.send(torch.tensor([number]))
+
+    def receive_number(self) -> int:
+        return int(self.receive(torch.zeros(1, dtype=torch.int64)).item())
+
+
+def send_copy(line: Line, path: Path, part: Manifest | None) -> bool:
+    """Sends a rank's file and its manifest, or that there is none; returns whether the other rank has the copy now."""
+    text = b"" if part is None else to_text(part).encode()
+    line.send_number(len(text))
+    if part is None:
+        return False
+    line.send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    nbytes = part.files[0].nbytes
+    content = torch.from_file(str(path), size=nbytes, dtype=torch.uint8)
+    for start in range(0, nbytes, _PIECE_NBYTES):
+        line.send(content[start : start + _PIECE_NBYTES])
+    return line.receive_number() == 1
+
+
+def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
+    """Receives the copy of a rank, writes it and says so; does nothing where there is none.
+
+    Raises:
+        CheckpointError: on this rank, where it cannot be written or has changed on its way; the other rank knows.
+    """
+    length = line.receive_number()
+    if not length:
+        return
+    text = bytes(line.receive(torch.empty(length, dtype=torch.uint8)).numpy())
+    part = parsed(text.decode(), f"of rank {rank}")
+    path, nbytes = snapshot.file(base, rank), part.files[0].nbytes
+    try:
+        _receive_file(line, path, part)
+        snapshot.commit(base, rank, part)
+    except Exception as error:
+        line.send_number(0)
+        rule = f"take the {nbytes} bytes of rank {rank}"
+        raise CheckpointError(refusal(f"snapshot {path}", str(error), rule, "Free space there")) from error
+    line.send_number(1)
+
+
+def _receive_file(line: Line, path: Path, part: Manifest) -> None:
+    """Receives everything, also where it cannot be written: the other rank sends it."""
+    nbytes, crc32, failure = part.files[0].nbytes, 0, ""
+    buffer = torch.empty(min(nbytes, _PIECE_NBYTES), dtype=torch.uint8)
+    disk.remove(path)
+    try:
+        file = disk.create(path)
+    except OSError as error:
+        file, failure = None, str(error)
+    for start in range(0, nbytes, _PIECE_NBYTES):
+        piece = line.receive(buffer[: nbytes - start]).numpy().data
+        crc32 = zlib.crc32(piece, crc32)
+        try:
+            if file is not None and not failure:
+                disk.write(file, piece)
+        except OSError as error:
+            failure = str(error)
+    if file is not None:
+        try:
+            file.close()
+        except OSError as error:
+            failure = failure or str(error)
+    if crc32 != part.files[0].crc32:
+        failure = failure or f"CRC-32 {crc32:08x} where {part.files[0].crc32:08x} was sent"
+    if failure:
+        disk.remove(path)
+        raise OSError(failure)
