@@ -3,6 +3,7 @@
 from torch.distributed import ProcessGroup
 
 from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together, show_presence
+from megatron_distopt.comm.alive import LifeSigns
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
@@ -26,6 +27,7 @@ __all__ = [
     "Communicator",
     "Field",
     "Group",
+    "LifeSigns",
     "ProcessGroup",
     "Reduction",
     "allow_shared_memory",

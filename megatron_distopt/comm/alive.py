@@ -1,0 +1,164 @@
+"""Signs of life: a rank whose node died is named within seconds, instead of being waited for in a collective.
+
+[Note: signs of life] Each rank counts in torch's store and reads the count of one other, the next in a ring. What would
+make that lie: torch's own client is locked while the main thread waits in it, so there is one of our own; a call to a
+store whose node is gone never returns, so that a second thread watches the first; a process that stood still learned
+nothing of others meanwhile, so that silence is counted in time in which this process itself was awake.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.util import Finalize
+
+import torch.distributed as dist
+
+from megatron_distopt.comm.agree import exchange
+from megatron_distopt.comm.groups import Group
+
+if dist.is_available():
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+_log = logging.getLogger("megatron_distopt")
+#: Signs that a rank gives within the time limit. A lost one is named by all others within 3 more.
+_NUM_SIGNS = 12
+#: Below zero is the count of a rank that ended in an orderly way.
+_DONE = 1 << 40
+#: For a last message, which a handler that another thread has locked would hold up forever.
+_SECONDS_TO_SPEAK = 2.0
+
+
+class LifeSigns:
+    """Ends this process with a message once another rank shows no life any more, so that a launcher starts all anew.
+
+    A rank shows life from a thread, also while its main thread computes, compiles, waits or is in Python's debugger.
+    One that stands still as a whole for longer than the limit (SIGSTOP, gdb, one call that does not release Python's
+    global lock) counts as lost. One that ended in an orderly way does not; of one that raised, the error is named.
+
+    Args:
+        everyone: all ranks of the job.
+        timeout: seconds without a sign after which a rank counts as lost.
+    """
+
+    def __init__(self, everyone: Group, timeout: float) -> None:
+        """Collective: ranks agree on a name for their counts, which no earlier start of the job has used."""
+        self._rank, self._size = everyone.rank, everyone.size
+        self._timeout, self._interval = timeout, timeout / _NUM_SIGNS
+        told = exchange((uuid.uuid4().hex, socket.gethostname()), everyone)
+        self._prefix = f"megatron_distopt/alive/{told[0][0]}"
+        self._names = [f"rank {everyone.global_rank(rank)} on {node}" for rank, (_, node) in enumerate(told)]
+        self._watched, self._count, self._silence = (self._rank + 1) % self._size, 0, 0.0
+        self._num_done = 0  # ranks that ended in an orderly way
+        self._num_unanswered = 0  # intervals since the store last answered
+        self._ending, self._last_words = threading.Event(), ""  # of a rank that ends by an exception
+        self._store: TCPStore | None = None  # torch's; held, because one that this process serves would end with it
+
+    def start(self) -> str | None:
+        """Begins to show life and to watch; further calls do nothing.
+
+        Returns:
+            Why nothing is watched; None where it is.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if self._size == 1 or not isinstance(store, TCPStore):
+            what = (
+                f"torch's store is a {type(store).__name__}, not a TCPStore" if self._size > 1 else "there is one rank"
+            )
+            return f"Lost ranks are not noticed: {what}."
+        if self._store is None:
+            self._store = store
+            self._talker = _begun(self._talk, "alive", store.host, store.port)
+            _begun(self._watch_store, "alive, store")
+            Finalize(None, self._at_exit, exitpriority=-1)  # after those that wait for files, and are alive meanwhile
+        return None
+
+    @property
+    def _serves(self) -> bool:
+        """Whether the store ends with this process, and not with the launcher."""
+        return self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def _talk(self, host: str, port: int) -> None:
+        client, before = None, time.monotonic()
+        while not self._ending.is_set():
+            try:
+                client = client or TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self._timeout))
+                now = time.monotonic()
+                self._show_and_look(PrefixStore(self._prefix, client), min(now - before, 2 * self._interval))
+                before, self._num_unanswered = now, 0
+                if self._ending.wait(self._interval):
+                    self._say_goodbye(PrefixStore(self._prefix, client))
+            except RuntimeError:  # the connection broke: `_watch_store` ends the process if that lasts
+                client = None
+                self._ending.wait(self._interval)
+
+    def _show_and_look(self, store: Store, seconds: float) -> None:
+        """Adds to the own count and reads that of the watched rank; none of these calls waits for another rank."""
+        store.add(str(self._rank), 1)
+        self._num_done = store.add("done", 0)
+        if store.check(["lost"]):
+            self._end(store.get("lost").decode())
+        count = store.add(str(self._watched), 0)  # 0 of one that has not started yet
+        self._silence = self._silence + seconds if count and count == self._count else 0.0
+        self._count = count
+        if count < 0:
+            self._watched = (self._watched + 1) % self._size
+        elif self._silence >= self._timeout:
+            what = f"{self._names[self._watched]} showed no life for {self._silence:.1f} s"
+            store.set("lost", f"{what}. Set protect_timeout to more than {self._timeout:g} s if it is only slow")
+
+    def _watch_store(self) -> None:
+        while not self._ending.wait(self._interval):
+            self._num_unanswered += 1
+            if self._num_unanswered > _NUM_SIGNS:
+                if not self._num_done:
+                    self._end(f"torch's store did not answer for {self._timeout:g} s, as if its node were lost")
+                _log.warning("Lost ranks are noticed no longer: torch's store ended after the first ranks did.")
+                return
+
+    def _end(self, reason: str) -> None:
+        text = f"{self._names[self._rank]} ends itself, so that the launcher starts all ranks anew: {reason}."
+        _begun(_speak, "last words", text).join(_SECONDS_TO_SPEAK)
+        # The others read the reason before the end of this process breaks their collectives, or ends their store.
+        time.sleep(self._interval * (2 if self._serves else 1))
+        os._exit(1)
+
+    def _at_exit(self) -> None:
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            first_line = str(error).partition("\n")[0]
+            self._last_words = f"{self._names[self._rank]} ended by {type(error).__name__}: {first_line}"
+        self._ending.set()
+        self._talker.join(2 * self._interval)
+
+    def _say_goodbye(self, store: Store) -> None:
+        if store.check(["lost"]):  # because of which, perhaps, this rank ends by an exception
+            self._end(store.get("lost").decode())
+        if self._last_words:
+            return store.set("lost", self._last_words)
+        store.add(str(self._rank), -_DONE)
+        store.add("done", 1)
+        while self._serves and store.add("done", 0) < self._size:  # until `_at_exit` waits no longer
+            time.sleep(self._interval / 4)
+
+
+def _begun(target: Callable[..., None], name: str, *args: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name=f"megatron_distopt {name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _speak(text: str) -> None:
+    _log.error("%s", text)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    logging.shutdown()
