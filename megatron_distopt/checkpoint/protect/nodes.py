@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
@@ -79,12 +79,11 @@ def find_nodes(folder: Path, everyone: Group) -> Nodes:
     """Collective: which ranks see the same folder, which is made where it is missing.
 
     Raises:
-        CheckpointError: it cannot be written, or another run that is alive uses it.
+        CheckpointError: it cannot be written.
     """
     ids = exchange_together(lambda: _id_of(folder), everyone, "protect_folder")
     numbers = {each: number for number, each in enumerate(dict.fromkeys(ids))}
     nodes = Nodes(everyone, tuple(numbers[each] for each in ids))
-    raise_together(lambda: _lock(folder) if nodes.is_first else None, everyone, "protect_folder")
     return nodes
 
 
@@ -121,12 +120,21 @@ def _id_of(folder: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def _lock(folder: Path) -> None:
+def lock(folder: Path, nodes: Nodes) -> int | None:
+    """Collective: locks the folder for this run, once a node, until `disk.unlock` of what it returns.
+
+    Raises:
+        CheckpointError: on all ranks: another run that is alive uses it.
+    """
+    locked = partial(_lock, folder) if nodes.is_first else lambda: None
+    return raise_together(locked, nodes.group, "protect_folder")
+
+
+def _lock(folder: Path) -> int | None:
     end = time.monotonic() + _SECONDS_OF_A_LOCK
     while True:
         try:
-            disk.lock(folder / "protecting.lock")
-            return
+            return disk.lock(folder / "protecting.lock")
         except CheckpointError:
             if time.monotonic() > end:
                 got, rule = "used by another run that is alive", "belong to one run at a time"

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.background import Staging, let_training_first, room_for
 from megatron_distopt.checkpoint.folder import new_save_id
 from megatron_distopt.checkpoint.manifest import Manifest, no_collection
-from megatron_distopt.checkpoint.protect.nodes import check_space, find_nodes, is_removed_at_logout
+from megatron_distopt.checkpoint.protect.nodes import check_space, find_nodes, is_removed_at_logout, lock
 from megatron_distopt.checkpoint.protect.pace import Pace
 from megatron_distopt.checkpoint.protect.restart import Resumed, restore
 from megatron_distopt.checkpoint.protect.snapshots import (
@@ -89,6 +90,7 @@ class Protection:
         self._pace, self._folder, self._whole, self._everyone = Pace(every), folder, whole, everyone
         self._device, self._settle, self._on_border = device, settle, on_border
         self.nodes = find_nodes(folder, everyone)
+        self._lock = lock(folder, self.nodes)
         check_space(folder, _expected_nbytes(whole()), self.nodes)
         self._lines, self._has_space = Lines(self.nodes), False
         self._staging: Staging | None = None
@@ -97,7 +99,7 @@ class Protection:
         self._copying: _Copying | None = None
         self._kept: Snapshot | None = None  # the newest that is whole on all ranks
         self._is_ready, self._num_steps = False, 0  # whether `resume` was called; steps since the last border
-        Finalize(None, self._at_exit, exitpriority=0)
+        Finalize(None, self.finish, exitpriority=0)
 
     def described(self) -> str:
         """For the block at the start: what is protected against what."""
@@ -276,9 +278,16 @@ class Protection:
             receive_copy(self._lines.to(rank), snapshot, self._folder, rank)
         return True
 
-    def _at_exit(self) -> None:
+    def finish(self) -> None:
+        """Waits for the snapshot that is under way on this rank."""
         for thread in self._copying.threads if self._copying is not None else ():
             thread.join(_SECONDS_AT_EXIT)
+
+    def release(self) -> None:
+        """Ends the protection; the snapshots stay."""
+        self.finish()
+        lock, self._lock = self._lock, None
+        disk.unlock(lock)
 
     # --- the way back
 

@@ -24,6 +24,8 @@ from megatron_distopt.errors import CheckpointError, InvariantError, refusal
 
 #: What is received is in memory in pieces of this size.
 _PIECE_NBYTES = 16 << 20
+#: Tags of messages: two ranks may send each other a copy at the same time.
+_COPY, _ANSWER = 0, 1
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -59,18 +61,18 @@ class Line:
             raise InvariantError(refusal("group of two ranks", str(group), "be made on both", "Report this"))
         self._group, self._there = group, 1 - ranks.index(everyone.global_rank(everyone.rank))
 
-    def send(self, tensor: Tensor) -> None:
-        self._group.send([tensor], self._there, 0).wait()
+    def send(self, tensor: Tensor, tag: int = _COPY) -> None:
+        self._group.send([tensor], self._there, tag).wait()
 
-    def receive(self, tensor: Tensor) -> Tensor:
-        self._group.recv([tensor], self._there, 0).wait()
+    def receive(self, tensor: Tensor, tag: int = _COPY) -> Tensor:
+        self._group.recv([tensor], self._there, tag).wait()
         return tensor
 
-    def send_number(self, number: int) -> None:
-        self.send(torch.tensor([number]))
+    def send_number(self, number: int, tag: int = _COPY) -> None:
+        self.send(torch.tensor([number]), tag)
 
-    def receive_number(self) -> int:
-        return int(self.receive(torch.zeros(1, dtype=torch.int64)).item())
+    def receive_number(self, tag: int = _COPY) -> int:
+        return int(self.receive(torch.zeros(1, dtype=torch.int64), tag).item())
 
 
 def send_copy(line: Line, path: Path, part: Manifest | None) -> bool:
@@ -84,7 +86,7 @@ def send_copy(line: Line, path: Path, part: Manifest | None) -> bool:
     content = torch.from_file(str(path), size=nbytes, dtype=torch.uint8)
     for start in range(0, nbytes, _PIECE_NBYTES):
         line.send(content[start : start + _PIECE_NBYTES])
-    return line.receive_number() == 1
+    return line.receive_number(_ANSWER) == 1
 
 
 def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
@@ -103,10 +105,10 @@ def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
         _receive_file(line, path, part)
         snapshot.commit(base, rank, part)
     except Exception as error:
-        line.send_number(0)
+        line.send_number(0, _ANSWER)
         rule = f"take the {nbytes} bytes of rank {rank}"
         raise CheckpointError(refusal(f"snapshot {path}", str(error), rule, "Free space there")) from error
-    line.send_number(1)
+    line.send_number(1, _ANSWER)
 
 
 def _receive_file(line: Line, path: Path, part: Manifest) -> None:

@@ -253,6 +253,8 @@ class ShardedModel:
 
     def release(self) -> None:
         """Ends this: the params are torch's again."""
+        if self.protection is not None:
+            self.protection.release()
         self.gather.release()
         self.grads.release()
         self.params.release()

@@ -1,0 +1,269 @@
+"""Snapshots in memory: what they survive, to the bit, on nodes that are folders of one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_distopt import distribute
+from megatron_distopt.checkpoint.protect import nodes as nodes_module
+from megatron_distopt.checkpoint.protect.restart import Resumed
+from megatron_distopt.checkpoint.protect.snapshots import held
+from megatron_distopt.hosts import saving
+from tests.support.models import Params, exact_grads
+from tests.support.spawn import run_ranks
+
+SIZE, NUM_STEPS, EVERY = 4, 8, 2
+#: Of each layout the number of the node by rank.
+LAYOUTS = {"two nodes": (0, 0, 1, 1), "three nodes, uneven": (0, 1, 1, 2), "one node": (0, 0, 0, 0)}
+
+
+class _Run:
+    """A model that trains in bf16 with a scheduler, its node's memory below a folder."""
+
+    def __init__(
+        self, folder: Path, layout: Sequence[int], group: Any = None, model: Any = None, **options: Any
+    ) -> None:
+        rank = dist.get_rank()
+        memory = folder / f"node-{layout[rank]}" / "0"
+        self.rank, self.model = dist.get_rank(group), Params(default=torch.bfloat16) if model is None else model
+        adamw = torch.optim.AdamW(self.model.groups() if model is None else self.model.parameters(), lr=2.0**-6)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1 / (1 + step))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving, "folder_of", lambda *_: memory)
+            self.optimizer = distribute(self.model, adamw, process_group=group, clip_grad=1.0, **options)
+        self.step = 0
+
+    def train(self, last: int, *, protected: bool = True) -> None:
+        while self.step < last:
+            self.model(exact_grads(self.step, 0, self.rank)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.step += 1
+            if protected:
+                state = {"scheduler": self.scheduler.state_dict(), "rank": self.rank}
+                self.optimizer.protect(self.step, lambda state=state: state)
+                self.finish()
+
+    def finish(self) -> None:
+        protection = self.optimizer._model.protection
+        assert protection is not None, "protect_every is set"
+        protection.finish()
+
+    def resume(self, newer_than: int = -1) -> Resumed | None:
+        resumed = self.optimizer.resume(newer_than)
+        if resumed is not None:
+            self.step = resumed.step
+            self.scheduler.load_state_dict(resumed.state["scheduler"])
+        return resumed
+
+    def end(self) -> list[torch.Tensor]:
+        params = [param.detach().clone() for param in self.model.parameters()]
+        self.optimizer.release()
+        return params
+
+
+def _damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _of(folder: Path, node: str, step: int, rank: int, suffix: str = "distcp") -> Path:
+    (path,) = (folder / node / "0").glob(f"{step:010d}-*/*-{rank:05d}.{suffix}")
+    return path
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+#: What happens to the memory of two nodes with snapshots of steps 4 and 6, and the step from which the run goes on.
+LOSSES: dict[str, tuple[Callable[[Path], object], int | None]] = {
+    "nothing": (lambda folder: None, 6),
+    "node 0": (lambda folder: shutil.rmtree(folder / "node-0"), 6),
+    "node 1": (lambda folder: shutil.rmtree(folder / "node-1"), 6),
+    "both nodes": (lambda folder: [shutil.rmtree(folder / f"node-{node}") for node in (0, 1)], None),
+    "a byte of one copy": (lambda folder: _damage(_of(folder, "node-1", 6, 3)), 6),
+    "the end of one copy": (lambda folder: _cut(_of(folder, "node-0", 6, 1)), 6),
+    "a record of one copy": (lambda folder: _of(folder, "node-0", 6, 0, "part").unlink(), 6),
+    "a byte of both": (lambda folder: [_damage(_of(folder, f"node-{node}", 6, 2)) for node in (0, 1)], 4),
+    "records of both": (lambda folder: [_of(folder, f"node-{node}", 6, 2, "part").unlink() for node in (0, 1)], 4),
+    "a record's bytes": (lambda folder: [_damage(_of(folder, f"node-{node}", 6, 2, "part")) for node in (0, 1)], 4),
+    "both, of both snapshots": (
+        lambda folder: [_damage(_of(folder, f"node-{node}", step, 2)) for node in (0, 1) for step in (4, 6)],
+        None,
+    ),
+    "one node, and a byte on the other": (
+        lambda folder: [shutil.rmtree(folder / "node-0"), _damage(_of(folder, "node-1", 6, 0))],
+        4,
+    ),
+}
+
+
+def _as_uninterrupted(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """By layout and loss the step from which the run went on, and whether it ended to the bit as without a loss."""
+    plain = _Run(folder / "none", LAYOUTS["one node"])
+    plain.train(NUM_STEPS, protected=False)
+    expected, found = plain.end(), dict[str, Any]()
+    for layout, numbers in LAYOUTS.items():
+        run = _Run(folder / layout, numbers, protect_every=EVERY)
+        assert run.resume() is None, "nothing is there"
+        run.train(7)
+        run.end()
+        for loss, (lose, _) in LOSSES.items() if layout == "two nodes" else [("nothing", LOSSES["nothing"])]:
+            kept = folder / f"{layout} {loss}"
+            dist.barrier()
+            if rank == 0:
+                shutil.copytree(folder / layout, kept)
+                lose(kept)
+            dist.barrier()
+            again = _Run(kept, numbers, protect_every=EVERY)
+            resumed = again.resume()
+            again.train(NUM_STEPS)
+            found[f"{layout}: {loss}"] = (
+                resumed and (resumed.step, resumed.state["rank"] == rank, resumed.is_same_size),
+                all(map(torch.equal, again.end(), expected)),
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_as_uninterrupted, SIZE, tmp_path_factory.mktemp("memory"))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_run_when_two_nodes_lose_something_then_it_goes_on_from_what_is_whole_to_the_bit(
+    losses: list[dict[str, Any]], loss: str
+) -> None:
+    step = LOSSES[loss][1]
+    resumed = None if step is None else (step, True, True)
+    assert [each[f"two nodes: {loss}"] for each in losses] == [(resumed, True)] * SIZE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_run_when_started_anew_on_nodes_of_any_number_then_it_ends_to_the_bit_as_uninterrupted(
+    losses: list[dict[str, Any]], layout: str
+) -> None:
+    assert [each[f"{layout}: nothing"] for each in losses] == [((6, True, True), True)] * SIZE
+
+
+def _at_other_sizes(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """By the number of ranks, whether memory and a checkpoint of the same step lead to the same params."""
+    numbers, found = LAYOUTS["two nodes"], dict[str, Any]()
+    run = _Run(folder / "memory", numbers, protect_every=6)
+    run.resume()
+    run.train(6)
+    run.optimizer.save(folder / "disk")
+    state = run.scheduler.state_dict()
+    run.end()
+    for count in (3, 2, 1):
+        group = dist.new_group(list(range(count)))
+        if rank >= count:
+            continue
+        kept = folder / f"memory {count}"
+        if rank == 0:
+            shutil.copytree(folder / "memory", kept)
+        dist.barrier(group)
+        one, other = (_Run(kept, numbers, group, **options) for options in ({"protect_every": 6}, {}))
+        resumed = one.resume()
+        other.optimizer.load(folder / "disk")
+        other.scheduler.load_state_dict(state)
+        other.step = 6
+        one.train(NUM_STEPS)
+        other.train(NUM_STEPS, protected=False)
+        is_equal = all(map(torch.equal, one.end(), other.end()))
+        found[str(count)] = (resumed and (resumed.step, resumed.state["rank"], resumed.is_same_size), is_equal)
+    dist.barrier()
+    return found
+
+
+def test_run_when_fewer_ranks_are_left_then_it_goes_on_to_the_bit_as_from_a_checkpoint(tmp_path: Path) -> None:
+    found = run_ranks(_at_other_sizes, SIZE, tmp_path)
+    for count in (3, 2, 1):
+        assert [each[str(count)] for each in found[:count]] == [((6, 0, False), True)] * count
+
+
+def _refusals(rank: int, size: int, folder: Path) -> dict[str, str]:
+    numbers, said = (0, 1), dict[str, str]()
+
+    def says(case: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - compared with what is expected
+            said[case] = f"{type(error).__name__}: {error}"
+
+    run = _Run(folder / "a", numbers, protect_every=1)
+    says("no resume", lambda: run.train(1))
+    run.resume()
+    said["stale"] = str(run.resume())
+    says("numpy", lambda: run.optimizer.protect(1, lambda: {"generator": torch.zeros(1).numpy()}))
+    says("step", lambda: run.optimizer.protect(1 + rank, lambda: None))
+    says("locked", lambda: _Run(folder / "a", numbers, protect_every=1))
+    run.train(4)
+    run.end()
+    run = _Run(folder / "a", numbers, model=_Other(), protect_every=1)
+    said["other model"] = str(run.optimizer.resume())
+    run.end()
+    run = _Run(folder / "b", numbers, protect_every=1)
+    says("no border", lambda: run.train(9, protected=False))
+    run.end()
+    run = _Run(folder / "c", numbers, protect_every=1)
+    run.resume()
+    run.train(2)
+    flat = run.optimizer.sharded.flat_params[0]
+    if rank == 1:
+        run.optimizer.sharded.inner.state[flat.main]["exp_avg"][0] = torch.nan
+    run.optimizer.protect(3)
+    run.finish()
+    run.optimizer.protect(4)
+    run.finish()
+    said["nan"] = ", ".join(sorted(f"{each.step}: {ranks}" for each, ranks in held(folder / "c/node-0/0").items()))
+    run.end()
+    return said
+
+
+class _Other(Params):
+    """Another model under the same name of a job."""
+
+    def __init__(self) -> None:
+        super().__init__(default=torch.bfloat16)
+        self.more = torch.nn.Parameter(torch.zeros(3))
+
+
+EXPECTED = {
+    "no resume": "Call resume() of the optimizer once before training",
+    "numpy": "must hold tensors, numbers, texts",
+    "step": "be the same on all ranks",
+    "locked": "another run that is alive",
+    "no border": "a third step without a border",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes_module, "_SECONDS_OF_A_LOCK", 0.2)
+        return run_ranks(_refusals, 2, tmp_path_factory.mktemp("memory"))
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_protect_when_used_wrongly_then_refused_on_all_ranks(refusals: list[dict[str, str]], case: str) -> None:
+    assert all(EXPECTED[case].lower() in said[case].lower() for said in refusals), refusals
+
+
+def test_snapshot_when_a_rank_has_a_nan_then_the_one_before_stays(refusals: list[dict[str, str]]) -> None:
+    assert refusals[0]["nan"].startswith("2: [0, 1]")
+
+
+def test_snapshot_when_it_is_of_another_model_then_not_taken(refusals: list[dict[str, str]]) -> None:
+    assert [said["other model"] for said in refusals] == ["None"] * 2
