@@ -34,6 +34,7 @@ class Nodes:
 
     group: Group  # all ranks
     numbers: tuple[int, ...]  # of the node, by rank
+    name: str = ""  # of this start of the run, which no other has
 
     def ranks(self, node: int) -> list[int]:
         return [rank for rank, number in enumerate(self.numbers) if number == node]
@@ -81,9 +82,10 @@ def find_nodes(folder: Path, everyone: Group) -> Nodes:
     Raises:
         CheckpointError: it cannot be written.
     """
-    ids = exchange_together(lambda: _id_of(folder), everyone, "protect_folder")
+    found = exchange_together(lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "protect_folder")
+    ids, names = zip(*found, strict=True)
     numbers = {each: number for number, each in enumerate(dict.fromkeys(ids))}
-    nodes = Nodes(everyone, tuple(numbers[each] for each in ids))
+    nodes = Nodes(everyone, tuple(numbers[each] for each in ids), names[0])
     return nodes
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import zlib
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import Manifest, parsed, to_text
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import Snapshot
 from megatron_distopt.comm import Group
-from megatron_distopt.errors import CheckpointError, InvariantError, refusal
+from megatron_distopt.errors import CheckpointError, refusal
 
 #: What is received is in memory in pieces of this size.
 _PIECE_NBYTES = 16 << 20
@@ -39,7 +40,7 @@ class Lines:
     def to(self, other: int) -> Line:
         """Collective of the two, the first time."""
         if other not in self._lines:
-            self._lines[other] = Line(self.nodes.group, other)
+            self._lines[other] = Line(self.nodes.group, other, f"megatron_distopt/{self.nodes.name}")
         return self._lines[other]
 
     def connect_buddies(self) -> None:
@@ -52,14 +53,19 @@ class Lines:
 
 
 class Line:
-    """A connection to another rank."""
+    """A connection to another rank, a gloo group of two."""
 
-    def __init__(self, everyone: Group, other: int) -> None:
-        ranks = sorted((everyone.global_rank(everyone.rank), everyone.global_rank(other)))
-        group = dist.new_group(ranks, timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True)
-        if not isinstance(group, ProcessGroup):
-            raise InvariantError(refusal("group of two ranks", str(group), "be made on both", "Report this"))
-        self._group, self._there = group, 1 - ranks.index(everyone.global_rank(everyone.rank))
+    def __init__(self, everyone: Group, other: int, name: str) -> None:
+        """Collective of the two; `name` is one that no connection had before.
+
+        `torch.distributed.new_group` would need all ranks, or as many groups before on the one as on the other.
+        """
+        ranks = sorted((everyone.rank, other))
+        store = distributed_c10d.PrefixStore(  # type: ignore[attr-defined, unused-ignore]
+            f"{name}/{ranks}", distributed_c10d._get_default_store()
+        )
+        self._there = 1 - ranks.index(everyone.rank)
+        self._group: Any = dist.ProcessGroupGloo(store, 1 - self._there, 2, _TIMEOUT)
 
     def send(self, tensor: Tensor, tag: int = _COPY) -> None:
         self._group.send([tensor], self._there, tag).wait()
