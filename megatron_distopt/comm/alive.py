@@ -79,7 +79,7 @@ class LifeSigns:
             self._store = store
             self._talker = _begun(self._talk, "alive", store.host, store.port)
             _begun(self._watch_store, "alive, store")
-            Finalize(None, self._at_exit, exitpriority=-1)  # after those that wait for files, and are alive meanwhile
+            Finalize(None, self.stop, exitpriority=-1)  # after those that wait for files, and are alive meanwhile
         return None
 
     @property
@@ -132,7 +132,10 @@ class LifeSigns:
         time.sleep(self._interval * (2 if self._serves else 1))
         os._exit(1)
 
-    def _at_exit(self) -> None:
+    def stop(self) -> None:
+        """Says that this rank ends in an orderly way, or by which exception, and watches no longer."""
+        if self._store is None:
+            return
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             first_line = str(error).partition("\n")[0]
@@ -147,7 +150,7 @@ class LifeSigns:
             return store.set("lost", self._last_words)
         store.add(str(self._rank), -_DONE)
         store.add("done", 1)
-        while self._serves and store.add("done", 0) < self._size:  # until `_at_exit` waits no longer
+        while self._serves and store.add("done", 0) < self._size:  # until `stop` waits no longer
             time.sleep(self._interval / 4)
 
 

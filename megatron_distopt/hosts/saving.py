@@ -75,7 +75,7 @@ def protection_of(
         settle()
         finish_deferred_check([share.optimizer for share in whole().shares], everyone)
 
-    return Protection(config.protect_every, folder, whole, everyone, device, settled)
+    return Protection(config.protect_every, folder, whole, everyone, device, settled, config.protect_timeout)
 
 
 def head_entry(choice: InnerChoice) -> dict[str, str]:

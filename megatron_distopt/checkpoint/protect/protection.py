@@ -38,6 +38,7 @@ from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, se
 from megatron_distopt.checkpoint.save import Contribution, Written, contribution_of, write_tensors
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, exchange_together, raise_together
+from megatron_distopt.comm.alive import LifeSigns
 from megatron_distopt.device import fence, mark, new_stream, on_stream
 from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError, refusal
 from megatron_distopt.layout import Box
@@ -71,7 +72,7 @@ class Protection:
         everyone: all ranks of the model.
         device: of the params.
         settle: brings the state up to date before it is read.
-        on_border: called at each border.
+        timeout: seconds after which a rank without a sign of life counts as lost.
 
     Raises:
         CheckpointError: on all ranks: the folder cannot be used, or has no room.
@@ -85,10 +86,10 @@ class Protection:
         everyone: Group,
         device: torch.device,
         settle: Callable[[], None],
-        on_border: Callable[[], object] = lambda: None,
+        timeout: float,
     ) -> None:
         self._pace, self._folder, self._whole, self._everyone = Pace(every), folder, whole, everyone
-        self._device, self._settle, self._on_border = device, settle, on_border
+        self._device, self._settle = device, settle
         self.nodes = find_nodes(folder, everyone)
         self._lock = lock(folder, self.nodes)
         check_space(folder, _expected_nbytes(whole()), self.nodes)
@@ -97,7 +98,9 @@ class Protection:
         self._stream = new_stream(device)
         self._copied: Callable[[], None] | None = None  # makes training wait for the copy of its state
         self._copying: _Copying | None = None
+        self._life = LifeSigns(everyone, timeout)
         self._kept: Snapshot | None = None  # the newest that is whole on all ranks
+        self._said: set[str] = set()
         self._is_ready, self._num_steps = False, 0  # whether `resume` was called; steps since the last border
         Finalize(None, self.finish, exitpriority=0)
 
@@ -153,7 +156,8 @@ class Protection:
                 refusal("use of protect_every", "no resume()", "look for a snapshot first", _RESUME_FIRST)
             )
         self._num_steps = 0
-        self._on_border()
+        if unseen := self._life.start():
+            self._say_once(unseen)
         note_step(self._folder, self._everyone.rank, step)
         if not self._pace.next():
             return
@@ -286,6 +290,7 @@ class Protection:
     def release(self) -> None:
         """Ends the protection; the snapshots stay."""
         self.finish()
+        self._life.stop()
         lock, self._lock = self._lock, None
         disk.unlock(lock)
 
@@ -311,6 +316,11 @@ class Protection:
             return None
         self._say("%s, in %.1f s", found.described, time.monotonic() - start)
         return found.resumed
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def _say(self, text: str, *values: object) -> None:
         if self._everyone.rank == 0:
