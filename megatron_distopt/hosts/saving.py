@@ -19,7 +19,7 @@ from megatron_distopt.checkpoint.background import BackgroundSaver
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.load_plan import class_of
 from megatron_distopt.checkpoint.param_groups import SCHEDULE
-from megatron_distopt.checkpoint.protect.nodes import check_launcher, folder_of
+from megatron_distopt.checkpoint.protect.nodes import folder_of
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
@@ -68,7 +68,6 @@ def protection_of(
     """
     if config.protect_every is None:
         return None
-    raise_together(lambda: check_launcher(os.environ), everyone)
     folder = raise_together(lambda: folder_of(config.protect_folder, os.environ, everyone), everyone)
 
     def settled() -> None:

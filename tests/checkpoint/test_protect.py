@@ -244,7 +244,7 @@ EXPECTED = {
     "no resume": "Call resume() of the optimizer once before training",
     "numpy": "must hold tensors, numbers, texts",
     "step": "be the same on all ranks",
-    "locked": "another run that is alive",
+    "locked": "another run is saving there",
     "no border": "a third step without a border",
 }
 

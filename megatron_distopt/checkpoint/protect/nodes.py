@@ -1,7 +1,7 @@
 """Which ranks share the memory of a node, and which rank of another node keeps a second copy of what a rank owns.
 
-A node is what sees one folder: ranks agree on an id that the first of them has written there. Nodes form a ring, in the
-order of their lowest ranks, and the second copy goes to the next node, to the rank of the same place there.
+A node is what sees one folder: its ranks read there the id that the first of them wrote. Nodes form a ring, in the
+order of their lowest ranks; the second copy goes to the next one, to the rank of the same place there.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
@@ -22,8 +21,6 @@ from megatron_distopt.comm import Group, exchange, exchange_together, raise_toge
 from megatron_distopt.errors import CheckpointError, ConfigError, refusal
 
 _MEMORY = Path("/dev/shm")
-#: torchrun's name for a job that was given none.
-_UNNAMED = ("", "none")
 #: Processes that a killed rank has forked, such as data loaders, hold its lock until they notice.
 _SECONDS_OF_A_LOCK = 20.0
 
@@ -36,12 +33,12 @@ class Nodes:
     numbers: tuple[int, ...]  # of the node, by rank
     name: str = ""  # of this start of the run, which no other has
 
-    def ranks(self, node: int) -> list[int]:
-        return [rank for rank, number in enumerate(self.numbers) if number == node]
-
     @property
     def num_nodes(self) -> int:
         return max(self.numbers) + 1
+
+    def ranks(self, node: int) -> list[int]:
+        return [rank for rank, number in enumerate(self.numbers) if number == node]
 
     @property
     def own(self) -> list[int]:
@@ -60,55 +57,21 @@ class Nodes:
         >>> [nodes.buddy_of(rank) for rank in range(5)]
         [3, 3, 3, 4, 0]
         """
-        if self.num_nodes == 1:
-            return None
         node = self.numbers[rank]
         there = self.ranks((node + 1) % self.num_nodes)
-        return there[self.ranks(node).index(rank) % len(there)]
+        return there[self.ranks(node).index(rank) % len(there)] if self.num_nodes > 1 else None
 
-    @cached_property
-    def buddy(self) -> int | None:
-        return self.buddy_of(self.group.rank)
-
-    @cached_property
-    def protected(self) -> list[int]:
-        """The ranks whose second copy this rank keeps."""
-        return [rank for rank in range(self.group.size) if self.buddy_of(rank) == self.group.rank]
+    def protected_by(self, rank: int) -> list[int]:
+        """The ranks whose second copy a rank keeps."""
+        return [other for other in range(self.group.size) if self.buddy_of(other) == rank]
 
 
 def find_nodes(folder: Path, everyone: Group) -> Nodes:
-    """Collective: which ranks see the same folder, which is made where it is missing.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Collective: which ranks see the same folder, which is made where it is missing."""
     found = exchange_together(lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "protect_folder")
     ids, names = zip(*found, strict=True)
     numbers = {each: number for number, each in enumerate(dict.fromkeys(ids))}
-    nodes = Nodes(everyone, tuple(numbers[each] for each in ids), names[0])
-    return nodes
-
-
-def folder_of(given: str | None, environ: Mapping[str, str], group: Group) -> Path:
-    """Where snapshots lie: what was given, or below /dev/shm a folder with the name of the user and torchrun's job."""
-    job = environ.get("TORCHELASTIC_RUN_ID", "")
-    if given is None and (job in _UNNAMED or not _MEMORY.is_dir()):
-        got, rule = "none, for a job without a name", "name the memory of this job"
-        remedy = f"Start with torchrun --rdzv-id NAME, or write protect_folder='{_MEMORY}/NAME'"
-        raise ConfigError(refusal("protect_folder", got, rule, remedy))
-    base = Path(given) if given is not None else _MEMORY / f"megatron_distopt-{getpass.getuser()}-{job}"
-    return base / f"{group.global_rank(0)}"  # process groups of one job that train apart
-
-
-def check_launcher(environ: Mapping[str, str]) -> None:
-    """Refuses a torchrun whose ranks, started anew, would read in its store where the ranks before them were.
-
-    It shares one store between its starts unless told otherwise: gloo then connects to ports of dead processes.
-    """
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        got, rule = "one for all starts", "be a new one at each start, or a restart hangs"
-        remedy = "Write export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on all nodes"
-        raise ConfigError(refusal("store of torchrun", got, rule, remedy))
+    return Nodes(everyone, tuple(numbers[each] for each in ids), names[0])
 
 
 def _id_of(folder: Path) -> str:
@@ -122,27 +85,45 @@ def _id_of(folder: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
+def folder_of(given: str | None, environ: Mapping[str, str], group: Group) -> Path:
+    """Where snapshots lie: what was given, or below /dev/shm a folder with the names of the user and of torchrun's job.
+
+    Raises:
+        ConfigError: the job has no name, or torchrun would not start it anew.
+    """
+    # torchrun shares one store between its starts: ranks that it starts anew read there where those before them were.
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        got, rule = "one for all starts", "be a new one at each start, or a restart hangs"
+        remedy = "Write export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on all nodes"
+        raise ConfigError(refusal("store of torchrun", got, rule, remedy))
+    job = environ.get("TORCHELASTIC_RUN_ID", "none")
+    if given is None and (job in ("", "none") or not _MEMORY.is_dir()):
+        got, rule = "none, for a job without a name", "name the memory of this job"
+        remedy = f"Start with torchrun --rdzv-id NAME, or write protect_folder='{_MEMORY}/NAME'"
+        raise ConfigError(refusal("protect_folder", got, rule, remedy))
+    base = Path(given) if given is not None else _MEMORY / f"megatron_distopt-{getpass.getuser()}-{job}"
+    return base / f"{group.global_rank(0)}"  # process groups of one job that train apart
+
+
 def lock(folder: Path, nodes: Nodes) -> int | None:
     """Collective: locks the folder for this run, once a node, until `disk.unlock` of what it returns.
 
     Raises:
-        CheckpointError: on all ranks: another run that is alive uses it.
+        CheckpointError: another run that is alive uses it.
     """
-    locked = partial(_lock, folder) if nodes.is_first else lambda: None
-    return raise_together(locked, nodes.group, "protect_folder")
-
-
-def _lock(folder: Path) -> int | None:
     end = time.monotonic() + _SECONDS_OF_A_LOCK
-    while True:
-        try:
-            return disk.lock(folder / "protecting.lock")
-        except CheckpointError:
-            if time.monotonic() > end:
-                got, rule = "used by another run that is alive", "belong to one run at a time"
-                remedy = "End that run, or start this one with another --rdzv-id or protect_folder"
-                raise CheckpointError(refusal(f"protect_folder {folder}", got, rule, remedy)) from None
-            time.sleep(0.1)
+
+    def locked() -> int | None:
+        while nodes.is_first:
+            try:
+                return disk.lock(folder / "protecting.lock")
+            except CheckpointError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+        return None
+
+    return raise_together(locked, nodes.group, "protect_folder")
 
 
 def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
@@ -151,24 +132,24 @@ def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
     `nbytes` has a snapshot of this rank.
     """
     of_rank = exchange(nbytes, nodes.group)
-    raise_together(lambda: _check_room(folder, of_rank, nodes), nodes.group, "protect_folder")
-
-
-def _check_room(folder: Path, of_rank: Sequence[int], nodes: Nodes) -> None:
-    kept = [*nodes.own, *(rank for rank in range(nodes.group.size) if nodes.buddy_of(rank) in nodes.own)]
+    kept = [*nodes.own, *(other for rank in nodes.own for other in nodes.protected_by(rank))]
     needed = 2 * sum(of_rank[rank] for rank in kept)
-    used = sum(path.stat().st_size for path in folder.glob("*/*") if path.is_file())
-    free = shutil.disk_usage(folder).free + used
-    if free < needed:
-        got = f"{free / 1e6:,.0f} MB free"
-        rule = f"have room for {needed / 1e6:,.0f} MB: two snapshots of {len(kept)} ranks"
-        remedy = f"Start a container with --shm-size={-(-needed // 10**9) + 1}g or --ipc=host, or give another folder"
-        raise CheckpointError(refusal(f"protect_folder {folder}", got, rule, remedy))
+
+    def check() -> None:
+        used = sum(path.stat().st_size for path in folder.glob("*/*"))
+        free = shutil.disk_usage(folder).free + used
+        if free < needed:
+            got, what = f"{free / 1e6:,.0f} MB free", f"two snapshots of {len(kept)} ranks"
+            remedy = f"Start a container with --shm-size={needed // 10**9 + 1}g or --ipc=host, or give another folder"
+            rule = f"have room for {needed / 1e6:,.0f} MB, {what}"
+            raise CheckpointError(refusal(f"protect_folder {folder}", got, rule, remedy))
+
+    raise_together(check, nodes.group, "protect_folder")
 
 
 def is_removed_at_logout(logind: Path = Path("/etc/systemd/logind.conf")) -> bool:
     """Whether systemd may remove what a user has in /dev/shm when the user's last session ends (RemoveIPC)."""
     if os.getuid() < 1000 or not logind.is_file():  # systemd spares users of the system
         return False
-    lines = [line.strip().lower() for line in logind.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return not any(line in ("removeipc=no", "removeipc=false", "removeipc=0", "removeipc=off") for line in lines)
+    settings = dict(line.split("=", 1) for line in logind.read_text(encoding="utf-8").splitlines() if "=" in line)
+    return settings.get("RemoveIPC", "yes").strip().lower() not in ("no", "false", "0", "off")

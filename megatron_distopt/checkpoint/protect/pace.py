@@ -40,14 +40,16 @@ class Pace:
         return since >= 0 and (since == 0 or (since & (since - 1)) == 0)
 
     @property
-    def begins_trial(self) -> bool:
-        """Whether the trial begins at this border."""
-        return self.is_measuring and self._number == _NUM_WARM_UP + _NUM_MEASURED + 1
+    def looks(self) -> bool:
+        """Whether this border is one after the trial, at which it may be done."""
+        return self.is_measuring and self._number > _NUM_WARM_UP + _NUM_MEASURED + 1
 
     def fitting(self) -> int:
-        """The smallest K that this rank finds cheap enough, for a trial that is done by now."""
+        """The smallest K that this rank finds cheap enough, once it looks at a trial that is done by now."""
         begun = _NUM_WARM_UP + _NUM_MEASURED
         steps = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+        if not self.looks:
+            return 0
         usual = statistics.median(steps[_NUM_WARM_UP:begun])
         cost = sum(steps[begun:]) - usual * len(steps[begun:])
         return max(math.ceil(cost / (_SHARE * usual)), len(steps[begun:]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
@@ -37,7 +36,7 @@ from megatron_distopt.checkpoint.protect.snapshots import (
 from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
 from megatron_distopt.checkpoint.save import Contribution, Written, contribution_of, write_tensors
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.comm import Group, exchange_together, raise_together
+from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.comm.alive import LifeSigns
 from megatron_distopt.device import fence, mark, new_stream, on_stream
 from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError, refusal
@@ -55,11 +54,7 @@ class _Copying:
 
     snapshot: Snapshot
     threads: Sequence[threading.Thread] = ()
-    failed: bool = False
-
-    @property
-    def is_running(self) -> bool:
-        return any(thread.is_alive() for thread in self.threads)
+    has_failed: bool = False
 
 
 class Protection:
@@ -100,8 +95,8 @@ class Protection:
         self._copying: _Copying | None = None
         self._life = LifeSigns(everyone, timeout)
         self._kept: Snapshot | None = None  # the newest that is whole on all ranks
-        self._said: set[str] = set()
-        self._is_ready, self._num_steps = False, 0  # whether `resume` was called; steps since the last border
+        self._is_ready, self._is_alive = False, False  # whether `resume` was called; whether there was a border
+        self._num_steps = 0  # since the last border
         Finalize(None, self.finish, exitpriority=0)
 
     def described(self) -> str:
@@ -130,7 +125,7 @@ class Protection:
         """Does nothing: a snapshot begins at the border, when the host has finished the step, too."""
 
     def loaded(self) -> None:
-        """Does nothing: what was loaded is in the next snapshot."""
+        """Does nothing."""
 
     def wait_for_copy(self) -> None:
         """Makes the device wait for the copy of its state; to be called before anything changes the state."""
@@ -152,40 +147,32 @@ class Protection:
             CheckpointError, RanksDisagreeError: on all ranks: `state` cannot be kept, or there is no memory.
         """
         if not self._is_ready:
-            raise ConfigError(
-                refusal("use of protect_every", "no resume()", "look for a snapshot first", _RESUME_FIRST)
-            )
-        self._num_steps = 0
-        if unseen := self._life.start():
-            self._say_once(unseen)
+            got, rule = "no resume()", "look for a snapshot first"
+            raise ConfigError(refusal("use of protect_every", got, rule, _RESUME_FIRST))
+        if not self._is_alive and (unwatched := self._life.start()):
+            self._say("%s", unwatched)
+        self._is_alive, self._num_steps = True, 0
         note_step(self._folder, self._everyone.rank, step)
         if not self._pace.next():
             return
-        copying = self._copying
-        looks = self._pace.is_measuring and not self._pace.begins_trial
-
-        def said() -> tuple[int, bool, bool, int, str]:
-            running = copying is not None and copying.is_running
-            failed = copying is not None and copying.failed
-            return step, running, failed, self._pace.fitting() if looks else 0, new_save_id()
-
-        steps, running, failed, fitting, save_ids = zip(
-            *exchange_together(said, self._everyone, "protect"), strict=True
-        )
+        last = self._copying
+        runs = last is not None and any(thread.is_alive() for thread in last.threads)
+        said = step, runs, last is not None and last.has_failed, self._pace.fitting(), new_save_id()
+        steps, run, have_failed, fitting, save_ids = zip(*exchange(said, self._everyone), strict=True)
         if len(set(steps)) > 1:
             got, rule = f"{min(steps)} on one rank and {max(steps)} on another", "be the same on all ranks"
             raise RanksDisagreeError(refusal("step of protect", got, rule, "Give protect the number of steps done"))
-        if any(running):
-            if not looks:
+        if any(run):
+            if not self._pace.looks:
                 self._say("a snapshot of step %d is left out: the one before is still being written", step)
             return
-        if copying is not None:
-            self._kept, self._copying = self._kept if any(failed) else copying.snapshot, None
-        if looks:
+        if last is not None:
+            self._kept, self._copying = self._kept if any(have_failed) else last.snapshot, None
+        if self._pace.looks:
             self._pace.choose(max(fitting))
             self._say("protect_every auto: a snapshot every %s steps costs less than 1 %% of them", self._pace.every)
-            return
-        self._begin(Snapshot(step, save_ids[0]), state)
+        else:
+            self._begin(Snapshot(step, save_ids[0]), state)
 
     @no_collection()
     def _begin(self, snapshot: Snapshot, state: Callable[[], Any]) -> None:
@@ -198,14 +185,13 @@ class Protection:
             self._has_space = True
         if self.nodes.is_first:
             keep_only(self._folder, [each for each in (self._kept, snapshot) if each is not None])
-        contribution, ready = self._copy(contribution)
+        copy, ready = self._copy(contribution)
         copying = self._copying = _Copying(snapshot)
-        tasks = {"send": lambda: self._send(snapshot, contribution, ready), "receive": lambda: self._receive(snapshot)}
+        tasks = (lambda: self._send(snapshot, copy, ready)), (lambda: self._receive(snapshot))
+        names = "megatron_distopt snapshot, send", "megatron_distopt snapshot, receive"
         copying.threads = [
-            threading.Thread(
-                target=self._guarded, args=(copying, task), name=f"megatron_distopt snapshot {name}", daemon=True
-            )
-            for name, task in tasks.items()
+            threading.Thread(target=self._guarded, args=(copying, task), name=name, daemon=True)
+            for name, task in zip(names, tasks, strict=True)
         ]
         for thread in copying.threads:
             thread.start()
@@ -246,39 +232,31 @@ class Protection:
         """Runs a task; training goes on without this snapshot where it fails."""
         let_training_first()
         try:
-            is_done = task()
+            if not task():
+                copying.has_failed = True
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            is_done = False
+            copying.has_failed = True
             _log.error("the snapshot of step %d was not kept: %s", copying.snapshot.step, error)
-        copying.failed = copying.failed or not is_done
 
-    def _send(self, snapshot: Snapshot, contribution: Contribution, ready: Callable[[], None]) -> bool:
-        """Writes this rank's copy, sends it to the buddy, and commits it where both have it."""
+    def _send(self, snapshot: Snapshot, copy: Contribution, ready: Callable[[], None]) -> bool:
+        """Writes this rank's copy, sends it to the buddy, and commits it where both have it; whether that was done."""
         ready()
-        rank, buddy, part = self._everyone.rank, self.nodes.buddy, None
-        path, failure = snapshot.file(self._folder, rank), ""
+        rank = self._everyone.rank
+        buddy, path = self.nodes.buddy_of(rank), snapshot.file(self._folder, rank)
         try:
-            part = self._written(path, snapshot, contribution)
-        except CheckpointError as error:
-            failure = str(error)
+            _check_finite(copy, snapshot)
+            part = write_tensors(path, copy, snapshot.save_id)
+        except CheckpointError:
+            if buddy is not None:  # waits for this copy
+                send_copy(self._lines.to(buddy), path, None)
+            raise
         is_there = buddy is None or send_copy(self._lines.to(buddy), path, part)
-        if failure:
-            raise CheckpointError(failure)
-        if part is not None and is_there:
+        if is_there:
             snapshot.commit(self._folder, rank, part)
-        return part is not None and is_there
-
-    def _written(self, path: Path, snapshot: Snapshot, contribution: Contribution) -> Manifest:
-        for written in contribution.tensors:
-            tensor = as_plain(written.tensor)
-            values = tensor.float() if tensor.is_floating_point() and tensor.element_size() < 2 else tensor
-            if not bool(values.isfinite().all()):
-                got, remedy = f"inf or nan in {written.key}", "Training goes on; the snapshot before it stays"
-                raise CheckpointError(refusal(f"snapshot of step {snapshot.step}", got, "be finite", remedy))
-        return write_tensors(path, contribution, snapshot.save_id)
+        return is_there
 
     def _receive(self, snapshot: Snapshot) -> bool:
-        for rank in self.nodes.protected:
+        for rank in self.nodes.protected_by(self._everyone.rank):
             receive_copy(self._lines.to(rank), snapshot, self._folder, rank)
         return True
 
@@ -309,22 +287,22 @@ class Protection:
             The step and what `state` returned for it; None where no snapshot can be taken, and nothing has changed.
         """
         self._is_ready = True
-        start = time.monotonic()
         found = restore(self._folder, self._lines, self._whole, newer_than, prepare)
-        self._kept = found.snapshot if found is not None else None
-        if found is None:
-            return None
-        self._say("%s, in %.1f s", found.described, time.monotonic() - start)
-        return found.resumed
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
+        self._kept = found[0] if found is not None else None
+        return found[1] if found is not None else None
 
     def _say(self, text: str, *values: object) -> None:
         if self._everyone.rank == 0:
             _log.warning(text, *values)
+
+
+def _check_finite(copy: Contribution, snapshot: Snapshot) -> None:
+    for written in copy.tensors:
+        tensor = as_plain(written.tensor)
+        values = tensor.float() if tensor.is_floating_point() and tensor.element_size() < 2 else tensor
+        if not bool(values.isfinite().all()):
+            got, remedy = f"inf or nan in {written.key}", "Training goes on; the snapshot before it stays"
+            raise CheckpointError(refusal(f"snapshot of step {snapshot.step}", got, "be finite", remedy))
 
 
 def _expected_nbytes(model: WholeModel) -> int:

@@ -7,7 +7,8 @@ its rank once wrote. A damaged copy is left to the other node's, a damaged or in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,21 +40,12 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Restored:
-    """A snapshot that was loaded."""
-
-    snapshot: Snapshot
-    resumed: Resumed
-    described: str  # where it came from, for the log
-
-
-@dataclass(frozen=True)
 class Copies:
     """The copies of a snapshot that are whole."""
 
     snapshot: Snapshot
-    nodes_of: Mapping[int, tuple[int, ...]]  # by rank that wrote it: the nodes that have a copy
-    parts: Mapping[int, Manifest]  # by the same
+    nodes_of: dict[int, list[int]]  # by rank that wrote it: the nodes that have a copy
+    parts: dict[int, Manifest]  # by the same
 
     def joined(self) -> Manifest:
         """The manifest of all of them; file k is that of rank k.
@@ -61,13 +53,11 @@ class Copies:
         Raises:
             CheckpointError: together they are not the whole model.
         """
-        size = next((int(part.about.get(NUM_RANKS, 0)) for part in self.parts.values()), 0)
-        missing = [rank for rank in range(size) if rank not in self.parts]
-        if missing or not size:
-            got = f"without a whole copy of rank {', '.join(map(str, missing))}" if size else "no whole copy"
-            raise CheckpointError(
-                refusal(f"snapshot of step {self.snapshot.step}", got, "hold all ranks", "Go further")
-            )
+        size = max((int(part.about[NUM_RANKS]) for part in self.parts.values()), default=1)
+        missing = [str(rank) for rank in range(size) if rank not in self.parts]
+        if missing:
+            got, what = f"no whole copy of rank {', '.join(missing)}", f"snapshot of step {self.snapshot.step}"
+            raise CheckpointError(refusal(what, got, "hold all ranks", "An older one is looked for"))
         manifest = join([self.parts[rank] for rank in range(size)])
         check_complete(manifest)
         return manifest
@@ -75,47 +65,43 @@ class Copies:
 
 def restore(
     base: Path, lines: Lines, whole: Callable[[], WholeModel], newer_than: int, prepare: Callable[[Manifest], None]
-) -> Restored | None:
-    """Collective: loads the newest snapshot that can be taken; None, and nothing has changed, where there is none."""
-    nodes = lines.nodes
-    here = held(base) if nodes.is_first else {}
-    listings, reached = zip(*exchange((here, last_step(base)), nodes.group), strict=True)
+) -> tuple[Snapshot, Resumed] | None:
+    """Collective: loads the newest snapshot that can be taken; None, and nothing has changed, where there is none.
+
+    Says on rank 0 where the state came from, or why none was taken.
+    """
+    start, nodes = time.monotonic(), lines.nodes
+    here = held(base)
+    listings, reached = zip(*exchange((list(here), last_step(base)), nodes.group), strict=True)
     found = sorted({snapshot for listing in listings for snapshot in listing}, reverse=True)
-    reasons = []
-    for snapshot in (each for each in found if each.step > newer_than):
+    passed_over = [f"step {each.step} is not newer than {newer_than}" for each in found if each.step <= newer_than]
+    for snapshot in found[: len(found) - len(passed_over)]:
+        folder = snapshot.folder(base)
         try:
-            copies = _whole_copies(base, snapshot, held(base).get(snapshot, []), nodes)
+            copies = _whole_copies(base, snapshot, here.get(snapshot, []), nodes)
             manifest = copies.joined()
-            is_same = manifest.about.get(NUM_RANKS) == nodes.group.size
-            is_same = is_same and whole().about.items() <= manifest.about.items()
+            is_same = whole().about.items() <= manifest.about.items() and len(manifest.files) == nodes.group.size
             key = key_of_state(nodes.group.rank if is_same else 0)
             prepare(manifest)
             num_moved = _bring(base, copies, manifest, key, whole(), lines)
         except DistOptError as error:
-            reasons.append(str(error))
+            passed_over.insert(0, str(error))
             continue
-        folder = snapshot.folder(base)
         load_state(partial(loadable_files, folder, manifest), whole(), nodes.group)
         state = raise_together(partial(_read_state, folder, manifest, key), nodes.group, "resume")
-        described = _described(snapshot, num_moved, len(manifest.files), max(reached), reasons, is_same=is_same)
-        return Restored(snapshot, Resumed(snapshot.step, state, is_same), described)
-    if nodes.group.rank == 0 and found:
-        why = "; ".join(reasons) or f"the newest is of step {found[0].step}, and the run has step {newer_than}"
-        _log.warning("no snapshot in memory is taken: %s", why)
+        text = f"resumed at step {snapshot.step} from memory: {len(manifest.files)} files"
+        text += f", {num_moved} of them brought to another node, {max(0, max(reached) - snapshot.step)} steps lost"
+        text += f", {time.monotonic() - start:.1f} s" + ("" if is_same else "; other parallel sizes")
+        _tell("; ".join((text, *passed_over)), nodes)
+        return snapshot, Resumed(snapshot.step, state, is_same)
+    if found:
+        _tell("; ".join(("no snapshot in memory is taken", *passed_over)), nodes)
     return None
 
 
-def _described(
-    snapshot: Snapshot, num_moved: int, num_files: int, reached: int, reasons: Sequence[str], *, is_same: bool
-) -> str:
-    text = (
-        f"resumed at step {snapshot.step} from memory: {num_files} files, {num_moved} of them brought to another node"
-    )
-    if reached >= snapshot.step:
-        text += f", {reached - snapshot.step} steps lost"
-    if not is_same:
-        text += ", saved at other parallel sizes"
-    return "; ".join((text, *(f"passed over: {reason}" for reason in reasons)))
+def _tell(text: str, nodes: Nodes) -> None:
+    if nodes.group.rank == 0:
+        _log.warning("%s", text)
 
 
 def _read_state(folder: Path, manifest: Manifest, key: str) -> Any:
@@ -124,20 +110,18 @@ def _read_state(folder: Path, manifest: Manifest, key: str) -> Any:
 
 def _whole_copies(base: Path, snapshot: Snapshot, here: Sequence[int], nodes: Nodes) -> Copies:
     """Collective: checks every copy of a snapshot, each on its node by one of the ranks there."""
-    own = nodes.own
-    good: dict[int, Manifest] = {}
+    own, good = nodes.own, dict[int, Manifest]()
     for rank in here[own.index(nodes.group.rank) :: len(own)]:
         try:
             good[rank] = snapshot.checked(base, rank)
         except CheckpointError as error:
             _log.warning("%s", error)
-    nodes_of: dict[int, set[int]] = {}
-    parts: dict[int, Manifest] = {}
+    copies = Copies(snapshot, {}, {})
     for reader, of_reader in enumerate(exchange(good, nodes.group)):
         for rank, part in of_reader.items():
-            nodes_of.setdefault(rank, set()).add(nodes.numbers[reader])
-            parts.setdefault(rank, part)
-    return Copies(snapshot, {rank: tuple(sorted(each)) for rank, each in nodes_of.items()}, parts)
+            copies.nodes_of.setdefault(rank, []).append(nodes.numbers[reader])
+            copies.parts[rank] = part
+    return copies
 
 
 def _bring(base: Path, copies: Copies, manifest: Manifest, state: str, model: WholeModel, lines: Lines) -> int:

@@ -67,14 +67,14 @@ class Snapshot:
         Raises:
             CheckpointError: it is damaged.
         """
-        path = self.record(base, rank)
+        path = self.file(base, rank)
         with disk.refused(f"snapshot {path}", "be readable"):
-            part = from_text(path.read_text(encoding="utf-8", errors="replace"), str(path))
-            crc32 = crc_of_file(self.file(base, rank))
-        if crc32 != part.files[0].crc32:
-            got, rule = f"CRC-32 {crc32:08x}", f"have {part.files[0].crc32:08x}"
-            raise CheckpointError(refusal(f"snapshot {self.file(base, rank)}", got, rule, "Use the other copy"))
-        return part
+            record = self.record(base, rank)
+            part = from_text(record.read_text(encoding="utf-8", errors="replace"), str(record))
+            if (crc32 := crc_of_file(path)) == part.files[0].crc32:
+                return part
+        got, rule = f"CRC-32 {crc32:08x}", f"have {part.files[0].crc32:08x}"
+        raise CheckpointError(refusal(f"snapshot {path}", got, rule, "Another copy is looked for"))
 
 
 def held(base: Path) -> dict[Snapshot, list[int]]:

@@ -6,6 +6,7 @@ groups. Bytes are checked while they arrive.
 
 from __future__ import annotations
 
+import os
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_distopt.checkpoint.protect.snapshots import Snapshot
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, refusal
 
-#: What is received is in memory in pieces of this size.
+#: Of one message.
 _PIECE_NBYTES = 16 << 20
 #: Tags of messages: two ranks may send each other a copy at the same time.
 _COPY, _ANSWER = 0, 1
@@ -45,11 +46,10 @@ class Lines:
 
     def connect_buddies(self) -> None:
         """Collective: makes those to the buddy and to the ranks that this one is the buddy of."""
-        own, ranks = self.nodes.group.rank, range(self.nodes.group.size)
-        pairs = ((rank, buddy) for rank in ranks if (buddy := self.nodes.buddy_of(rank)) is not None)
-        for one, other in sorted({(min(pair), max(pair)) for pair in pairs}):
-            if own in (one, other):
-                self.to(one + other - own)
+        own = self.nodes.group.rank
+        others = {*self.nodes.protected_by(own), self.nodes.buddy_of(own)} - {None}
+        for one, other in sorted((min(own, other), max(own, other)) for other in others if other is not None):
+            self.to(one + other - own)
 
 
 class Line:
@@ -88,59 +88,43 @@ def send_copy(line: Line, path: Path, part: Manifest | None) -> bool:
     if part is None:
         return False
     line.send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    nbytes = part.files[0].nbytes
-    content = torch.from_file(str(path), size=nbytes, dtype=torch.uint8)
-    for start in range(0, nbytes, _PIECE_NBYTES):
+    if not line.receive_number(_ANSWER):
+        return False
+    content = torch.from_file(str(path), size=part.files[0].nbytes, dtype=torch.uint8)
+    for start in range(0, content.numel(), _PIECE_NBYTES):
         line.send(content[start : start + _PIECE_NBYTES])
-    return line.receive_number(_ANSWER) == 1
+    return bool(line.receive_number(_ANSWER))
 
 
 def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
-    """Receives the copy of a rank, writes it and says so; does nothing where there is none.
+    """Receives the copy of a rank into memory and says so; does nothing where there is none.
 
     Raises:
-        CheckpointError: on this rank, where it cannot be written or has changed on its way; the other rank knows.
+        CheckpointError: there is no room for it, or it has changed on its way; the other rank knows.
     """
     length = line.receive_number()
     if not length:
         return
     text = bytes(line.receive(torch.empty(length, dtype=torch.uint8)).numpy())
-    part = parsed(text.decode(), f"of rank {rank}")
-    path, nbytes = snapshot.file(base, rank), part.files[0].nbytes
+    part, path = parsed(text.decode(), f"of rank {rank}"), snapshot.file(base, rank)
     try:
-        _receive_file(line, path, part)
+        content = _room(path, part.files[0].nbytes)
+        line.send_number(1, _ANSWER)
+        for start in range(0, content.numel(), _PIECE_NBYTES):
+            line.receive(content[start : start + _PIECE_NBYTES])
+        if zlib.crc32(content.numpy().data) != part.files[0].crc32:
+            raise OSError("other bytes than were sent")
         snapshot.commit(base, rank, part)
-    except Exception as error:
+    except OSError as error:
         line.send_number(0, _ANSWER)
-        rule = f"take the {nbytes} bytes of rank {rank}"
-        raise CheckpointError(refusal(f"snapshot {path}", str(error), rule, "Free space there")) from error
+        got, rule = f"{error} for the copy of rank {rank}", f"take {part.files[0].nbytes} bytes"
+        raise CheckpointError(refusal(f"snapshot {path}", got, rule, "Free space there")) from error
     line.send_number(1, _ANSWER)
 
 
-def _receive_file(line: Line, path: Path, part: Manifest) -> None:
-    """Receives everything, also where it cannot be written: the other rank sends it."""
-    nbytes, crc32, failure = part.files[0].nbytes, 0, ""
-    buffer = torch.empty(min(nbytes, _PIECE_NBYTES), dtype=torch.uint8)
+def _room(path: Path, nbytes: int) -> Tensor:
+    """A new file of the memory as a tensor: uint8, 1-D [nbytes]."""
     disk.remove(path)
-    try:
-        file = disk.create(path)
-    except OSError as error:
-        file, failure = None, str(error)
-    for start in range(0, nbytes, _PIECE_NBYTES):
-        piece = line.receive(buffer[: nbytes - start]).numpy().data
-        crc32 = zlib.crc32(piece, crc32)
-        try:
-            if file is not None and not failure:
-                disk.write(file, piece)
-        except OSError as error:
-            failure = str(error)
-    if file is not None:
-        try:
-            file.close()
-        except OSError as error:
-            failure = failure or str(error)
-    if crc32 != part.files[0].crc32:
-        failure = failure or f"CRC-32 {crc32:08x} where {part.files[0].crc32:08x} was sent"
-    if failure:
-        disk.remove(path)
-        raise OSError(failure)
+    with disk.create(path) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)  # a page that is missing later would end the process
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
