@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import zip_longest
 from types import ModuleType
 from typing import Any
 
 from megatron_distopt.errors import HostMismatchError, UnknownHostError
 
+Undo = Callable[[], None]
 REMEDY = "Use a Megatron that docs/hosts.md lists"
 OTHER = "Take the other patcher out, or install megatron_distopt before it"
 
@@ -37,7 +39,7 @@ class PatchPoint:
 
     module: str  # where it is defined
     attribute: str  # its name there, and in the modules that import it by value
-    parameters: tuple[str, ...]  # the names that its signature must start with
+    parameters: tuple[str, ...]  # the names that its signature must start with, "a|b" for either
 
     def find(self) -> Callable[..., Any]:
         """The host's own function, also where it is replaced already, after checking its signature."""
@@ -76,7 +78,8 @@ class PatchPoint:
 
     def differs(self, parameters: tuple[str, ...], where: str = "") -> str | None:
         """The refusal of a function with these parameters; None where they are as expected."""
-        if parameters[: len(self.parameters)] == self.parameters:
+        pairs = zip_longest(self.parameters, parameters[: len(self.parameters)], fillvalue="")
+        if all(found in known.split("|") for known, found in pairs):
             return None
         rule = f"its signature must start with ({', '.join(self.parameters)})"
         return f"{self}{where} takes ({', '.join(parameters)}); {rule}. {REMEDY}."
@@ -88,6 +91,10 @@ class PatchPoint:
 def replaced_since(place: object) -> HostMismatchError:
     """The refusal of an undo where other code has replaced what is in the place."""
     return HostMismatchError(f"{place} was replaced by other code since. Undo that replacement first.")
+
+
+#: A patch point, and a function from what is there to what takes its place.
+Patch = tuple[PatchPoint, Callable[[Any], Any]]
 
 
 @contextmanager
@@ -113,3 +120,24 @@ def rebind(olds: Sequence[Any], news: Sequence[Any]) -> None:
         for name, value in list(vars(module).items()):
             if id(value) in new_of:
                 setattr(module, name, new_of[id(value)])
+
+
+def apply(patches: Sequence[Patch]) -> Undo:
+    """Checks every patch point, makes every replacement, and only then puts them in; returns the undo.
+
+    That puts the originals back, also into modules that imported a replacement by value since. It refuses, and changes
+    nothing, where other code has replaced the replacement.
+    """
+    originals = [point.find() for point, _ in patches]
+    before = [point.current for point, _ in patches]  # may be an earlier replacement
+    ours = [replace(original) for (_, replace), original in zip(patches, originals, strict=True)]
+    rebind(before, ours)
+
+    def undo() -> None:
+        for (point, _), replacement in zip(patches, ours, strict=False):
+            if point.module in sys.modules and point.current is not replacement:
+                raise replaced_since(point)
+        rebind(ours, before)
+        ours.clear()  # a second call finds nothing to do
+
+    return undo

@@ -18,11 +18,15 @@ from megatron_distopt.checkpoint import WholeModel, save_checkpoint
 from megatron_distopt.checkpoint.background import BackgroundSaver
 from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.load_plan import class_of
+from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.param_groups import SCHEDULE
 from megatron_distopt.checkpoint.protect.nodes import folder_of
 from megatron_distopt.checkpoint.protect.protection import Protection
+from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
+from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.report import announce
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.step import finish_deferred_check
 
@@ -74,7 +78,79 @@ def protection_of(
         settle()
         finish_deferred_check([share.optimizer for share in whole().shares], everyone)
 
-    return Protection(config.protect_every, folder, whole, everyone, device, settled, config.protect_timeout)
+    timeout = config.protect_timeout
+    protection = Protection(config.protect_every, folder, whole, everyone, device, settled, timeout)
+    if everyone.rank == 0:
+        announce(f"megatron_distopt protects this run: {protection.described()}")
+    return protection
+
+
+class ProtectedCalls:
+    """What an optimizer answers about snapshots of its state; a Megatron's own script calls it, see protecting.py."""
+
+    protection: Protection | None
+
+    def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
+        """Collective: keeps a snapshot of this step in memory, at every `protect_every`-th call.
+
+        To be called after each step, when a scheduler has made its step, too. docs/protect.md shows a loop.
+
+        Args:
+            step: the number of steps that are done, the same on all ranks.
+            state: returns what else this rank needs to go on from here, such as the state of a scheduler, of a data
+                loader and of generators: tensors, numbers, texts, lists, tuples and dicts. Called for a snapshot alone.
+
+        Raises:
+            ConfigError: `protect_every` is not set, or `resume` was not called before.
+            CheckpointError, RanksDisagreeError: on all ranks, where one cannot take its part.
+        """
+        self._protected("protect").border(step, state)
+
+    @torch.no_grad()
+    def resume(self, newer_than: int = -1) -> Resumed | None:
+        """Collective: takes the newest whole snapshot in memory, at this or any other size, and gathers the params.
+
+        Args:
+            newer_than: the step that the run has from a checkpoint; an older snapshot is not taken.
+
+        Returns:
+            `step` and the `state` that this rank gave to `protect`, or where the number of ranks has changed rank 0;
+            None where memory has nothing to take, and nothing has changed.
+
+        Raises:
+            ConfigError: `protect_every` is not set.
+        """
+        protection = self._protected("resume")
+        self._begin_load()
+        resumed = protection.resume(newer_than, self._grow_to_saved)
+        if resumed is not None:
+            self._end_load()
+        return resumed
+
+    def _protected(self, call: str) -> Protection:
+        if self.protection is None:
+            remedy = "Give protect_every a number of steps, such as 100"
+            raise ConfigError(refusal(call, "no protect_every", "be of a protected run", remedy))
+        return self.protection
+
+    def _begin_load(self) -> None:
+        """Collective: ends what reads or writes the state."""
+        raise NotImplementedError
+
+    def _grow_to_saved(self, manifest: Manifest) -> None:
+        """Collective: begins what was saved and has not begun here."""
+
+    def _end_load(self) -> None:
+        """Collective: gathers the params of the state that was loaded."""
+        raise NotImplementedError
+
+
+def hooks_of(
+    protection: Protection | None, config: DistOptConfig, whole: Callable[[], WholeModel], everyone: Group
+) -> tuple[StepHook, ...]:
+    """What is called around each step and after a load; nothing without options that ask for it."""
+    digests = () if config.log_digests is None else (DigestLog(config, whole, everyone),)
+    return digests if protection is None else (protection, *digests)
 
 
 def head_entry(choice: InnerChoice) -> dict[str, str]:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         declared = OPTIONS[name]
         # A switch stands alone; with a value it can be switched off again, after the flags that a script adds.
         switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if declared.is_switch else {}
-        text = f"{declared.meaning} ({declared.values}; default {declared.shown_default})"
+        text = f"{declared.meaning} ({declared.values}; default {declared.shown_default})".replace("%", "%%")
         group.add_argument(
             flag_of(name), f"--distopt_{name}", dest=f"distopt_{name}", metavar="VALUE", help=text, **switch
         )

@@ -14,8 +14,8 @@ from megatron_distopt.comm import show_presence
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.hosts.base import SWITCHED_OFF
 from megatron_distopt.hosts.detect import find_host
-from megatron_distopt.hosts.patch_points import Replacement
-from megatron_distopt.plugin.install import apply, fix_host, flags_of
+from megatron_distopt.hosts.patch_points import Replacement, apply
+from megatron_distopt.plugin.install import fix_host, flags_of
 
 
 def distopt(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron_distopt.comm import show_presence
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, fixes_from, switch_from
@@ -21,12 +19,8 @@ from megatron_distopt.hosts.base import SWITCHED_OFF
 from megatron_distopt.hosts.detect import Generation, find_host, recognise
 from megatron_distopt.hosts.fixes import apply_fixes, needed_fixes
 from megatron_distopt.hosts.fork_source import importable_host
-from megatron_distopt.hosts.patch_points import PatchPoint, rebind, replaced_since
+from megatron_distopt.hosts.patch_points import Patch, Undo, apply
 from megatron_distopt.plugin.arguments import parser_with_ours
-
-Undo = Callable[[], None]
-#: A patch point, and a function from what is there to what takes its place.
-Patch = tuple[PatchPoint, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,24 +107,3 @@ def flags_of(host: Generation) -> list[Patch]:
     if host.parser is None or host.parser.is_replaced:
         return []
     return [(host.parser, lambda original: parser_with_ours(original, host.check_arguments))]
-
-
-def apply(patches: Sequence[Patch]) -> Undo:
-    """Checks every patch point, makes every replacement, and only then puts them in; returns the undo.
-
-    That puts the originals back, also into modules that imported a replacement by value since. It refuses, and changes
-    nothing, where other code has replaced the replacement.
-    """
-    originals = [point.find() for point, _ in patches]
-    before = [point.current for point, _ in patches]  # may be an earlier replacement
-    ours = [replace(original) for (_, replace), original in zip(patches, originals, strict=True)]
-    rebind(before, ours)
-
-    def undo() -> None:
-        for (point, _), replacement in zip(patches, ours, strict=False):
-            if point.module in sys.modules and point.current is not replacement:
-                raise replaced_since(point)
-        rebind(ours, before)
-        ours.clear()  # a second call finds nothing to do
-
-    return undo

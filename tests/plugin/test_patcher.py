@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
-from megatron_distopt.hosts.patch_points import PatchPoint
-from megatron_distopt.plugin.install import apply
+from megatron_distopt.hosts.patch_points import PatchPoint, apply
 from tests.support.refusals import assert_mentions
 
 HOST = """

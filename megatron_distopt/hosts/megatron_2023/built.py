@@ -18,7 +18,7 @@ from megatron.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from megatron_distopt.checkpoint.digests import DigestLog
+from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.comm import (
     Communicator,
     Field,
@@ -37,7 +37,9 @@ from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam, Rema
 from megatron_distopt.hosts.megatron_2023.decisions import Start, num_microbatches_of, plan_start
 from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer, UsedGrads, main_grads, take_over
+from megatron_distopt.hosts.protecting import ScriptCalls
 from megatron_distopt.hosts.report import announce, describe, sharded_over
+from megatron_distopt.hosts.saving import StepHook
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.watch import Watch, tell_of_grads
 from megatron_distopt.optimizer.accelerator import stats_dtype
@@ -45,7 +47,7 @@ from megatron_distopt.optimizer.inner import is_torchs
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
-class BuiltOptimizer(HostDistributedOptimizer):
+class BuiltOptimizer(ScriptCalls, HostDistributedOptimizer):
     """Collective: an object of the fork's class that holds the sharded step instead of the fork's own state.
 
     Args:
@@ -107,8 +109,9 @@ class BuiltOptimizer(HostDistributedOptimizer):
         self.optimizer = self.sharded.inner
         self.communication = Communication(self.start, self.grad_buffers, models)
         self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
+        self.protection: Protection | None = None
         #: Called around each step and after a load; none without options that ask for them.
-        self.hooks: Sequence[DigestLog] = ()
+        self.hooks: Sequence[StepHook] = ()
         #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork reads.
         self.host_groups = [{k: v for k, v in group.items() if k != "params"} for group in start.host_groups]
         self.host_is_torchs = is_torchs(optimizer)
@@ -173,11 +176,12 @@ class BuiltOptimizer(HostDistributedOptimizer):
             self.allreduce_embedding_grads(args)
 
     def finish_param_gather(self) -> None:
-        """With --distopt-overlap-param-gather: until all params are there.
+        """With --distopt-overlap-param-gather: until all params are there; until no snapshot reads the state.
 
         To be called before code outside of a forward pass reads or changes them. The model's `state_dict()` and the
         calls of this optimizer do it by themselves.
         """
+        self.wait_for_snapshot()
         self.communication.params.finish()
 
 

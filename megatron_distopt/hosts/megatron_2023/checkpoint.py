@@ -8,6 +8,7 @@ Where the fork gathers, the optimizer's tensors go into a folder of our own besi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from megatron import get_args
 from megatron.core import mpu
 
 from megatron_distopt.checkpoint import Share, WholeModel, is_checkpoint, load_checkpoint
-from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.folder import not_found, optimizer_folder_of, remove_checkpoint
 from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import exchange, raise_together
@@ -39,7 +39,7 @@ from megatron_distopt.hosts.megatron_2023.fork_files import (
 from megatron_distopt.hosts.megatron_2023.forks import has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import expert_place, is_expert
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
-from megatron_distopt.hosts.saving import Saver, head_entry, options_of_run
+from megatron_distopt.hosts.saving import Saver, head_entry, hooks_of, options_of_run, protection_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
 
@@ -48,10 +48,10 @@ class ForkCheckpoints(BuiltOptimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = self.sharded.config
+        config, whole = self.sharded.config, partial(whole_model_of, self)
         self._saver = Saver(config, self.everyone)
-        if config.log_digests is not None:
-            self.hooks = (DigestLog(config, lambda: whole_model_of(self), self.everyone),)
+        self.protection = protection_of(config, whole, self.everyone, self.start.device, self._settle)
+        self.hooks = hooks_of(self.protection, config, whole, self.everyone)
         #: Updates so far, as `load_state_dict` found them.
         self._head_step: int | None = None
         #: Whether `load_state_dict` brought the whole state: the call for a file that follows it has nothing to do.
@@ -100,9 +100,28 @@ class ForkCheckpoints(BuiltOptimizer):
 
         load_rank_state(self, raise_together(opened, self.everyone, "load"), state_dict)
         self._has_whole_state = True
+        self._take_loaded()
+
+    def _take_loaded(self) -> None:
+        """Collective: gathers the params of the state that was loaded."""
         self.written.forget()
         self.communication.gather()
         self.finish_param_gather()
+
+    def _begin_load(self) -> None:
+        self.finish_param_gather()
+        self._saver.finish()
+
+    def _end_load(self) -> None:
+        for hook in self.hooks:
+            hook.loaded()
+        self._take_loaded()
+
+    def _settle(self) -> None:
+        """Collective: before a snapshot."""
+        self.finish_param_gather()
+        raise_together(self.check_weights, self.everyone, "protect")
+        self._settle_script()
 
     def save_parameter_state(self, filename: str) -> None:
         """Collective: writes the tensors; nothing where the fork was told --no-save-optim.
@@ -154,9 +173,7 @@ class ForkCheckpoints(BuiltOptimizer):
             raise
         finally:
             self._take_back = None
-        self.written.forget()
-        self.communication.gather()
-        self.finish_param_gather()
+        self._take_loaded()
 
     def _check_adams(self, filename: str) -> None:
         choice = self.sharded.plan.choice

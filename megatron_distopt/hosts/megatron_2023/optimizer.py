@@ -28,10 +28,12 @@ from megatron_distopt.hosts.megatron_2023.forks import (
     FLAG,
     MISSING_IMPORTS,
     PATCH_POINT,
+    SCRIPT,
     check_flags,
 )
 from megatron_distopt.hosts.megatron_2023.step import ForkSteps
-from megatron_distopt.hosts.patch_points import Replacement, substituted
+from megatron_distopt.hosts.patch_points import Replacement, Undo, substituted
+from megatron_distopt.hosts.protecting import leave_script, protect_script
 
 
 class DistributedOptimizer(ForkSteps, ForkCheckpoints):
@@ -93,7 +95,13 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
             f"{PATCH_POINT} built {type(optimizer).__name__}. It has to build its {CLASS} where {FLAG} is set. Use a "
             "fork that docs/hosts.md lists."
         )
+    protect_script(optimizer, SCRIPT, host_args, optimizer.start.device)
     return optimizer
+
+
+def take_over(options: DistOptConfig) -> Undo:
+    """Replaces nothing; returns the undo of what a protected run replaces in the fork's script."""
+    return leave_script
 
 
 def _check_class(original: Callable[..., Any]) -> None:

@@ -34,11 +34,14 @@ from megatron_distopt.hosts.megatron_core.facts import (
     CLASS_PARAMETERS,
     FIRST_ORDER,
     LAYER_WISE,
+    SCRIPT,
+    arguments,
 )
 from megatron_distopt.hosts.megatron_core.host_config import Merged, check_model, check_parallel_state, merge_config
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.step import start_together
 from megatron_distopt.hosts.patch_points import Replacement, replaced_since
+from megatron_distopt.hosts.protecting import leave_script, protect_script
 from megatron_distopt.optimizer.inner import InnerChoice
 
 #: What `build` has merged and checked on all ranks, for the constructors that run inside it; the last one counts.
@@ -85,6 +88,7 @@ def build(
         _merged.pop()
         undo()
     start_together(optimizer.ours())  # megatron-core before 0.12 puts no chain around one optimizer
+    protect_script(optimizer, SCRIPT, arguments(), optimizer.ours()[0].sharded.device)
     return optimizer
 
 
@@ -116,6 +120,7 @@ def take_over(options: DistOptConfig) -> Callable[[], None]:
     undo_constructors, undo_load = _replace_constructors(options), look_at_loads()
 
     def undo() -> None:
+        leave_script()
         undo_load()
         undo_constructors()
 

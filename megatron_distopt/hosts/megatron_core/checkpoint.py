@@ -102,7 +102,13 @@ class CheckpointCalls(StepCalls):
                 if what == "save":
                     optimizer.written.check()
 
+        if what == "load":
+            self.wait_for_snapshot()
         raise_together(check, self.ours()[0].stats_group, what)
+
+    def _settle(self) -> None:
+        self.check_is_there("save")
+        self._settle_script()
 
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other layout of the same model.
@@ -132,6 +138,7 @@ class CheckpointCalls(StepCalls):
         for optimizer in self.ours():
             _check_is_cut(optimizer.sharded.plan.choice, Feature.MOVED_STATE, "offload_to_cpu()")
         self.finish_saving()
+        self.wait_for_snapshot()
         for optimizer in self.ours():
             optimizer.offloaded.move_to(torch.device(CPU))
 
@@ -191,19 +198,32 @@ class CheckpointCalls(StepCalls):
 
         A gather that is in flight is ended first: it would write over them, and the host would take it for ours.
         """
-        chunks = list(dict.fromkeys(chunk for optimizer in self.ours() for chunk in optimizer.model_chunks))
-        for chunk in chunks:
+        self._end_gathers()
+        yield
+        self._end_load()
+
+    def _chunks(self) -> list[Any]:
+        return list(dict.fromkeys(chunk for optimizer in self.ours() for chunk in optimizer.model_chunks))
+
+    def _end_gathers(self) -> None:
+        for chunk in self._chunks():
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 if group.param_gather_handle is not None:
                     group.start_param_sync(force_sync=True)
-        yield
+
+    def _begin_load(self) -> None:
+        self.finish_saving()
+        self.check_is_there("load")
+        self._end_gathers()
+
+    def _end_load(self) -> None:
         for optimizer in self.ours():
             optimizer.written.forget()
             if optimizer.counts is not None:
                 optimizer.counts.show()
         for hook in self.hooks:
             hook.loaded()
-        for chunk in chunks:
+        for chunk in self._chunks():
             chunk.start_param_sync(force_sync=True)
 
     def save_parameter_state(self, filename: str) -> None:

@@ -232,6 +232,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         Args:
             state_dict: the host's model state dict, or None for the model params as they are.
         """
+        self.wait_for_snapshot()
         self.offloaded.check_is_there()
         self.written.forget()
         if state_dict is None:

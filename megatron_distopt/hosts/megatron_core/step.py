@@ -15,14 +15,17 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_distopt.checkpoint.digests import DigestLog
+from megatron_distopt.checkpoint import WholeModel
+from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import AccessError, HostError, LayoutError
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
 from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep, whole_model_of
+from megatron_distopt.hosts.protecting import ScriptCalls
 from megatron_distopt.hosts.report import announce, describe
+from megatron_distopt.hosts.saving import StepHook, hooks_of, protection_of
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.deferred import Notice
 from megatron_distopt.optimizer.main_params import MainGrads, main_grads
@@ -45,10 +48,10 @@ _PARTS_OF_STEP = frozenset(
 )
 
 
-class StepCalls(MegatronOptimizer):
+class StepCalls(MegatronOptimizer, ScriptCalls):
     """What a class of ours answers to the host's training loop; mixed in before the host's class.
 
-    It has the host's base, without which an object of the host's class could not become one of ours, see adapter.py.
+    It has the host's base first, or an object of the host's class could not become one of ours, see adapter.py.
     """
 
     #: The host writes norms of some params there, which are refused at the start.
@@ -59,12 +62,25 @@ class StepCalls(MegatronOptimizer):
         raise NotImplementedError
 
     @cached_property
-    def hooks(self) -> Sequence[DigestLog]:
+    def hooks(self) -> Sequence[StepHook]:
         """Called around each step and after a load; none without options that ask for them."""
-        config = self.ours()[0].sharded.config
-        if config.log_digests is None:
-            return ()
-        return (DigestLog(config, lambda: whole_model_of(self.ours()), Group.of()),)
+        return hooks_of(self.protection, self.ours()[0].sharded.config, self._whole, Group.of())
+
+    @cached_property
+    def protection(self) -> Protection | None:  # type: ignore[override]
+        """Collective at the first use."""
+        sharded = self.ours()[0].sharded
+        found = protection_of(sharded.config, self._whole, Group.of(), sharded.device, self._settle)
+        for optimizer in self.ours():  # each of a chain waits for copies before its state changes
+            vars(optimizer)["protection"] = found
+        return found
+
+    def _whole(self) -> WholeModel:
+        return whole_model_of(self.ours())
+
+    def _settle(self) -> None:
+        """Collective: before a snapshot."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,17 @@ from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.protect.protection import Protection
-from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import CheckpointError, ConfigError, refusal
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
-from megatron_distopt.hosts.saving import Saver
+from megatron_distopt.hosts.saving import ProtectedCalls, Saver
 from megatron_distopt.hosts.torch.model import FIRST_RANK, ShardedModel
 
 
-class StateCalls(Optimizer):
+class StateCalls(ProtectedCalls, Optimizer):
     """A `torch.optim.Optimizer` whose state is that of the sharded params of a model."""
 
     _model: ShardedModel
@@ -156,50 +155,6 @@ class StateCalls(Optimizer):
                 got, rule = f"that of the process group of rank {first}", "be of one process group"
                 raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, "Give each group a folder of its own"))
 
-    def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
-        """Collective: keeps a snapshot of this step in memory, at every `protect_every`-th call.
-
-        To be called after each step, when a scheduler has made its step, too. docs/protect.md shows a loop.
-
-        Args:
-            step: the number of steps that are done, the same on all ranks.
-            state: returns what else this rank needs to go on from here, such as the state of a scheduler, of a data
-                loader and of generators: tensors, numbers, texts, lists, tuples and dicts. Called for a snapshot alone.
-
-        Raises:
-            ConfigError: `protect_every` is not set, or `resume` was not called before.
-            CheckpointError, RanksDisagreeError: on all ranks, where one cannot take its part.
-        """
-        self._protected("protect").border(step, state)
-
-    @torch.no_grad()
-    def resume(self, newer_than: int = -1) -> Resumed | None:
-        """Collective: takes the newest whole snapshot in memory, at this or any other size, and gathers the params.
-
-        Args:
-            newer_than: the step that the run has from a checkpoint; an older snapshot is not taken.
-
-        Returns:
-            `step` and the `state` that this rank gave to `protect`, or where the number of ranks has changed rank 0;
-            None where memory has nothing to take, and nothing has changed.
-
-        Raises:
-            ConfigError: `protect_every` is not set.
-        """
-        protection = self._protected("resume")
-        self.finish_saving()
-        self._model.bring_up_to_date(is_read=False)
-        resumed = protection.resume(newer_than, self._grow_to_saved)
-        if resumed is not None:
-            self._take_loaded()
-        return resumed
-
-    def _protected(self, call: str) -> Protection:
-        if self._model.protection is None:
-            remedy = "Write distribute(model, optimizer, protect_every=100)"
-            raise ConfigError(refusal(call, "no protect_every", "be of a protected run", remedy))
-        return self._model.protection
-
     def finish_saving(self) -> None:
         """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
         self._saver.finish()
@@ -215,18 +170,25 @@ class StateCalls(Optimizer):
             CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
             RanksDisagreeError: on the others.
         """
-        self.finish_saving()
-        self._model.bring_up_to_date(is_read=False)
+        self._begin_load()
         if self._model.waiting and is_checkpoint(Path(folder)):
             self._grow_to_saved(raise_together(lambda: read_manifest(Path(folder)), self._model.everyone, "load"))
         load_any(Path(folder), self._model.whole(), self._model.everyone)
-        self._take_loaded()
+        self._end_load()
+
+    @property
+    def protection(self) -> Protection | None:  # type: ignore[override]
+        return self._model.protection
+
+    def _begin_load(self) -> None:
+        self.finish_saving()
+        self._model.bring_up_to_date(is_read=False)
 
     def _grow_to_saved(self, manifest: Manifest) -> None:
         if self._model.waiting:
             self._model.grow_to(manifest.names)
 
-    def _take_loaded(self) -> None:
+    def _end_load(self) -> None:
         self._after_load()
         self._model.gather.gather_now()
         self._model.params.forget()

@@ -161,8 +161,6 @@ def distribute(
         more = [groups, f"overlap    {overlap}"]
         if not sharded.had_same_values:
             more.append("values     of params differed between ranks: all have those of rank 0 now")
-        if sharded.protection is not None:
-            more.append(f"protect    {sharded.protection.described()}")
         announce(describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more))
     return TorchDistributedOptimizer(sharded, plan.torch_groups, given)
 

@@ -25,7 +25,6 @@ from megatron_distopt.buffers import (
     check_grad_dtype,
     move_into_buffer,
 )
-from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel, without_wrappers
 from megatron_distopt.comm import (
     Communicator,
@@ -41,7 +40,7 @@ from megatron_distopt.comm import (
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, named_params, spec_of
-from megatron_distopt.hosts.saving import StepHook, protection_of
+from megatron_distopt.hosts.saving import hooks_of, protection_of
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
 from megatron_distopt.hosts.torch.params import Params
@@ -150,13 +149,9 @@ class ShardedModel:
             if module._buffers
         }
         self.module_buffers = ModuleBuffers(with_buffers, data, plan.device) if with_buffers else None
-        #: Called around each step and after a load.
-        self.hooks: Sequence[StepHook] = ()
         self.protection = protection_of(config, self.whole, self.everyone, self.device, self.bring_up_to_date)
-        if self.protection is not None:
-            self.hooks = (self.protection,)
-        if config.log_digests is not None:
-            self.hooks = (*self.hooks, DigestLog(config, self.whole, self.everyone))
+        #: Called around each step and after a load.
+        self.hooks = hooks_of(self.protection, config, self.whole, self.everyone)
 
     # --- the params that train
 

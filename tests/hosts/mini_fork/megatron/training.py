@@ -101,7 +101,7 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
         timers=None,
     )
     timers("forward-backward").stop()
-    if args.nan_at == [args.curr_iteration, args.rank]:
+    if args.nan_at == [args.curr_iteration + 1, args.rank]:
         _put_nan(model)
     skipped_iter, grad_norm, num_zeros_in_grad = _update(model, optimizer, opt_param_scheduler)
     loss_dict = {}
@@ -139,7 +139,7 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
     for chunk in model:
         chunk.train()
     for iteration in range(args.iteration + 1, args.train_iters + 1):
-        args.curr_iteration = iteration
+        args.curr_iteration = iteration - 1  # the number of those before it
         result = train_step(forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler)
         args.consumed_train_samples += args.global_batch_size
         loss_scale = optimizer.get_loss_scale().item()

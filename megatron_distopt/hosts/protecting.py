@@ -1,0 +1,305 @@
+"""Snapshots in memory under the training script of a Megatron, which knows nothing of them.
+
+The border between two steps is where the script calls `train_step`: everything is then as its own `save_checkpoint`
+would find it. What memory has is taken when its `load_checkpoint` returns, because that says from where a run goes on.
+
+[Note: beside the optimizer] A snapshot has the optimizer state, from which all params that train are rounded, and what
+`ScriptRun` adds. Frozen params and buffers come from the host's checkpoint or its initialization, as at every start of
+the script. That is right as long as training leaves them alone, so their versions are compared before each snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import mpu, tensor_parallel
+from torch import Generator, Tensor
+from torch.nn import Module
+
+from megatron_distopt.checkpoint.protect.protection import Protection
+from megatron_distopt.checkpoint.protect.restart import Resumed
+from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.device import CPU
+from megatron_distopt.errors import CheckpointError, ConfigError, HostError, refusal
+from megatron_distopt.hosts.patch_points import PatchPoint, Replacement, Undo, apply
+from megatron_distopt.hosts.saving import ProtectedCalls
+
+_log = logging.getLogger("megatron_distopt")
+_LEAVE_OUT = "leave --distopt-protect-every out"
+_AT_EACH_START = "every start of the script begins anew with it, also one that goes on from memory"
+_STARTS_THERE = "every start of the script goes on from there"
+_LOADS_AGAIN = "the script loads weights once more after its start"
+_IN_MODULES = "scales of fp8 are in modules, and no snapshot has them"
+#: Arguments of Megatrons' scripts that change from where a start goes on, or what it needs for that.
+_REFUSED = {
+    "finetune": _AT_EACH_START,
+    "no_load_optim": _AT_EACH_START,
+    "reset_iteration": _AT_EACH_START,
+    "ckpt_step": _STARTS_THERE,
+    "override_ckpt_iteration": _STARTS_THERE,
+    "dataloader_save": "the place in the data is in files that are written with the host's checkpoints alone",
+    "perform_rl_step": _LOADS_AGAIN,
+    "kd": _LOADS_AGAIN,
+    "mos": _LOADS_AGAIN,
+    "fp8_e4m3": _IN_MODULES,
+    "fp8_hybrid": _IN_MODULES,
+}
+#: `load_checkpoint` and `train_step` of a host's script.
+Script = tuple[PatchPoint, PatchPoint]
+
+
+class ScriptCalls(ProtectedCalls):
+    """The optimizer of a Megatron, whose script may train it."""
+
+    in_script: ScriptRun | None = None
+
+    def wait_for_snapshot(self) -> None:
+        """Before the state changes: the device finishes the copy of it that is under way."""
+        found: Protection | None = vars(self).get("protection")  # megatron-core's is made when it is first asked for
+        if found is not None:
+            found.wait_for_copy()
+
+    def _settle_script(self) -> None:
+        """Collective: before a snapshot."""
+        if self.in_script is not None:
+            self.in_script.settle()
+
+
+# --- the functions of the script that are replaced
+
+_undos: list[Undo] = []
+
+
+def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: torch.device) -> None:
+    """Collective: lets the host's script, where it trains, make snapshots of its run and go on from them.
+
+    Raises:
+        ConfigError, HostError: on all ranks, where it cannot.
+    """
+    load, step = script
+    if optimizer.protection is None or args is None or step.module not in sys.modules:
+        return
+
+    def enter() -> None:
+        check_arguments(args)
+        if not step.is_replaced:
+            ours = ((load, _load_checkpoint), (step, _train_step))
+            try:
+                _undos.append(apply([(point, partial(_replacement, function)) for point, function in ours]))
+            except HostError as error:
+                raise type(error)(f"{error} Or {_LEAVE_OUT}.") from error
+
+    raise_together(enter, Group.of())
+    optimizer.in_script = ScriptRun(optimizer, sys.modules[step.module], args, device)
+
+
+def leave_script() -> None:
+    """Puts the functions of the script back."""
+    while _undos:
+        _undos[-1]()
+        _undos.pop()
+
+
+def check_arguments(args: Any) -> None:
+    """Refuses arguments of the host with which a restart could not go on from where the run was."""
+    if getattr(args, "load", None) is None:
+        rule, remedy = "say where a start looks for a checkpoint", "Write --load FOLDER, the same as --save"
+        raise ConfigError(refusal("--distopt-protect-every", "no --load", rule, f"{remedy}, or {_LEAVE_OUT}"))
+    of_core = {"fp8": _IN_MODULES} if getattr(args, "fp8_recipe", "delayed") == "delayed" else {}
+    for name, reason in {**_REFUSED, **of_core}.items():
+        if (value := getattr(args, name, None)) not in (None, False):
+            raise ConfigError(
+                f"{name}={value!r} cannot be combined with --distopt-protect-every: {reason}. Drop "
+                f"--{name.replace('_', '-')}, or {_LEAVE_OUT}."
+            )
+
+
+def _replacement(ours: Callable[..., Any], original: Callable[..., Any]) -> Replacement:
+    return Replacement(original, partial(ours, original))
+
+
+def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = signature(original).bind(*args, **kwargs).arguments
+    run = getattr(call.get("optimizer"), "in_script", None)
+    load = partial(original, *args, **kwargs)
+    return load() if run is None else run.load(load, next(iter(call.values())), call["opt_param_scheduler"])
+
+
+def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = signature(original).bind(*args, **kwargs).arguments
+    run = getattr(call["optimizer"], "in_script", None)
+    if run is not None:
+        run.border(call["model"], call["opt_param_scheduler"])
+    return original(*args, **kwargs)
+
+
+# --- what they do
+
+
+class ScriptRun:
+    """What a Megatron's script keeps beside the optimizer: into snapshots, and back at a restart."""
+
+    def __init__(self, optimizer: ScriptCalls, training: ModuleType, args: Any, device: torch.device) -> None:
+        self._optimizer, self._training, self._args, self._device = optimizer, training, args, device
+        self._chunks: Sequence[Module] = ()
+        self._num_borders, self._iteration = 0, -1
+        self._versions: Sequence[tuple[str, int]] = ()  # of what no snapshot has, as training began
+        self._random: Sequence[Any] = ()  # random states of the ranks that hold one copy of the model
+
+    def load(self, load: Callable[[], Any], chunks: Sequence[Module], scheduler: Any) -> Any:
+        """Collective: the host's load, then what memory has that is newer; returns what the host's returns."""
+        before = dict(vars(scheduler))  # its `load_state_dict` adds to the number of its steps
+        loaded = load()
+        iteration, *others = loaded if isinstance(loaded, tuple) else (loaded,)
+        resumed = self._optimizer.resume(newer_than=iteration)
+        if resumed is None:
+            return loaded
+        state, args = resumed.state, self._args
+        is_same_model_parallel = tuple(state["model_parallel"]) == _model_parallel()
+
+        def check() -> None:
+            if state["global_batch_size"] != args.global_batch_size:
+                got, was = args.global_batch_size, state["global_batch_size"]
+                remedy = f"Write --global-batch-size {was}, at any number of ranks that divides it"
+                raise ConfigError(refusal("global_batch_size", got, f"stay {was} as before the restart", remedy))
+            if iteration == 0 and not is_same_model_parallel and any(_frozen(chunks)):
+                got, rule = "frozen params and no checkpoint on disk", "keep its tensor- and pipeline-parallel size"
+                remedy = "Start at the sizes of the run before, or load a checkpoint that has them"
+                raise CheckpointError(refusal("restart from memory", got, rule, remedy))
+
+        raise_together(check, Group.of(), "resume")
+        vars(scheduler).update(before)
+        scheduler.load_state_dict(state["scheduler"])
+        vars(args).update(state["counters"])
+        update = getattr(self._training, "update_num_microbatches", None)
+        if update is not None:
+            update(args.consumed_train_samples)
+        self._restore_random(resumed, is_same_model_parallel=is_same_model_parallel)
+        if others and state["operations"] is not None:
+            others[0] = state["operations"]
+        return (resumed.step, *others) if isinstance(loaded, tuple) else resumed.step
+
+    def _restore_random(self, resumed: Resumed, *, is_same_model_parallel: bool) -> None:
+        """As the host at its own load: at another data-parallel size every rank has the states of the first."""
+        if getattr(self._args, "no_load_rng", False):
+            return
+        differs_by_data = getattr(self._args, "data_parallel_random_init", False)
+        if resumed.is_same_size or (is_same_model_parallel and not differs_by_data):
+            set_random_states(resumed.state["random"][_one_copy().rank], self._device)
+        elif Group.of().rank == 0:
+            _log.warning("random states are those of a new start: the parallel sizes are others than before")
+
+    def border(self, chunks: Sequence[Module], scheduler: Any) -> None:
+        """Collective: before a step of the script."""
+        iteration = self._args.curr_iteration
+        if iteration <= self._iteration:
+            got = f"iteration {iteration} after iteration {self._iteration}"
+            rule = "count on from step to step in args.curr_iteration"
+            raise HostError(refusal("training loop", got, rule, f"Train by the host's pretrain, or {_LEAVE_OUT}"))
+        self._iteration, self._num_borders = iteration, self._num_borders + 1
+        if self._num_borders == 1:
+            self._chunks, self._versions = chunks, _versions(chunks)
+        elif self._num_borders == 2:  # the first snapshot may be long after the first step
+            raise_together(self._check_others, Group.of(), "protect")
+        self._optimizer.protect(iteration, partial(self._state, scheduler))
+
+    def settle(self) -> None:
+        """Collective: before a snapshot."""
+        raise_together(self._check_others, Group.of(), "protect")
+        self._random = exchange(random_states(self._device), _one_copy())
+
+    def _check_others(self) -> None:
+        """Refuses a model that training changes beside the params that it updates."""
+        for (name, version), before in zip(_versions(self._chunks), self._versions, strict=True):
+            if (name, version) != before:
+                got, rule = (
+                    f"training changes {name!r} as well, which is no param that trains",
+                    "be all that it changes",
+                )
+                raise ConfigError(refusal("snapshot", got, rule, f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}"))
+
+    def _state(self, scheduler: Any) -> dict[str, Any]:
+        args = vars(self._args).items()
+        return {
+            "scheduler": scheduler.state_dict(),
+            "counters": {name: value for name, value in args if name.startswith(("consumed_", "skipped_"))},
+            "global_batch_size": self._args.global_batch_size,
+            "model_parallel": _model_parallel(),
+            "random": self._random,
+            "operations": _variable_of_callers("num_floating_point_operations_so_far"),
+        }
+
+
+def _frozen(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
+    for chunk in chunks:
+        yield from ((name, param) for name, param in chunk.named_parameters() if not param.requires_grad)
+
+
+def _versions(chunks: Sequence[Module]) -> list[tuple[str, int]]:
+    """How often everything was changed that the host's checkpoints have of the model, and snapshots have not."""
+    tensors = list(_frozen(chunks))
+    for prefix, module in (each for chunk in chunks for each in chunk.named_modules()):
+        others = module._non_persistent_buffers_set
+        buffers = module.named_buffers(recurse=False)
+        tensors += [(f"{prefix}.{name}", buffer) for name, buffer in buffers if name not in others]
+    return [(name, tensor._version) for name, tensor in tensors]
+
+
+def _one_copy() -> Group:
+    """The ranks over which one copy of the model is spread."""
+    return Group.of(mpu.get_model_parallel_group())
+
+
+def _model_parallel() -> tuple[int, int]:
+    return mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
+
+
+def _variable_of_callers(name: str) -> Any:
+    """The local variable of that name of the nearest caller that has one; None where none has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and name not in frame.f_locals:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals[name]
+
+
+# --- random states
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """What the host's checkpoints have of them, without arrays and objects."""
+    numpy: Any = np.random.get_state()
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states().items()
+    return {
+        "python": random.getstate(),
+        "numpy": [each.tolist() if isinstance(each, np.ndarray) else each for each in numpy],
+        "torch": torch.get_rng_state(),
+        "device": None if device.type == CPU else getattr(torch, device.type).get_rng_state(device),
+        # Where CUDA graphs are captured, the host tracks generators in place of states.
+        "tracked": {name: each.get_state() if isinstance(each, Generator) else each for name, each in tracked},
+    }
+
+
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Takes `random_states` back."""
+    random.setstate(states["python"])
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    if device.type != CPU:
+        getattr(torch, device.type).set_rng_state(states["device"], device)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracked = dict(tracker.get_states())
+    for name, state in states["tracked"].items():
+        if isinstance(tracked.get(name), Generator):
+            tracked[name].set_state(state)
+        else:
+            tracked[name] = state
+    tracker.set_states(tracked)
