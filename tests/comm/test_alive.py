@@ -70,6 +70,11 @@ def wait_in_store() -> None:
         dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=1.7 * TIMEOUT))
 
 
+def kill_later() -> None:
+    time.sleep(4 * INTERVAL)
+    kill()
+
+
 def stop_for(seconds: float) -> None:
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -85,11 +90,11 @@ def stop_for_long() -> None:
     train()
 
 
-def hang_with_the_log_held() -> None:
+def sleep_with_the_log_held() -> None:
     handler = logging.StreamHandler()
     logging.getLogger("megatron_distopt").addHandler(handler)
     handler.acquire()
-    hang(0)
+    time.sleep(4 * TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -119,13 +124,14 @@ QUICK = {
 }
 LONG = {
     "two killed": Job((HANG[3], kill, kill, HANG[0])),
+    "one behind an ended one": Job((partial(time.sleep, 4 * TIMEOUT), end, kill_later)),
     "stopped shortly": Job((train, stop_shortly, train)),
     "stopped for long": Job((train, stop_for_long, train)),
     "computes": Job((compute_in_torch, train)),
     "all but one ended": Job((end, end, train)),
     "first ended": Job((end, train, train), is_store_of_rank_0=True),
     "store stopped": Job((stop_for_long, train), is_store_of_rank_0=True),
-    "log held": Job((HANG[2], kill, hang_with_the_log_held)),
+    "log held": Job((HANG[2], kill, sleep_with_the_log_held)),
     "finder serves": Job((HANG[2], kill, HANG[0]), is_store_of_rank_0=True),
 }
 
@@ -246,6 +252,7 @@ def test_start_when_nothing_can_be_watched_then_says_why(size: int, word: str) -
     ("case", "others", "pattern"),
     [
         ("two killed", (0, 3), "rank 1 on .* showed no life"),
+        ("one behind an ended one", (0,), "rank 2 on .* showed no life"),
         ("stopped for long", (0, 1, 2), "rank 1 on .* showed no life"),
         ("store stopped", (1,), "did not answer"),
         ("finder serves", (0, 2), "rank 1 on .* showed no life"),
