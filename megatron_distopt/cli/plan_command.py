@@ -79,6 +79,9 @@ _SWITCHES = (
 _MAINS = {"bf16": ("float32", "remainder", "bfloat16"), "fp16": ("float32", "float16"), "fp32": ("float32",)}
 _MOMENTS = ("float32", "bfloat16", "int8")
 _GIB = 1 << 30
+#: What protection is planned with: hours of a month, seconds from a failure to the next step, and bytes a second that
+#: each rank sends to its buddy.
+_MONTH_HOURS, _RESTART_SECONDS, _SENT_PER_SECOND = 720, 120, 10**9
 #: A matrix that travels to its owner, and the update that comes back, have two bytes an element.
 _TRAVEL_NBYTES = 2
 
@@ -113,6 +116,16 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
     group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
     text = "memory of a device: lists what fits, with every form of the state that is not given above"
     command.add_argument("--memory", type=_number, metavar="GIB", help=text)
+    group = command.add_argument_group(
+        "protection", "lost a month: failures times (half of the steps between two snapshots, and 120 s)"
+    )
+    group.add_argument("--protect-every", type=count, metavar="K", help="steps between two snapshots in memory")
+    group.add_argument("--step-seconds", type=_positive, metavar="S", help="seconds of a step; needed with the above")
+    group.add_argument("--save-interval", type=count, default=1000, metavar="N", help="steps, of checkpoints; 1000")
+    group.add_argument("--ranks-per-node", type=count, default=8, metavar="N", help="8")
+    group.add_argument(
+        "--mtbf", type=_positive, default=6000.0, metavar="HOURS", help="between failures of a node; 6000"
+    )
 
 
 def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
@@ -123,6 +136,12 @@ def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is not finite. Write a number such as 0.5.")
+    return value
+
+
+def _positive(text: str) -> float:
+    if (value := _number(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0. Write a number such as 0.5.")
     return value
 
 
@@ -179,6 +198,7 @@ class StagePlan:
     footprint: Footprint
     sent: dict[str, Sent]  # by the rank in one step, by kind of collective
     muon_imbalance: float  # cost of the rank with the costliest matrices, for which all wait, over the average
+    snapshot_nbytes: int  # main params and moments that the rank owns
 
     @property
     def numel(self) -> int:
@@ -229,7 +249,7 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
     if choice.has_muon and gpt.heads is None:
         raise ConfigError("Muon takes queries, keys and values of each head group apart. Write --heads N.")
     params = stage_params(gpt, cut, stage, DTYPES[choice.dtype][0])
-    footprint, sent, num_buckets, imbalance = Footprint(), dict[str, Sent](), 0, 1.0
+    footprint, sent, num_buckets, imbalance, snapshot_nbytes = Footprint(), dict[str, Sent](), 0, 1.0, 0
     # Experts have a buffer of their own where expert-parallel ranks differ in them.
     for num_copies, is_expert in ((1, False), (cut.ep, True)):
         in_buffer = [param for param in params if param.is_expert == is_expert]
@@ -241,6 +261,9 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
         key_of = {param.spec.name: (param.decays, param.spec.name in matrices) for param in in_buffer}
         [on_host] = choose_buckets([layout], choice.offload_fraction)
         held = footprint_of(layout, group_rank, choice.widths, key_of.__getitem__, on_host, matrices)
+        snapshot_nbytes += held.main_nbytes + held.moment_nbytes
+        if choice.dtype == "fp32":  # the owned params are main params, too
+            snapshot_nbytes += held.param_nbytes // layout.num_shards
         parts = sent_for(layout, choice.widths)
         if choice.has_muon:
             owners = plan_owners(layout, matrices)
@@ -249,7 +272,63 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
         footprint, num_buckets = footprint.plus(held), num_buckets + len(layout.buckets)
         sent = {kind: part.plus(sent.get(kind)) for kind, part in parts.items()}
     sent["all-reduce"] = sent_for_statistics(cut.num_ranks)
-    return StagePlan(choice, stage, params, num_buckets, footprint, sent, imbalance)
+    return StagePlan(choice, stage, params, num_buckets, footprint, sent, imbalance, snapshot_nbytes)
+
+
+@dataclass(frozen=True)
+class ProtectionPlan:
+    """What snapshots in the memory of two nodes cost and save."""
+
+    nodes: int
+    snapshot_nbytes: int  # of the rank that has most
+    node_nbytes: int  # in the memory of a node: two snapshots of its ranks, and two of as many ranks of another node
+    send_seconds: float
+    failures: float  # a month, of all nodes
+    lost_hours: float  # a month
+    lost_hours_from_disk: float  # a month, without protection
+
+
+def plan_protection(stages: Sequence[StagePlan], parsed: argparse.Namespace) -> ProtectionPlan:
+    """Works out what `--protect-every` means for a choice."""
+    num_ranks, per_node, seconds = stages[0].choice.cut.num_ranks, parsed.ranks_per_node, parsed.step_seconds
+    if seconds is None:
+        raise ConfigError("What protection saves depends on how long a step takes. Write --step-seconds S.")
+    nodes = -(-num_ranks // per_node)
+    if nodes == 1:
+        rule = "and a second copy is on another one"
+        raise ConfigError(
+            f"{plural(num_ranks, 'rank')} are on one node, {rule}. Write more ranks or --ranks-per-node N."
+        )
+    nbytes, failures = max(stage.snapshot_nbytes for stage in stages), _MONTH_HOURS * nodes / parsed.mtbf
+    of_failure = [
+        (steps / 2 * seconds + _RESTART_SECONDS) / 3600 for steps in (parsed.protect_every, parsed.save_interval)
+    ]
+    lost, from_disk = (failures * hours for hours in of_failure)
+    return ProtectionPlan(nodes, nbytes, 4 * per_node * nbytes, nbytes / _SENT_PER_SECOND, failures, lost, from_disk)
+
+
+def _protection(plan: ProtectionPlan, parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    every, seconds, per_node = parsed.protect_every, parsed.step_seconds, parsed.ranks_per_node
+    between = every * seconds
+    yield "a rank", f"{size_text(plan.snapshot_nbytes)} in a snapshot"
+    yield (
+        "a node",
+        f"{size_text(plan.node_nbytes)}: two snapshots of its {per_node} ranks, two of {per_node} of another node",
+    )
+    too_long = "" if plan.send_seconds <= between else ", too long: write a larger --protect-every"
+    yield (
+        "to send",
+        f"{plan.send_seconds:,.1f} s at 1 GB/s a rank, of the {between:,.1f} s between two snapshots{too_long}",
+    )
+    yield "failures", f"{plan.failures:.2f} a month: {_MONTH_HOURS} h x {plan.nodes} nodes / {parsed.mtbf:,g} h"
+    for name, hours, steps in (
+        ("lost", plan.lost_hours, every),
+        ("without", plan.lost_hours_from_disk, parsed.save_interval),
+    ):
+        yield (
+            name,
+            f"{hours:,.2f} h a month: each failure half of {steps} steps of {seconds:g} s, and {_RESTART_SECONDS} s",
+        )
 
 
 def _sent_for_matrices(owners: OwnerPlan, rank: int, tp: int) -> Sent:
@@ -283,10 +362,11 @@ def answer(parsed: argparse.Namespace) -> Answer:
     if memory_nbytes is not None:
         plans.sort(key=lambda stages: _change_of(stages[0].choice))
         shown = [stages for stages in plans if _peak_nbytes(stages) <= memory_nbytes]
+    protections = [plan_protection(stages, parsed) if parsed.protect_every else None for stages in plans]
     document = {
         "model": {**asdict(gpt), "ffn_width": gpt.ffn_width},
         "memory_nbytes": memory_nbytes,
-        "choices": [_document(stages, memory_nbytes) for stages in plans],
+        "choices": [_document(*planned, memory_nbytes) for planned in zip(plans, protections, strict=True)],
     }
     model = {name: str(value) for name, value in asdict(gpt).items() if value not in (None, False)}
     parts = [titled("model", rows([(", ".join(f"{name} {value}" for name, value in model.items()),)]))]
@@ -299,6 +379,10 @@ def answer(parsed: argparse.Namespace) -> Answer:
         parts.append(titled("what fits", rows(_fits(plans, shown, memory_nbytes))))
     elif len(plans) == 1:
         parts.append(titled("one step of the fullest stage", rows(_step(_fullest(plans[0])))))
+    protection = protections[plans.index(shown[0])] if shown else None
+    if protection is not None:
+        title = f"protection every {plural(parsed.protect_every, 'step')}; the first choice"
+        parts.append(titled(title, rows(_protection(protection, parsed))))
     return Answer(document, parts)
 
 
@@ -317,7 +401,9 @@ def _change_of(choice: Choice) -> tuple[int, int, bool, bool]:
     )
 
 
-def _document(stages: Sequence[StagePlan], memory_nbytes: int | None) -> dict[str, Any]:
+def _document(
+    stages: Sequence[StagePlan], protection: ProtectionPlan | None, memory_nbytes: int | None
+) -> dict[str, Any]:
     choice, peak_nbytes = stages[0].choice, _peak_nbytes(stages)
     return {
         **asdict(choice.cut),
@@ -327,6 +413,7 @@ def _document(stages: Sequence[StagePlan], memory_nbytes: int | None) -> dict[st
         "peak_nbytes": peak_nbytes,
         "fits": None if memory_nbytes is None else peak_nbytes <= memory_nbytes,
         "fullest_stage": _fullest(stages).stage,
+        "protection": protection and asdict(protection),
         "stages": [
             {
                 "stages": list(stage.stages),

@@ -21,7 +21,7 @@ from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
-from megatron_distopt.comm.agree import exchange
+from megatron_distopt.comm.agree import exchange_together
 from megatron_distopt.comm.groups import Group
 
 if dist.is_available():
@@ -49,17 +49,28 @@ class LifeSigns:
     """
 
     def __init__(self, everyone: Group, timeout: float) -> None:
-        """Collective: ranks agree on a name for their counts, which no earlier start of the job has used."""
+        """Collective: ranks connect, and agree on a name for their counts that no earlier start of the job has used."""
         self._rank, self._size = everyone.rank, everyone.size
         self._timeout, self._interval = timeout, timeout / _NUM_SIGNS
-        told = exchange((uuid.uuid4().hex, socket.gethostname()), everyone)
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self._store = store  # torch's; held, because one that this process serves would end with it
+        self._client: TCPStore | None = None
+        told = exchange_together(self._greeting, everyone, "protect_timeout")
         self._prefix = f"megatron_distopt/alive/{told[0][0]}"
         self._names = [f"rank {everyone.global_rank(rank)} on {node}" for rank, (_, node) in enumerate(told)]
         self._watched, self._count, self._silence = (self._rank + 1) % self._size, 0, 0.0
         self._num_done = 0  # ranks that ended in an orderly way
         self._num_unanswered = 0  # intervals since the store last answered
         self._ending, self._last_words = threading.Event(), ""  # of a rank that ends by an exception
-        self._store: TCPStore | None = None  # torch's; held, because one that this process serves would end with it
+        self._talker: threading.Thread | None = None
+
+    def _greeting(self) -> tuple[str, str]:
+        """Connects before anybody counts: the store stands still while it looks up the name of a new client's host."""
+        if self._size > 1 and isinstance(self._store, TCPStore):
+            self._client = self._connected(self._store)
+        return uuid.uuid4().hex, socket.gethostname()
 
     def start(self) -> str | None:
         """Begins to show life and to watch; further calls do nothing.
@@ -67,31 +78,29 @@ class LifeSigns:
         Returns:
             Why nothing is watched; None where it is.
         """
-        store = dist.distributed_c10d._get_default_store()
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        if self._size == 1 or not isinstance(store, TCPStore):
-            what = (
-                f"torch's store is a {type(store).__name__}, not a TCPStore" if self._size > 1 else "there is one rank"
-            )
+        if self._client is None:
+            kind = type(self._store).__name__
+            what = f"torch's store is a {kind}, not a TCPStore" if self._size > 1 else "there is one rank"
             return f"Lost ranks are not noticed: {what}."
-        if self._store is None:
-            self._store = store
-            self._talker = _begun(self._talk, "alive", store.host, store.port)
+        if self._talker is None:
+            self._talker = _begun(self._talk, "alive", self._store)
             _begun(self._watch_store, "alive, store")
             Finalize(None, self.stop, exitpriority=-1)  # after those that wait for files, and are alive meanwhile
         return None
+
+    def _connected(self, store: TCPStore) -> TCPStore:
+        return TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=self._timeout))
 
     @property
     def _serves(self) -> bool:
         """Whether the store ends with this process, and not with the launcher."""
         return self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
-    def _talk(self, host: str, port: int) -> None:
-        client, before = None, time.monotonic()
+    def _talk(self, store: TCPStore) -> None:
+        client, before = self._client, time.monotonic()
         while not self._ending.is_set():
             try:
-                client = client or TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self._timeout))
+                client = client or self._connected(store)
                 now = time.monotonic()
                 self._show_and_look(PrefixStore(self._prefix, client), min(now - before, 2 * self._interval))
                 before, self._num_unanswered = now, 0
@@ -128,13 +137,12 @@ class LifeSigns:
     def _end(self, reason: str) -> None:
         text = f"{self._names[self._rank]} ends itself, so that the launcher starts all ranks anew: {reason}."
         _begun(_speak, "last words", text).join(_SECONDS_TO_SPEAK)
-        # The others read the reason before the end of this process breaks their collectives, or ends their store.
-        time.sleep(self._interval * (2 if self._serves else 1))
+        time.sleep(self._interval)  # the others find it out before this end breaks their collectives, or their store
         os._exit(1)
 
     def stop(self) -> None:
         """Says that this rank ends in an orderly way, or by which exception, and watches no longer."""
-        if self._store is None:
+        if self._talker is None:
             return
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is not None and not (isinstance(error, SystemExit) and not error.code):

@@ -74,6 +74,22 @@ def test_memory_when_it_is_short_then_remainders_come_before_the_host_and_that_b
     assert "--tp" in text and "--grad-dtype param" in text and "choices that fit" not in text
 
 
+def test_plan_when_protection_is_asked_for_then_bytes_and_lost_hours_are_those_of_the_formula(capsys: Output) -> None:
+    words = (*SIZES, "--dp", 16, "--protect-every", 10, "--step-seconds", 36, "--save-interval", 200, "--mtbf", 720)
+    for dtype in ("bf16", "fp32"):
+        [choice] = document(capsys, *words, "--dtype", dtype)["choices"]
+        [stage], found = choice["stages"], choice["protection"]
+        assert found["snapshot_nbytes"] == pytest.approx(12 * stage["numel"] / 16, rel=0.02)  # counters and padding
+        assert found["node_nbytes"] == 2 * 2 * 8 * found["snapshot_nbytes"]
+        assert (found["nodes"], found["failures"]) == (2, 2.0)
+        # Half of 10 steps are 180 s, of 200 steps 3,600 s.
+        assert found["lost_hours"] == pytest.approx(2 * (180 + 120) / 3600)
+        assert found["lost_hours_from_disk"] == pytest.approx(2 * (3600 + 120) / 3600)
+    text = "\n".join(run(capsys, *words)[1])
+    assert "protection every 10 steps" in text and "0.17 h a month" in text and "too long" not in text
+    assert "too long" in "\n".join(run(capsys, *words, "--step-seconds", 1e-7)[1])
+
+
 REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     (("--layers", 4, "--vocab", 128), ("no hidden", "--hidden N")),
     ((*SIZES, "--pp", 3), ("4 (layers)", "--pp 3")),
@@ -86,6 +102,8 @@ REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     ((*SIZES, "--dtype", "fp16", "--main-params-dtype", "remainder"), ("remainder", "float32")),
     ((*SIZES, "--offload-fraction", 50), ("offload_fraction is 50", "from 0 to 1")),
     ((*SIZES, "--offload-fraction", 0.5, "--dtype", "fp32"), ("--dtype fp32", "offload_fraction=0.5", "bf16")),
+    ((*SIZES, "--dp", 16, "--protect-every", 10), ("--step-seconds S",)),
+    ((*SIZES, "--dp", 8, "--protect-every", 10, "--step-seconds", 1), ("8 ranks", "--ranks-per-node N")),
     (("--layers", 4, "--hidden", 64, "--vocab", 128, "--optimizer", "muon"), ("--heads N",)),
     ((*SIZES, "--heads", 4, "--optimizer", "muon", "--exp-avg-dtype", "bfloat16"), ("muon", "exp_avg_dtype", "AdamW")),
     ((*SIZES, "--heads", 4, "--optimizer", "muon", "--offload-fraction", 0.5), ("muon", "offload_fraction", "AdamW")),
