@@ -6,9 +6,12 @@ Gradients are those of tests/support/models.py, whose sums are exact, so that bo
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
+from megatron_distopt.checkpoint.protect.snapshots import held
+from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.errors import DistOptError
 from tests.support.models import Params, exact_grads
 
@@ -63,6 +68,7 @@ PROGRAMS: dict[str, Program] = {
     "whole gradient read": Program(_OVERLAP, BF16, variant="full_grad"),
     "weights changed": Program(_OVERLAP, BF16, variant="weights"),
     "saved in the background": Program({"async_save": True, **_OVERLAP}, BF16, steps=5, variant="save"),
+    "protected": Program({"protect_every": 1, "clip_grad": 1.0, **_OVERLAP}, BF16, variant="protect"),
     "state read": Program(_OVERLAP, BF16, variant="state"),
     "params read behind torch": Program(_OVERLAP, BF16, variant="behind"),
     "weights written behind torch": Program(_OVERLAP, BF16, variant="reloaded"),
@@ -89,6 +95,9 @@ PROGRAMS: dict[str, Program] = {
         BF16,
         bad=2,
         variant="step stream",
+    ),
+    "host half, protected": Program(
+        {"offload_fraction": 0.5, "protect_every": 1, **_REMAINDER, **_OVERLAP}, BF16, variant="protect"
     ),
     "low precision, nan skip": Program({"nonfinite": "skip", **_OVERLAP, **_LOW}, BF16, bad=2),
     "low precision, bf16 main params": Program({**_OVERLAP, **_RANDOM}, BF16, variant="state"),
@@ -172,6 +181,10 @@ class Run:
         asked = {**options, **program.options}
         if device == "cpu" and asked.get("offload_fraction") == 1.0:  # the host keeps fp32, the device would not
             asked = {key: value for key, value in asked.items() if key not in _LOW}
+        if program.variant == "protect":
+            names = [tempfile.mkdtemp()]
+            dist.broadcast_object_list(names)
+            asked["protect_folder"] = self._memory = names[0]
         self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **asked)
         # All of them now: a copy from the host would make it wait in every step.
         numbers = [(step, microbatch) for step in (*range(program.steps), 7) for microbatch in range(MICROBATCHES)]
@@ -179,6 +192,7 @@ class Run:
         # A param whose `.data` was read may be written to at any time, which a main param as a remainder cannot follow.
         reads_data = program.variant in ("behind", "reloaded")
         self._aliases = [param.data for param in self.model.parameters()] if reads_data else []
+        self._is_queued = threading.Event()
         self.losses: list[Tensor] = []
         self.norms: list[Any] = []
         self.errors: list[str] = []
@@ -201,6 +215,10 @@ class Run:
                     break
             if self.program.variant == "save":
                 self._load(folder)
+            if self.program.variant == "protect":
+                self._read_snapshot()
+                dist.barrier()
+                shutil.rmtree(self._memory, ignore_errors=True)
         logged = [float(loss) for loss in self.losses] + [float(norm or 0.0) for norm in self.norms]
         tensors = [param.detach().cpu() for param in self.model.parameters()]
         tensors += [buffer.cpu() for buffer in self.model.buffers()] + [each.cpu() for each in self.others]
@@ -222,6 +240,30 @@ class Run:
     def _after_save(self, number: int, folder: str) -> None:
         if number == 2:
             self.optimizer.save(folder)
+
+    def _after_protect(self, number: int, folder: str) -> None:
+        """Reads the snapshot of the step before, which was copied while this one computed, and begins another."""
+        protection: Any = self.optimizer._model.protection
+        if number == 0:
+            self.optimizer.resume()
+            send = protection._send
+            # The thread that waits for the copy begins late: until then nothing but training itself waits for it.
+            protection._send = lambda *arguments: self._is_queued.wait() and send(*arguments)
+        else:
+            self._read_snapshot()
+        self.optimizer.protect(number + 1, lambda: {"step": number})
+
+    def _read_snapshot(self) -> None:
+        protection, memory = self.optimizer._model.protection, Path(self._memory) / "0"
+        assert protection is not None
+        self._is_queued.set()
+        protection.finish()
+        self._is_queued.clear()
+        snapshot = max(held(memory))
+        part = snapshot.checked(memory, dist.get_rank())
+        with TensorReader(snapshot.file(memory, dist.get_rank())) as reader:
+            for key, record in part.tensors.items():
+                self.others += [reader.read(key, chunk, getattr(torch, record.dtype)) for chunk in record.chunks]
 
     def _after_state(self, number: int, folder: str) -> None:
         state = self.optimizer.full_state_dict().get("state", {})

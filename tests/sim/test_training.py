@@ -20,7 +20,7 @@ from tests.support.spawn import run_ranks
 #: What is not long.
 SHORT = (
     *("mixed overlap", "reduced in bf16, forward on a stream", "fp16 dynamic", "nan raise", "saved in the background"),
-    *("low precision, nan skip", "host half, remainders", "muon, step on a stream"),
+    *("protected", "low precision, nan skip", "host half, remainders", "muon, step on a stream"),
 )
 #: On a device without float64 and fp16.
 SHORT_SMALL = "saved in the background"
