@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from types import FrameType, ModuleType
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import mpu, tensor_parallel
-from torch import Generator, Tensor
-from torch.nn import Module
+from torch import Generator
+from torch.nn import Module, Parameter
 
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
@@ -31,7 +31,7 @@ from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError, ConfigError, HostError, refusal
 from megatron_distopt.hosts.patch_points import PatchPoint, Replacement, Undo, apply
-from megatron_distopt.hosts.saving import ProtectedCalls
+from megatron_distopt.hosts.saving import ProtectedCalls, tensors_beside
 
 _log = logging.getLogger("megatron_distopt")
 _LEAVE_OUT = "leave --distopt-protect-every out"
@@ -171,7 +171,8 @@ class ScriptRun:
                 got, was = args.global_batch_size, state["global_batch_size"]
                 remedy = f"Write --global-batch-size {was}, at any number of ranks that divides it"
                 raise ConfigError(refusal("global_batch_size", got, f"stay {was} as before the restart", remedy))
-            if iteration == 0 and not is_same_model_parallel and any(_frozen(chunks)):
+            is_cut_otherwise = iteration == 0 and not is_same_model_parallel
+            if is_cut_otherwise and any(isinstance(each, Parameter) for each in tensors_beside(chunks).values()):
                 got, rule = "frozen params and no checkpoint on disk", "keep its tensor- and pipeline-parallel size"
                 remedy = "Start at the sizes of the run before, or load a checkpoint that has them"
                 raise CheckpointError(refusal("restart from memory", got, rule, remedy))
@@ -239,19 +240,9 @@ class ScriptRun:
         }
 
 
-def _frozen(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
-    for chunk in chunks:
-        yield from ((name, param) for name, param in chunk.named_parameters() if not param.requires_grad)
-
-
 def _versions(chunks: Sequence[Module]) -> list[tuple[str, int]]:
     """How often everything was changed that the host's checkpoints have of the model, and snapshots have not."""
-    tensors = list(_frozen(chunks))
-    for prefix, module in (each for chunk in chunks for each in chunk.named_modules()):
-        others = module._non_persistent_buffers_set
-        buffers = module.named_buffers(recurse=False)
-        tensors += [(f"{prefix}.{name}", buffer) for name, buffer in buffers if name not in others]
-    return [(name, tensor._version) for name, tensor in tensors]
+    return [(name, tensor._version) for name, tensor in tensors_beside(chunks).items()]
 
 
 def _one_copy() -> Group:

@@ -8,11 +8,13 @@ class that updates whole params, and a run with another optimizer leaves these g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from megatron_distopt.checkpoint import WholeModel, save_checkpoint
 from megatron_distopt.checkpoint.background import BackgroundSaver
@@ -83,6 +85,19 @@ def protection_of(
     if everyone.rank == 0:
         announce(f"megatron_distopt protects this run: {protection.described()}")
     return protection
+
+
+def tensors_beside(chunks: Iterable[Module]) -> dict[str, Tensor]:
+    """What a model has beside the params that train, by name: frozen params and persistent buffers."""
+    found: dict[str, Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        for prefix, module in chunk.named_modules(prefix=str(number)):
+            buffers = module.named_buffers(prefix, recurse=False)
+            skipped = {f"{prefix}.{name}" for name in module._non_persistent_buffers_set}
+            found |= {name: buffer for name, buffer in buffers if name not in skipped}
+            params = module.named_parameters(prefix, recurse=False)
+            found |= {name: param for name, param in params if not param.requires_grad}
+    return found
 
 
 class ProtectedCalls:

@@ -193,6 +193,46 @@ def test_run_when_fewer_ranks_are_left_then_it_goes_on_to_the_bit_as_from_a_chec
         assert [each[str(count)] for each in found[:count]] == [((6, 0, False), True)] * count
 
 
+def _beside(rank: int, size: int, folder: Path) -> list[bool]:
+    """Running statistics, and a teacher that follows the model: whether both are back, and training goes on alike."""
+
+    class Taught(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.student = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+            self.teacher = torch.nn.Linear(6, 4).requires_grad_(False)
+
+        def train_on(self, optimizer: Any, step: int) -> None:
+            batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            (self.student(batch) - self.teacher(batch)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.student[0].weight, 0.1)
+
+    states = []
+    for name, start in (("whole", 3), ("interrupted", 2)):
+        run = _Run(folder / name, LAYOUTS["two nodes"], model=Taught(), protect_every=2)
+        assert run.optimizer.resume() is None, "nothing is there"
+        for first, last in ((0, 3), (start, 4)):
+            for step in range(first, last):
+                run.model.train_on(run.optimizer, step)
+                run.optimizer.protect(step + 1)
+                run.finish()
+            if last < 4 and name == "interrupted":
+                run.end()
+                run = _Run(folder / name, LAYOUTS["two nodes"], model=Taught(), protect_every=2)
+                assert run.optimizer.resume() is not None, "a snapshot of step 2 is there"
+        states.append(run.model.state_dict())
+        run.end()
+    return [torch.equal(states[0][name], states[1][name]) for name in states[0]]
+
+
+def test_run_when_training_changes_buffers_and_frozen_params_then_they_are_back_as_well(tmp_path: Path) -> None:
+    assert run_ranks(_beside, SIZE, tmp_path) == [[True] * 9] * SIZE
+
+
 def _refusals(rank: int, size: int, folder: Path) -> dict[str, str]:
     numbers, said = (0, 1), dict[str, str]()
 

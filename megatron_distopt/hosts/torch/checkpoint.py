@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -14,13 +17,14 @@ from megatron_distopt.checkpoint.folder import is_checkpoint, read_manifest
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.protect.protection import Protection
+from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import CheckpointError, ConfigError, refusal
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
-from megatron_distopt.hosts.saving import ProtectedCalls, Saver
+from megatron_distopt.hosts.saving import ProtectedCalls, Saver, tensors_beside
 from megatron_distopt.hosts.torch.model import FIRST_RANK, ShardedModel
 
 
@@ -31,6 +35,8 @@ class StateCalls(ProtectedCalls, Optimizer):
     _saver: Saver
     #: False until torch's constructor is done, which sets attributes that are made when they are read here.
     _is_built = False
+    #: Of what the model has beside the params that train, as training began, by name.
+    _versions: Mapping[str, int] = MappingProxyType({})
     #: Whole state that `state_dict()` returns until the next step or load; on the rank that `consolidate` named.
     _consolidated: dict[int, Any] | None = None
 
@@ -175,6 +181,30 @@ class StateCalls(ProtectedCalls, Optimizer):
             self._grow_to_saved(raise_together(lambda: read_manifest(Path(folder)), self._model.everyone, "load"))
         load_any(Path(folder), self._model.whole(), self._model.everyone)
         self._end_load()
+
+    def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
+        super().protect(step, lambda: {"state": state(), "beside": self._changed_beside()})
+
+    def _changed_beside(self) -> dict[str, Tensor]:
+        """Buffers, whose changes torch's norms do not count, and frozen params that were changed since a start."""
+        found = tensors_beside(self._model.chunks)
+        is_new = {name: self._versions.get(name) != tensor._version for name, tensor in found.items()}
+        return {name: each for name, each in found.items() if is_new[name] or not isinstance(each, Parameter)}
+
+    @torch.no_grad()
+    def resume(self, newer_than: int = -1) -> Resumed | None:
+        resumed, found = super().resume(newer_than), tensors_beside(self._model.chunks)
+        if resumed is not None:
+            saved = resumed.state["beside"]
+            is_cut_otherwise = not resumed.is_same_size and self._model.data.size != self._model.everyone.size
+            if saved and (is_cut_otherwise or any(saved[name].shape != found[name].shape for name in saved)):
+                got, rule = "buffers of a model that is cut otherwise", "be of this model at these sizes"
+                raise CheckpointError(refusal("snapshot", got, rule, "Start at the sizes of the run before"))
+            for name, tensor in saved.items():
+                found[name].copy_(tensor)
+            resumed = replace(resumed, state=resumed.state["state"])
+        self._versions = {name: tensor._version for name, tensor in found.items()}
+        return resumed
 
     @property
     def protection(self) -> Protection | None:  # type: ignore[override]
