@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,8 +14,12 @@ import torch.distributed as dist
 
 from megatron_distopt import distribute
 from megatron_distopt.checkpoint.protect import nodes as nodes_module
+from megatron_distopt.checkpoint.protect.nodes import Nodes, check_space, folder_of, is_removed_at_logout
+from megatron_distopt.checkpoint.protect.pace import Pace
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.protect.snapshots import held
+from megatron_distopt.comm import Group
+from megatron_distopt.errors import CheckpointError, ConfigError
 from megatron_distopt.hosts import saving
 from tests.support.models import Params, exact_grads
 from tests.support.spawn import run_ranks
@@ -23,6 +27,14 @@ from tests.support.spawn import run_ranks
 SIZE, NUM_STEPS, EVERY = 4, 8, 2
 #: Of each layout the number of the node by rank.
 LAYOUTS = {"two nodes": (0, 0, 1, 1), "three nodes, uneven": (0, 1, 1, 2), "one node": (0, 0, 0, 0)}
+
+
+class Usage(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
 
 
 class _Run:
@@ -307,3 +319,75 @@ def test_snapshot_when_a_rank_has_a_nan_then_the_one_before_stays(refusals: list
 
 def test_snapshot_when_it_is_of_another_model_then_not_taken(refusals: list[dict[str, str]]) -> None:
     assert [said["other model"] for said in refusals] == ["None"] * 2
+
+
+# Decisions without ranks.
+
+
+@pytest.mark.parametrize(("cost", "every"), [(0.0, 1), (0.03125, 4), (0.0625, 7)])
+def test_auto_when_a_trial_made_steps_longer_then_a_snapshot_costs_at_most_a_hundredth(
+    cost: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace, now, talks = Pace("auto"), 0.0, list[int]()
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    for number in range(1, 20):
+        if pace.next():
+            talks.append(number)
+            if pace.looks:
+                pace.choose(pace.fitting())
+                break
+        now += 1.0 + (cost if talks else 0.0)
+    assert (pace.every, len(talks)) == (every, 2)
+    assert [pace.next() for _ in range(2 * every)] == ([False] * (every - 1) + [True]) * 2
+
+
+def test_pace_when_it_looks_then_after_1_2_4_and_8_steps() -> None:
+    pace = Pace("auto")
+    found = [number for number in range(1, 32) if pace.next()]
+    assert [number - found[0] for number in found] == [0, 1, 2, 4, 8, 16]
+
+
+_NAMED = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "says"),
+    [
+        (None, {}, "--rdzv-id NAME"),
+        (None, {"TORCHELASTIC_RUN_ID": "none"}, "--rdzv-id NAME"),
+        ("/a", {**_NAMED, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    ],
+)
+def test_folder_when_a_job_cannot_be_found_again_then_refused(
+    given: str | None, environ: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        folder_of(given, environ, Group(None, 0, 1))
+
+
+def test_folder_when_the_job_has_a_name_then_of_user_and_job() -> None:
+    assert folder_of(None, _NAMED, Group(None, 0, 1)).match("/dev/shm/megatron_distopt-*-job/0")
+    assert folder_of("/a", {}, Group(None, 0, 1)) == Path("/a/0")
+
+
+def test_space_when_it_is_that_of_docker_then_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, free = Nodes(Group(None, 0, 1), (0,)), 64 << 20
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(free, 0, free))
+    check_space(tmp_path, 32 << 20, nodes)
+    with pytest.raises(CheckpointError, match="--shm-size=4g"):
+        check_space(tmp_path, 3 << 29, nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_removed"), [("[Login]\n#RemoveIPC=no\n", True), ("RemoveIPC=no\n", False), ("RemoveIPC = yes\n", True)]
+)
+def test_logout_when_systemd_removes_memory_then_known(
+    text: str, is_removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    (tmp_path / "logind.conf").write_text(text)
+    assert is_removed_at_logout(tmp_path / "logind.conf") is is_removed
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert not is_removed_at_logout(tmp_path / "logind.conf")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import secrets
 import shutil
 import time
@@ -151,5 +152,5 @@ def is_removed_at_logout(logind: Path = Path("/etc/systemd/logind.conf")) -> boo
     """Whether systemd may remove what a user has in /dev/shm when the user's last session ends (RemoveIPC)."""
     if os.getuid() < 1000 or not logind.is_file():  # systemd spares users of the system
         return False
-    settings = dict(line.split("=", 1) for line in logind.read_text(encoding="utf-8").splitlines() if "=" in line)
-    return settings.get("RemoveIPC", "yes").strip().lower() not in ("no", "false", "0", "off")
+    text = logind.read_text(encoding="utf-8", errors="replace")
+    return re.search(r"^\s*RemoveIPC\s*=\s*(no|false|0|off)\b", text, re.IGNORECASE | re.MULTILINE) is None
