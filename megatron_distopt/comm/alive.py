@@ -34,6 +34,11 @@ _NUM_SIGNS = 12
 _DONE = 1 << 40
 #: For a last message, which a handler that another thread has locked would hold up forever.
 _SECONDS_TO_SPEAK = 2.0
+#: torch's issue 135712, in 2.13 still: ranks of a restart find keys of dead ones, or a store on the node that is lost.
+_STALE = (
+    "After a lost node, torchrun gives restarted ranks the old store, with keys of dead ranks or on the lost node itself. "
+    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, so that a restart succeeds."
+)
 
 
 class LifeSigns:
@@ -55,6 +60,8 @@ class LifeSigns:
         store = dist.distributed_c10d._get_default_store()
         while isinstance(store, PrefixStore):
             store = store.underlying_store
+        self._is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._serves = self._rank == 0 and not self._is_launchers
         self._store = store  # torch's; held, because one that this process serves would end with it
         self._client: TCPStore | None = None
         told = exchange_together(self._greeting, everyone, "protect_timeout")
@@ -76,7 +83,7 @@ class LifeSigns:
         """Begins to show life and to watch; further calls do nothing.
 
         Returns:
-            Why nothing is watched; None where it is.
+            Why nothing is watched, or why the launcher will fail to start all anew; None where neither is so.
         """
         if self._client is None:
             kind = type(self._store).__name__
@@ -86,15 +93,10 @@ class LifeSigns:
             self._talker = _begun(self._talk, "alive", self._store)
             _begun(self._watch_store, "alive, store")
             Finalize(None, self.stop, exitpriority=-1)  # after those that wait for files, and are alive meanwhile
-        return None
+        return _STALE if self._is_launchers and os.environ.get("GROUP_WORLD_SIZE", "1") != "1" else None
 
     def _connected(self, store: TCPStore) -> TCPStore:
         return TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=self._timeout))
-
-    @property
-    def _serves(self) -> bool:
-        """Whether the store ends with this process, and not with the launcher."""
-        return self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def _talk(self, store: TCPStore) -> None:
         client, before = self._client, time.monotonic()
@@ -155,9 +157,10 @@ class LifeSigns:
         if store.check(["lost"]):  # because of which, perhaps, this rank ends by an exception
             self._end(store.get("lost").decode())
         if self._last_words:
-            return store.set("lost", self._last_words)
-        store.add(str(self._rank), -_DONE)
-        store.add("done", 1)
+            store.set("lost", self._last_words)
+        else:
+            store.add(str(self._rank), -_DONE)
+            store.add("done", 1)
         while self._serves and store.add("done", 0) < self._size:  # until `stop` waits no longer
             time.sleep(self._interval / 4)
 
