@@ -36,7 +36,7 @@ _DONE = 1 << 40
 _SECONDS_TO_SPEAK = 2.0
 #: torch's issue 135712, in 2.13 still: ranks of a restart find keys of dead ones, or a store on the node that is lost.
 _STALE = (
-    "After a lost node, torchrun gives restarted ranks the old store, with keys of dead ranks or on the lost node itself. "
+    "After a lost node, torchrun gives restarted ranks the old store, with keys of dead ranks or on the lost node. "
     "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, so that a restart succeeds."
 )
 
