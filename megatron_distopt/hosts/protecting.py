@@ -29,8 +29,8 @@ from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import CheckpointError, ConfigError, HostError, refusal
-from megatron_distopt.hosts.patch_points import PatchPoint, Replacement, Undo, apply
+from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError, refusal
+from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, Undo, apply
 from megatron_distopt.hosts.saving import ProtectedCalls, tensors_beside
 
 _log = logging.getLogger("megatron_distopt")
@@ -86,7 +86,8 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
         ConfigError, HostError: on all ranks, where it cannot.
     """
     load, step = script
-    if optimizer.protection is None or args is None or step.module not in sys.modules:
+    training: Any = sys.modules.get(step.module)
+    if optimizer.protection is None or args is None or training is None:
         return
 
     def enter() -> None:
@@ -97,9 +98,13 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
                 _undos.append(apply([(point, partial(_replacement, function)) for point, function in ours]))
             except HostError as error:
                 raise type(error)(f"{error} Or {_LEAVE_OUT}.") from error
+        if (found := getattr(training, load.attribute, None)) is not load.current:
+            owner = getattr(found, "__qualname__", found)
+            text = f"{training.__name__}.{load.attribute} is {owner}, and must be {load}"
+            raise HostMismatchError(f"{text}. {OTHER}, or {_LEAVE_OUT}.")
 
     raise_together(enter, Group.of())
-    optimizer.in_script = ScriptRun(optimizer, sys.modules[step.module], args, device)
+    optimizer.in_script = ScriptRun(optimizer, training, args, device)
 
 
 def leave_script() -> None:

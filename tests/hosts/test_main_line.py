@@ -136,3 +136,19 @@ def test_resume_when_on_one_rank_then_trains_on(tree: Path, whole: Curves, tmp_p
     assert len(alone.losses) == _ITERATIONS - _HALF
     for at, loss in alone.losses.items():
         assert float.fromhex(loss) == pytest.approx(float.fromhex(whole.losses[at]), rel=1e-4)
+
+
+def test_resume_when_a_snapshot_is_in_memory_then_as_from_disk(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--attention-dropout", "0.1", *(() if _takes_boxes(tree) else ("--ckpt-format", "torch")))
+    saved, nothing = tmp_path / "saved", ("--load", str(tmp_path / "none"))
+    stop = ("--save", str(saved), "--save-interval", str(_HALF), "--exit-interval", str(_HALF + 1))
+    monkeypatch.setenv("MEGATRON_DISTOPT_PROTECT_EVERY", str(_HALF + 1))  # the last border is that of iteration 4
+    monkeypatch.setenv("MEGATRON_DISTOPT_PROTECT_FOLDER", str(tmp_path / "memory"))
+    _train(tree, tmp_path / "first", _OURS, *words, *nothing, *stop)
+    from_memory = _train(tree, tmp_path / "second", _OURS, *words, *nothing)
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(_HALF))
+    monkeypatch.delenv("MEGATRON_DISTOPT_PROTECT_EVERY")
+    assert from_memory == _train(tree, tmp_path / "third", _OURS, *words, "--load", str(saved))
+    assert [*from_memory.losses] == [*range(_HALF + 1, _ITERATIONS + 1)]

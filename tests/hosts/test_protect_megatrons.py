@@ -11,6 +11,7 @@ import shutil
 import time
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -154,6 +155,9 @@ def _refusals(fork: Fork, memory: Path) -> dict[str, tuple[str, str]]:
     with mock.patch.object(training, "train_step", other):
         found["other signature"] = refusal()
         fork.fork.uninstall()
+    with mock.patch.object(training, "load_checkpoint", partial(training.load_checkpoint)):
+        found["wrapped load"] = refusal()
+        fork.fork.uninstall()
     return found
 
 
@@ -215,6 +219,7 @@ def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(of_2023: dict[st
         ("global batch", "ConfigError", ["global_batch_size: 4", "--global-batch-size 8"]),
         ("buffer", "ConfigError", ["bias", "Leave --distopt-protect-every out"]),
         ("frozen", "ConfigError", ["position_embeddings", "Leave --distopt-protect-every out"]),
+        ("wrapped load", "HostMismatchError", ["megatron.training.load_checkpoint", "--distopt-protect-every out"]),
         ("other signature", "HostMismatchError", ["megatron.training.train_step", "--distopt-protect-every"]),
     ],
 )
