@@ -24,7 +24,7 @@ from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, se
 from megatron_distopt.checkpoint.source import read_saved
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import exchange, exchange_together, raise_together
-from megatron_distopt.errors import CheckpointError, DistOptError, refusal
+from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.layout import Box
 
 _log = logging.getLogger("megatron_distopt")
@@ -84,7 +84,7 @@ def restore(
             key = key_of_state(nodes.group.rank if is_same else 0)
             prepare(manifest)
             num_moved = _bring(base, copies, manifest, key, whole(), lines)
-        except DistOptError as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, all ranks go further together
             passed_over.insert(0, str(error))
             continue
         load_state(partial(loadable_files, folder, manifest), whole(), nodes.group)
@@ -130,7 +130,7 @@ def _bring(base: Path, copies: Copies, manifest: Manifest, state: str, model: Wh
     `state` is the key of the training state that this rank reads.
 
     Raises:
-        DistOptError: on all ranks: the snapshot does not fit the model, or a node has no room.
+        Exception: on all ranks: the snapshot does not fit the model, or a node has no room.
     """
     folder, group = copies.snapshot.folder(base), lines.nodes.group
     names = names_of_all(model, group)
