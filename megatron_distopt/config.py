@@ -302,8 +302,8 @@ class DistOptConfig:
         return self.decay == "decoupled"
 
     def described(self) -> tuple[str, ...]:
-        """`name=value` of every option, for comparison between ranks."""
-        return tuple(f"{name}={getattr(self, name)!r}" for name in OPTIONS)
+        """`name=value` of every option that all ranks must have alike; the memory of a node may lie anywhere."""
+        return tuple(f"{name}={getattr(self, name)!r}" for name in OPTIONS if name != "protect_folder")
 
 
 #: All options, by name.

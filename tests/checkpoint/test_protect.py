@@ -20,7 +20,6 @@ from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, ConfigError
-from megatron_distopt.hosts import saving
 from tests.support.models import Params, exact_grads
 from tests.support.spawn import run_ranks
 
@@ -44,13 +43,13 @@ class _Run:
         self, folder: Path, layout: Sequence[int], group: Any = None, model: Any = None, **options: Any
     ) -> None:
         rank = dist.get_rank()
-        memory = folder / f"node-{layout[rank]}" / "0"
+        memory = folder / f"node-{layout[rank]}"
         self.rank, self.model = dist.get_rank(group), Params(default=torch.bfloat16) if model is None else model
         adamw = torch.optim.AdamW(self.model.groups() if model is None else self.model.parameters(), lr=2.0**-6)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1 / (1 + step))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saving, "folder_of", lambda *_: memory)
-            self.optimizer = distribute(self.model, adamw, process_group=group, clip_grad=1.0, **options)
+        self.optimizer = distribute(
+            self.model, adamw, process_group=group, clip_grad=1.0, protect_folder=str(memory), **options
+        )
         self.step = 0
 
     def train(self, last: int, *, protected: bool = True) -> None:

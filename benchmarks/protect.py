@@ -1,0 +1,110 @@
+"""What snapshots in memory cost a step, and how long it takes to go on from one and from a checkpoint on disk.
+
+    torchrun --nproc-per-node 2 benchmarks/protect.py
+
+Each rank is a node of its own, with a folder of its own below /dev/shm, so that every snapshot is sent as well. Blocks
+of steps with and without snapshots take turns, with the same model and data; what is printed is the median ratio of
+neighbouring blocks. At the end of a block with snapshots the last one is waited for, so that nothing is left to the
+next block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megatron_distopt
+
+
+class Training:
+    """A stack of linear layers that trains in fp32, whose speed depends less on the processor than that of bf16."""
+
+    def __init__(self, width: int, layers: int, **options: object) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = megatron_distopt.distribute(self.model, adamw, **options)
+        self.batch, self.step = torch.randn(256, width), 0
+
+    def train(self, steps: int) -> float:
+        """Seconds that so many steps take."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.model(self.batch).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            if self.optimizer.protection is not None:
+                self.optimizer.protect(self.step)
+        if self.optimizer.protection is not None:
+            self.optimizer.protection.finish()
+        dist.barrier()
+        return time.perf_counter() - start
+
+
+def timed(call: object) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()  # type: ignore[operator]
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=6, help="pairs of blocks")
+    parser.add_argument("--every", default="auto", help="steps between two snapshots")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    memory = Path("/dev/shm") / f"distopt-bench-{os.environ['TORCHELASTIC_RUN_ID']}"
+    every = args.every if args.every == "auto" else int(args.every)
+    folder = str(memory / f"node-{dist.get_rank()}")
+    plain = Training(args.width, args.layers)
+    protected = Training(args.width, args.layers, protect_every=every, protect_folder=folder)
+    protected.optimizer.resume()
+    plain.train(40)
+    protected.train(40)
+    chosen = protected.optimizer.protection._pace.every
+    steps = max(2 * chosen, 20)
+    pairs = [(plain.train(steps), protected.train(steps)) for _ in range(args.blocks)]
+    protected.train(chosen)  # of which there is a snapshot
+    disk = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(disk)
+    seconds = {
+        "save": timed(lambda: protected.optimizer.save(disk[0])),
+        "load": timed(lambda: protected.optimizer.load(disk[0])),
+        "resume": timed(protected.optimizer.resume),
+    }
+    if dist.get_rank() == 0:
+        ratios = [with_snapshots / without for without, with_snapshots in pairs]
+        found = {
+            "params": sum(param.numel() for param in plain.model.parameters()),
+            "every": chosen,
+            "steps of a block": steps,
+            "ms a step, without": round(1e3 * statistics.median(without / steps for without, _ in pairs), 2),
+            "ratio, median": round(statistics.median(ratios), 4),
+            "ratios": [round(ratio, 4) for ratio in ratios],
+            **{f"s, {name}": round(each, 3) for name, each in seconds.items()},
+        }
+        print(json.dumps(found, indent=1))
+    dist.barrier()
+    for folder_name in (str(memory), disk[0]):
+        shutil.rmtree(folder_name, ignore_errors=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
