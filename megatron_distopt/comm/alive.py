@@ -146,8 +146,7 @@ class LifeSigns:
         """Says that this rank ends in an orderly way, or by which exception, and watches no longer."""
         if self._talker is None:
             return
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+        if (error := ended_by()) is not None:
             first_line = str(error).partition("\n")[0]
             self._last_words = f"{self._names[self._rank]} ended by {type(error).__name__}: {first_line}"
         self._ending.set()
@@ -163,6 +162,12 @@ class LifeSigns:
             store.add("done", 1)
         while self._serves and store.add("done", 0) < self._size:  # until `stop` waits no longer
             time.sleep(self._interval / 4)
+
+
+def ended_by() -> BaseException | None:
+    """The exception that ends this process, for what runs at its exit; None where it ends in an orderly way."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) and not error.code else error
 
 
 def _begun(target: Callable[..., None], name: str, *args: object) -> threading.Thread:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, se
 from megatron_distopt.checkpoint.save import Contribution, Written, contribution_of, write_tensors
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, exchange, raise_together
-from megatron_distopt.comm.alive import LifeSigns
+from megatron_distopt.comm.alive import LifeSigns, ended_by
 from megatron_distopt.device import fence, mark, new_stream, on_stream
 from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError, refusal
 from megatron_distopt.layout import Box
@@ -97,7 +98,7 @@ class Protection:
         self._kept: Snapshot | None = None  # the newest that is whole on all ranks
         self._is_ready, self._is_alive = False, False  # whether `resume` was called; whether there was a border
         self._num_steps = 0  # since the last border
-        Finalize(None, self.finish, exitpriority=0)
+        Finalize(None, self._at_exit, exitpriority=0)
 
     def described(self) -> str:
         """For the block at the start: what is protected against what."""
@@ -264,6 +265,15 @@ class Protection:
         """Waits for the snapshot that is under way on this rank."""
         for thread in self._copying.threads if self._copying is not None else ():
             thread.join(_SECONDS_AT_EXIT)
+
+    def _at_exit(self) -> None:
+        """Frees the memory of a run that has ended in an orderly way, in which another one would go on from its end.
+
+        A process that `multiprocessing` started does not know here whether an exception ended it.
+        """
+        self.finish()
+        if self._lock is not None and parent_process() is None and ended_by() is None:
+            keep_only(self._folder, ())
 
     def release(self) -> None:
         """Ends the protection; the snapshots stay."""
