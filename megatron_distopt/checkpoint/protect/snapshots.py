@@ -88,10 +88,13 @@ def held(base: Path) -> dict[Snapshot, list[int]]:
 
 
 def keep_only(base: Path, kept: Iterable[Snapshot]) -> None:
+    """Removes all other snapshots; of a run that keeps none, also what it says of its ranks."""
     names = {snapshot.folder(base).name for snapshot in kept}
     for folder in base.iterdir():
         if _NAME.fullmatch(folder.name) and folder.name not in names:
             shutil.rmtree(folder, ignore_errors=True)
+    for path in base.glob("reached-*") if not names else ():
+        disk.remove(path)
 
 
 # --- the last step of each rank
