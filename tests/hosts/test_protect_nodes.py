@@ -1,0 +1,358 @@
+"""State from the memory of nodes after workers and whole nodes were killed: network namespaces, torchrun, plain torch.
+
+Every run is compared, to the bit, with one that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import protected_training
+from tests.support.mortal_nodes import Launch, MortalNodes, mortal_nodes
+from tests.support.nodes import WHY_NOT
+from tests.support.protected_training import RESUMED, START, UPDATE, Fault, Plan
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+_SCRIPT = str(Path(protected_training.__file__))
+EVERY, STEPS = 5, 60
+PROTECT = {"protect_every": EVERY, "protect_timeout": 4.0}
+_VARIABLES = {
+    "LOGLEVEL": os.environ.get("LOGLEVEL", "WARNING"),
+    "MEGATRON_DISTOPT_ACCELERATOR": "torch",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+@dataclass
+class Job:
+    """A training that torchrun starts on some nodes.
+
+    Args:
+        ranks: on each node.
+        size: least and largest number of nodes, as torchrun spells it.
+        name: of the job, by which its memory is found.
+    """
+
+    nodes: MortalNodes
+    plan: Plan
+    ranks: Sequence[int] = (2, 2)
+    size: str = ""
+    name: str = ""  # that of the test where none is given
+    port: int = 0  # added to that of the name
+    restarts: int = 100
+    agents: dict[int, Launch] = field(default_factory=dict)
+
+    @cached_property
+    def _file(self) -> Path:
+        return self.plan.write(Path(f"{self.plan.folder}.json"))
+
+    def start(self, *nodes: int) -> Job:
+        """On these nodes, or on all of them."""
+        name = self.name or Path(self.plan.folder).parent.name
+        size = self.size or f"{len(self.ranks)}:{len(self.ranks)}"
+        for node in nodes or range(len(self.ranks)):
+            self.nodes.boot(node)
+            words = [_SCRIPT, str(self._file)]
+            line = ["--nproc-per-node", str(self.ranks[node]), "--max-restarts", str(self.restarts), *words]
+            self.agents[node] = self.nodes.torchrun(node, size, line, _VARIABLES, name=name, port=self.port)
+        return self
+
+    def lose(self, *nodes: int) -> None:
+        """These nodes lose power at once."""
+        self.nodes.kill(*nodes)
+        for node in nodes:
+            self.agents.pop(node)
+
+    def end(self, seconds: float = 120.0) -> Job:
+        """Waits for its end, which has to be a success."""
+        for agent in self.agents.values():
+            assert agent.end(seconds) == 0, self.output
+        return self
+
+    def fail(self) -> str:
+        """Waits for its end, which has to be a failure; what it wrote."""
+        assert all(agent.end() for agent in self.agents.values()), self.output
+        return self.output
+
+    @property
+    def output(self) -> str:
+        return "\n".join(agent.output for agent in self.agents.values())
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What all processes have noted, in order."""
+        files = Path(self.plan.folder).glob("*.jsonl")
+        found = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.endswith("}")]
+        return sorted(found, key=lambda line: line["time"])
+
+    def wait_for_step(self, step: int, *, begins: int = 0) -> None:
+        """Until a step is done, by a run that has begun so many times before."""
+
+        def is_done() -> bool:
+            lines = self.lines
+            starts = [number for number, line in enumerate(lines) if "source" in line and not line["rank"]]
+            return len(starts) > begins and any(line.get("step", -1) >= step for line in lines[starts[begins] :])
+
+        wait_until(is_done, self)
+
+    @property
+    def begins(self) -> dict[int, tuple[str, int]]:
+        """Where the state came from and its step, by start, on rank 0."""
+        firsts = (line for line in self.lines if "source" in line and not line["rank"])
+        return {
+            number if self.plan.attempts == [] else line["attempt"]: (line["source"], line["begins_at"])
+            for number, line in enumerate(firsts)
+        }
+
+    @property
+    def starts(self) -> list[int]:
+        """Process ids of rank 0."""
+        return [line["pid"] for line in self.lines if "pid" in line and not line["rank"]]
+
+    def pid(self, rank: int) -> int:
+        """Of the process that was this rank last."""
+        return next(line["pid"] for line in reversed(self.lines) if "pid" in line and line["rank"] == rank)
+
+    @property
+    def curve(self) -> dict[int, tuple[float, float]]:
+        """Loss and learning rate by step; of steps that were done twice the last."""
+        return {line["step"]: (line["loss"], line["lr"]) for line in self.lines if "loss" in line}
+
+    @property
+    def checksums(self) -> dict[int, str]:
+        """By rank, of the state in the end."""
+        return {line["rank"]: line["checksum"] for line in self.lines if "checksum" in line}
+
+    def assert_equal(self, other: Job) -> None:
+        """This run ended as another one."""
+        assert len(self.checksums) == len(other.checksums) > 0, self.output
+        assert self.curve == other.curve
+        assert self.checksums == other.checksums
+
+
+def wait_until(is_so: Callable[[], bool], job: Job, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert any(agent.is_running for agent in job.agents.values()), job.output
+        assert time.monotonic() < deadline, f"not in {seconds} s: {job.begins}\n{job.output}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[MortalNodes]:
+    with mortal_nodes(3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def whole(nodes: MortalNodes, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run that nothing happens to, with a checkpoint at every step that is protected elsewhere."""
+    plan = Plan(str(tmp_path_factory.mktemp("whole") / "run"), STEPS, save_every=EVERY)
+    return Job(nodes, plan, name="whole").start().end()
+
+
+#: Where a rank is killed, one start of the run after the other, and the steps from which the next one may go on. A
+#: second copy or send is that of a second snapshot, which begins when the first is whole on all ranks.
+_PROTECT = "megatron_distopt.checkpoint.protect"
+_KILLS = [
+    (Fault("kill", number=12, rank=3, argument="10"), {10}),
+    (Fault("kill", "megatron_distopt.checkpoint.background:Staging.begin_copy", 2, rank=0), {15}),
+    (Fault("kill", f"{_PROTECT}.protection:send_copy", 2, rank=1), {20}),
+    (Fault("kill", f"{_PROTECT}.transfer:_receive_file", 2, rank=2), {25}),
+    (Fault("kill", f"{_PROTECT}.snapshots:Snapshot.commit", 3, rank=2), {30, 35}),
+    (Fault("kill", f"{_PROTECT}.restart:load_state", 1, rank=3), {30, 35}),
+    (Fault("kill", RESUMED, 1, rank=0), {30, 35}),
+    (Fault("kill", UPDATE, 9, rank=1), {35, 40}),
+    (Fault("kill", "megatron_distopt.checkpoint.disk:write", 20, rank=0, after=True), {35, 40, 45, 50}),
+]
+_IN_RESUME = 6  # that start has no state
+
+
+def test_worker_when_killed_in_a_step_a_snapshot_or_a_restart_then_the_run_ends_as_if_nothing_had_happened(
+    nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    attempts = [[fault] for fault, _ in _KILLS]
+    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, pause=0.1)).start().end()
+    begins = job.begins
+    for number, (_, allowed) in enumerate(_KILLS, 1):
+        if number != _IN_RESUME:
+            assert begins[number][0] == "memory" and begins[number][1] in allowed, (number, begins, job.output)
+    job.assert_equal(whole)
+
+
+def test_restored_state_when_one_number_differs_then_the_comparison_sees_it(
+    nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    attempts = [[Fault("kill", number=12, argument="10")], [Fault("spoil", RESUMED, 1, rank=3, argument="0.001")]]
+    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts)).start().end()
+    assert job.begins[1] == ("memory", 10)
+    with pytest.raises(AssertionError):
+        job.assert_equal(whole)
+
+
+_NEWEST = "megatron_distopt-*/0/0000000015-*/*.distcp"
+_ALL = "megatron_distopt-*/0/*/*.distcp"
+_KILL = Fault("kill", number=17, rank=1, argument="15")
+
+
+def test_copies_when_damaged_then_the_other_copy_serves_or_the_older_snapshot_or_the_disk(
+    nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    """Rank 0 is on node 0, rank 2 on node 1; each node has a copy of all four files."""
+
+    def damage(do: str, what: str, *ranks: int) -> list[Fault]:
+        return [Fault(do, START, 1, rank=rank, argument=what) for rank in ranks]
+
+    attempts = [
+        [_KILL],
+        [*damage("flip", _NEWEST, 0), _KILL],
+        [*damage("cut", _NEWEST, 2), _KILL],
+        [*damage("flip", _NEWEST, 0, 2), Fault("kill", number=12, rank=1)],
+        damage("cut", _ALL, 0, 2),
+    ]
+    disk = f"{whole.plan.folder}/disk/5"
+    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, load=disk)).start().end()
+    assert [job.begins[number] for number in range(5)] == [
+        ("disk", 5),
+        ("memory", 15),
+        ("memory", 15),
+        ("memory", 10),
+        ("disk", 5),
+    ], job.output
+    assert len(re.findall(r"Invalid snapshot .*0000000015.* CRC-32", job.output)) >= 8, job.output
+    assert re.search(r"no snapshot in memory is taken: .*step 10", job.output), job.output
+    job.assert_equal(whole)
+
+
+def test_memory_when_full_or_the_state_not_finite_then_the_older_snapshot_stays_and_training_goes_on(
+    nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    attempts = [
+        [Fault("fill", number=12, rank=2), Fault("kill", number=32, rank=1)],
+        [Fault("free", START, 1, rank=2), Fault("kill", number=27, rank=1, argument="25")],
+        [Fault("spoil", number=29, rank=3, argument="nan"), Fault("kill", number=30, rank=1, argument="")],
+    ]
+    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, pause=0.05)).start().end()
+    assert [job.begins[number] for number in range(4)] == [
+        ("nothing", 0),
+        ("memory", 10),
+        ("memory", 25),
+        ("memory", 25),
+    ], job.output
+    assert re.search(r"snapshot of step 15 was not kept: .*No space left", job.output), job.output
+    assert re.search(r"snapshot of step 30 was not kept: .*inf or nan in .*exp_avg", job.output), job.output
+    assert any(line.get("step") == 31 for line in job.lines if line["attempt"] == 0)
+    job.assert_equal(whole)
+
+
+def test_memory_when_too_small_then_the_start_says_what_to_type(nodes: MortalNodes, tmp_path: Path) -> None:
+    for node in (0, 1):
+        nodes.boot(node, "1m")
+    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT), restarts=0).start()
+    assert re.search(r"Invalid protect_folder .*MB free.*--shm-size=", job.fail())
+    nodes.kill(0, 1)
+
+
+def test_folder_when_of_another_model_or_in_use_then_it_is_passed_over_or_refused(
+    nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    """Of one name: a job after one that trained another model, and a job beside one that runs. Of another: it runs."""
+    other = Plan(str(tmp_path / "other"), 12, PROTECT, hidden=128)
+    Job(nodes, other, ranks=(1, 1), name="one").start().end()
+    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, pause=0.5), name="one").start()
+    job.wait_for_step(5)
+    beside = Job(nodes, replace(other, folder=str(tmp_path / "beside")), (1, 1), name="one", port=1, restarts=0).start()
+    apart = Job(nodes, replace(other, folder=str(tmp_path / "apart")), (1, 1), name="two").start()
+    assert re.search(r"used by another run.*another --rdzv-id", beside.fail())
+    apart.end()
+    job.end()
+    assert job.begins[0] == ("nothing", 0), job.output
+    assert re.search("no snapshot in memory is taken", job.output), job.output
+    job.assert_equal(whole)
+
+
+def test_node_when_it_loses_power_and_comes_back_then_its_neighbour_has_its_state(
+    nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    """Twice, the second time while it takes its state up again; then both nodes, after which only the disk has any."""
+    stopped = tmp_path / "stopped"
+    attempts = [[Fault("stop", f"{_PROTECT}.restart:load_state", 1, rank=3, argument=str(stopped))]]
+    disk = f"{whole.plan.folder}/disk/5"
+    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, load=disk, pause=0.2)).start()
+    job.wait_for_step(17)
+    job.lose(1)
+    job.agents[0].wait_for("ends itself.* on node1 showed no life")
+    job.start(1)
+    wait_until(stopped.exists, job)
+    num_lines = len(job.agents[0].lines)
+    job.lose(1)
+    job.agents[0].wait_for("ends itself.* on node1 showed no life", since=num_lines)
+    job.start(1).wait_for_step(27, begins=1)
+    job.lose(0, 1)
+    job.start().end()
+    assert [source for source, _ in job.begins.values()] == ["disk", "memory", "disk"], job.output
+    assert job.begins[1][1] >= 10
+    job.assert_equal(whole)
+
+
+def test_nodes_when_there_are_three_then_two_lost_ones_cost_the_disk_and_one_lost_for_good_a_smaller_run(
+    nodes: MortalNodes, tmp_path: Path
+) -> None:
+    """The copies of rank 2 are on nodes 1 and 2. Later node 2 stays away for a while."""
+    plan = Plan(str(tmp_path / "four"), STEPS, save_every=EVERY)
+    four = Job(nodes, plan, (2, 1, 1), name="four").start().end()
+    protected = replace(plan, folder=str(tmp_path / "run"), options=PROTECT, save_every=0, pause=0.2)
+    job = Job(nodes, replace(protected, load=f"{plan.folder}/disk/5"), (2, 1, 1), "1:3").start()
+    job.wait_for_step(12)
+    job.lose(1, 2)
+    job.start(1, 2).wait_for_step(17, begins=1)
+    job.lose(2)
+    job.wait_for_step(32, begins=2)
+    job.start(2).end()
+    sources = [source for source, _ in job.begins.values()]
+    assert sources == ["disk", "disk", "memory", "memory"], job.output
+    assert "without a whole copy of rank 2." in job.agents[0].output
+    first, second = (job.begins[number][1] for number in (2, 3))
+    assert 10 <= first < 20 < second
+    smaller = replace(plan, folder=str(tmp_path / "three"), load=f"{plan.folder}/disk/{first}")
+    three = Job(nodes, smaller, (2, 1), name="three").start().end()
+    again = replace(plan, folder=str(tmp_path / "again"), load=f"{smaller.folder}/disk/{second}")
+    rest = Job(nodes, again, (2, 1, 1), name="again").start().end()
+    expected = {step: four.curve[step] for step in range(6, first + 1)} | three.curve | rest.curve
+    assert job.curve == expected
+    assert job.checksums == rest.checksums
+
+
+def test_run_when_fifty_workers_and_nodes_are_killed_at_random_then_it_ends_as_if_nothing_had_happened(
+    nodes: MortalNodes, tmp_path: Path
+) -> None:
+    plan = Plan(str(tmp_path / "whole"), 600)
+    expected = Job(nodes, plan, name="unkilled").start().end()
+    plan = replace(plan, folder=str(tmp_path / "run"), options=PROTECT, pause=0.1, waits=False)
+    job, draw = Job(nodes, plan).start(), random.Random(0)
+    for number in range(50):
+        known = len(job.starts)
+        if number:
+            wait_until(lambda known=known: len(job.starts) > known, job)
+        time.sleep(draw.uniform(0.0, 3.0))
+        if draw.random() < 0.2:
+            job.lose(1)
+            job.start(1)
+        else:
+            rank = draw.randrange(4)
+            nodes.do(rank // 2, f"kill -9 {job.pid(rank)}")
+    job.end(300)
+    assert sum(source == "memory" for source, _ in job.begins.values()) > 40
+    job.assert_equal(expected)
