@@ -68,6 +68,7 @@ class LifeSigns:
         self._prefix = f"megatron_distopt/alive/{told[0][0]}"
         self._names = [f"rank {everyone.global_rank(rank)} on {node}" for rank, (_, node) in enumerate(told)]
         self._watched, self._count, self._silence = (self._rank + 1) % self._size, 0, 0.0
+        self.is_paused = False  # whether silence does not count for now
         self._num_done = 0  # ranks that ended in an orderly way
         self._num_unanswered = 0  # intervals since the store last answered
         self._ending, self._last_words = threading.Event(), ""  # of a rank that ends by an exception
@@ -119,7 +120,8 @@ class LifeSigns:
         if store.check(["lost"]):
             self._end(store.get("lost").decode())
         count = store.add(str(self._watched), 0)  # 0 of one that has not started yet
-        self._silence = self._silence + seconds if count and count == self._count else 0.0
+        is_silent = count and count == self._count and not self.is_paused
+        self._silence = self._silence + seconds if is_silent else 0.0
         self._count = count
         if count < 0:
             self._watched = (self._watched + 1) % self._size

@@ -96,7 +96,7 @@ class Protection:
         self._copying: _Copying | None = None
         self._life = LifeSigns(everyone, timeout)
         self._kept: Snapshot | None = None  # the newest that is whole on all ranks
-        self._is_ready, self._is_alive = False, False  # whether `resume` was called; whether there was a border
+        self._is_ready = False  # whether `resume` was called
         self._num_steps = 0  # since the last border
         Finalize(None, self._at_exit, exitpriority=0)
 
@@ -150,9 +150,7 @@ class Protection:
         if not self._is_ready:
             got, rule = "no resume()", "look for a snapshot first"
             raise ConfigError(refusal("use of protect_every", got, rule, _RESUME_FIRST))
-        if not self._is_alive and (unwatched := self._life.start()):
-            self._say("%s", unwatched)
-        self._is_alive, self._num_steps = True, 0
+        self._life.is_paused, self._num_steps = False, 0
         note_step(self._folder, self._everyone.rank, step)
         if not self._pace.next():
             return
@@ -297,7 +295,11 @@ class Protection:
             The step and what `state` returned for it; None where no snapshot can be taken, and nothing has changed.
         """
         self._is_ready = True
+        if unwatched := self._life.start():
+            self._say("%s", unwatched)
+        self._life.is_paused = False
         found = restore(self._folder, self._lines, self._whole, newer_than, prepare)
+        self._life.is_paused = True  # until the first border: a host that builds its data set may stand still for long
         self._kept = found[0] if found is not None else None
         return found[1] if found is not None else None
 
