@@ -79,8 +79,7 @@ _SWITCHES = (
 _MAINS = {"bf16": ("float32", "remainder", "bfloat16"), "fp16": ("float32", "float16"), "fp32": ("float32",)}
 _MOMENTS = ("float32", "bfloat16", "int8")
 _GIB = 1 << 30
-#: What protection is planned with: hours of a month, seconds from a failure to the next step, and bytes a second that
-#: each rank sends to its buddy.
+#: Hours of a month, seconds from a failure to the next step, and bytes a second that each rank sends to its buddy.
 _MONTH_HOURS, _RESTART_SECONDS, _SENT_PER_SECOND = 720, 120, 10**9
 #: A matrix that travels to its owner, and the update that comes back, have two bytes an element.
 _TRAVEL_NBYTES = 2
@@ -116,16 +115,13 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
     group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
     text = "memory of a device: lists what fits, with every form of the state that is not given above"
     command.add_argument("--memory", type=_number, metavar="GIB", help=text)
-    group = command.add_argument_group(
-        "protection", "lost a month: failures times (half of the steps between two snapshots, and 120 s)"
-    )
+    text = "hours lost a month: failures times (half of the steps between two snapshots, and 120 s)"
+    group = command.add_argument_group("protection", text)
     group.add_argument("--protect-every", type=count, metavar="K", help="steps between two snapshots in memory")
-    group.add_argument("--step-seconds", type=_positive, metavar="S", help="seconds of a step; needed with the above")
-    group.add_argument("--save-interval", type=count, default=1000, metavar="N", help="steps, of checkpoints; 1000")
-    group.add_argument("--ranks-per-node", type=count, default=8, metavar="N", help="8")
-    group.add_argument(
-        "--mtbf", type=_positive, default=6000.0, metavar="HOURS", help="between failures of a node; 6000"
-    )
+    group.add_argument("--step-seconds", type=_positive, metavar="S", help="seconds of a step; needed with K")
+    group.add_argument("--save-interval", type=count, metavar="N", help="steps between two checkpoints; 1000")
+    group.add_argument("--ranks-per-node", type=count, metavar="N", help="ranks of a node; 8")
+    group.add_argument("--mtbf", type=_positive, metavar="HOURS", help="hours between two failures of a node; 6000")
 
 
 def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
@@ -276,6 +272,28 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
 
 
 @dataclass(frozen=True)
+class ProtectionChoice:
+    """What is chosen for snapshots in the memory of two nodes."""
+
+    protect_every: int  # steps
+    step_seconds: float
+    save_interval: int = 1000  # steps between two checkpoints on disk
+    ranks_per_node: int = 8
+    mtbf: float = 6000.0  # hours between two failures of a node
+
+    @classmethod
+    def of(cls, parsed: argparse.Namespace) -> ProtectionChoice | None:
+        values = {field.name: getattr(parsed, field.name) for field in fields(cls)}
+        given = {name: value for name, value in values.items() if value is not None}
+        if given and not {"protect_every", "step_seconds"} <= given.keys():
+            raise ConfigError("Protection is planned with --protect-every K --step-seconds S. Write both.")
+        return cls(**given) if given else None
+
+    def lost_hours(self, failures: float, steps: int) -> float:
+        return failures * (steps / 2 * self.step_seconds + _RESTART_SECONDS) / 3600
+
+
+@dataclass(frozen=True)
 class ProtectionPlan:
     """What snapshots in the memory of two nodes cost and save."""
 
@@ -288,47 +306,29 @@ class ProtectionPlan:
     lost_hours_from_disk: float  # a month, without protection
 
 
-def plan_protection(stages: Sequence[StagePlan], parsed: argparse.Namespace) -> ProtectionPlan:
-    """Works out what `--protect-every` means for a choice."""
-    num_ranks, per_node, seconds = stages[0].choice.cut.num_ranks, parsed.ranks_per_node, parsed.step_seconds
-    if seconds is None:
-        raise ConfigError("What protection saves depends on how long a step takes. Write --step-seconds S.")
-    nodes = -(-num_ranks // per_node)
+def plan_protection(stages: Sequence[StagePlan], chosen: ProtectionChoice) -> ProtectionPlan:
+    """Works out what protection means for the ranks of a choice."""
+    num_ranks, nbytes = stages[0].choice.cut.num_ranks, max(stage.snapshot_nbytes for stage in stages)
+    nodes = -(-num_ranks // chosen.ranks_per_node)
     if nodes == 1:
-        rule = "and a second copy is on another one"
-        raise ConfigError(
-            f"{plural(num_ranks, 'rank')} are on one node, {rule}. Write more ranks or --ranks-per-node N."
-        )
-    nbytes, failures = max(stage.snapshot_nbytes for stage in stages), _MONTH_HOURS * nodes / parsed.mtbf
-    of_failure = [
-        (steps / 2 * seconds + _RESTART_SECONDS) / 3600 for steps in (parsed.protect_every, parsed.save_interval)
-    ]
-    lost, from_disk = (failures * hours for hours in of_failure)
-    return ProtectionPlan(nodes, nbytes, 4 * per_node * nbytes, nbytes / _SENT_PER_SECOND, failures, lost, from_disk)
+        where = f"{plural(num_ranks, 'rank')} are on one node, and second copies on another"
+        raise ConfigError(f"{where}. Write more ranks or --ranks-per-node N.")
+    failures = _MONTH_HOURS * nodes / chosen.mtbf
+    lost = [chosen.lost_hours(failures, steps) for steps in (chosen.protect_every, chosen.save_interval)]
+    in_node = 4 * chosen.ranks_per_node * nbytes
+    return ProtectionPlan(nodes, nbytes, in_node, nbytes / _SENT_PER_SECOND, failures, *lost)
 
 
-def _protection(plan: ProtectionPlan, parsed: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    every, seconds, per_node = parsed.protect_every, parsed.step_seconds, parsed.ranks_per_node
-    between = every * seconds
-    yield "a rank", f"{size_text(plan.snapshot_nbytes)} in a snapshot"
-    yield (
-        "a node",
-        f"{size_text(plan.node_nbytes)}: two snapshots of its {per_node} ranks, two of {per_node} of another node",
-    )
+def _protection(plan: ProtectionPlan, chosen: ProtectionChoice) -> Iterator[tuple[str, str]]:
+    between, ranks = chosen.protect_every * chosen.step_seconds, plural(chosen.ranks_per_node, "rank")
     too_long = "" if plan.send_seconds <= between else ", too long: write a larger --protect-every"
-    yield (
-        "to send",
-        f"{plan.send_seconds:,.1f} s at 1 GB/s a rank, of the {between:,.1f} s between two snapshots{too_long}",
-    )
-    yield "failures", f"{plan.failures:.2f} a month: {_MONTH_HOURS} h x {plan.nodes} nodes / {parsed.mtbf:,g} h"
-    for name, hours, steps in (
-        ("lost", plan.lost_hours, every),
-        ("without", plan.lost_hours_from_disk, parsed.save_interval),
-    ):
-        yield (
-            name,
-            f"{hours:,.2f} h a month: each failure half of {steps} steps of {seconds:g} s, and {_RESTART_SECONDS} s",
-        )
+    each = f"for each failure half of {{}} steps of {chosen.step_seconds:g} s, and {_RESTART_SECONDS} s"
+    yield "a rank", f"{size_text(plan.snapshot_nbytes)} in a snapshot"
+    yield "a node", f"{size_text(plan.node_nbytes)}: two snapshots of its {ranks}, and two of those of another node"
+    yield "to send", f"{plan.send_seconds:,.1f} s at 1 GB/s a rank, of {between:,.1f} s between two snapshots{too_long}"
+    yield "failures", f"{plan.failures:.2f} a month: {_MONTH_HOURS} h x {plan.nodes} nodes / {chosen.mtbf:,g} h"
+    yield "lost", f"{plan.lost_hours:,.2f} h a month: {each.format(chosen.protect_every)}"
+    yield "without", f"{plan.lost_hours_from_disk:,.2f} h a month: {each.format(chosen.save_interval)}"
 
 
 def _sent_for_matrices(owners: OwnerPlan, rank: int, tp: int) -> Sent:
@@ -362,7 +362,8 @@ def answer(parsed: argparse.Namespace) -> Answer:
     if memory_nbytes is not None:
         plans.sort(key=lambda stages: _change_of(stages[0].choice))
         shown = [stages for stages in plans if _peak_nbytes(stages) <= memory_nbytes]
-    protections = [plan_protection(stages, parsed) if parsed.protect_every else None for stages in plans]
+    chosen = ProtectionChoice.of(parsed)
+    protections = [None if chosen is None else plan_protection(stages, chosen) for stages in plans]
     document = {
         "model": {**asdict(gpt), "ffn_width": gpt.ffn_width},
         "memory_nbytes": memory_nbytes,
@@ -380,9 +381,9 @@ def answer(parsed: argparse.Namespace) -> Answer:
     elif len(plans) == 1:
         parts.append(titled("one step of the fullest stage", rows(_step(_fullest(plans[0])))))
     protection = protections[plans.index(shown[0])] if shown else None
-    if protection is not None:
-        title = f"protection every {plural(parsed.protect_every, 'step')}; the first choice"
-        parts.append(titled(title, rows(_protection(protection, parsed))))
+    if chosen is not None and protection is not None:
+        title = f"protection every {plural(chosen.protect_every, 'step')}; the first choice"
+        parts.append(titled(title, rows(_protection(protection, chosen))))
     return Answer(document, parts)
 
 
