@@ -270,7 +270,8 @@ class Protection:
         A process that `multiprocessing` started does not know here whether an exception ended it.
         """
         self.finish()
-        if self._lock is not None and parent_process() is None and ended_by() is None:
+        has_ended = self._is_ready and ended_by() is None  # Megatrons leave without an error where they cannot load
+        if has_ended and self._lock is not None and parent_process() is None:
             keep_only(self._folder, ())
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ import inspect
 import json
 import logging
 import os
+import signal
 import sys
 import types
 import typing
@@ -184,6 +185,8 @@ class _Curves:
             loss = said["loss_dict"]["lm loss"]
             loss = loss[0] / loss[1] if torch.is_tensor(loss) and loss.numel() > 1 else loss
             self.losses[said["iteration"]] = float(loss).hex()
+            if os.environ.get("KILLED_AFTER") == str(said["iteration"]):
+                os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
         return training_log
