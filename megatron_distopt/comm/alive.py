@@ -34,11 +34,6 @@ _NUM_SIGNS = 12
 _DONE = 1 << 40
 #: For a last message, which a handler that another thread has locked would hold up forever.
 _SECONDS_TO_SPEAK = 2.0
-#: torch's issue 135712, in 2.13 still: ranks of a restart find keys of dead ones, or a store on the node that is lost.
-_STALE = (
-    "After a lost node, torchrun gives restarted ranks the old store, with keys of dead ranks or on the lost node. "
-    "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, so that a restart succeeds."
-)
 
 
 class LifeSigns:
@@ -84,7 +79,7 @@ class LifeSigns:
         """Begins to show life and to watch; further calls do nothing.
 
         Returns:
-            Why nothing is watched, or why the launcher will fail to start all anew; None where neither is so.
+            Why nothing is watched; None where it is.
         """
         if self._client is None:
             kind = type(self._store).__name__
@@ -94,7 +89,7 @@ class LifeSigns:
             self._talker = _begun(self._talk, "alive", self._store)
             _begun(self._watch_store, "alive, store")
             Finalize(None, self.stop, exitpriority=-1)  # after those that wait for files, and are alive meanwhile
-        return _STALE if self._is_launchers and os.environ.get("GROUP_WORLD_SIZE", "1") != "1" else None
+        return None
 
     def _connected(self, store: TCPStore) -> TCPStore:
         return TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=self._timeout))
