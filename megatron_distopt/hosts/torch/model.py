@@ -223,15 +223,11 @@ class ShardedModel:
     @torch.no_grad()
     def bring_up_to_date(self, *, is_read: bool = True) -> None:
         """Collective: brings the state up to date before it is read, or replaced where `is_read` is false."""
-        self.wait_for_snapshot()
+        if self.protection is not None:
+            self.protection.wait_for_copy()
         self.gather.finish()
         act_on_deferred_notice([self.sharded])
         raise_together(partial(self.params.follow, is_read=is_read), self.everyone, "params")
-
-    def wait_for_snapshot(self) -> None:
-        """Before the state changes: the device finishes the copy of it that is under way."""
-        if self.protection is not None:
-            self.protection.wait_for_copy()
 
     def share(self) -> Share:
         excluded = self._plan.step.excluded_from_norm

@@ -83,7 +83,8 @@ def reduce_ahead(model: ShardedModel) -> None:
 
 def settle(model: ShardedModel) -> None:
     """Takes over what the user did to params and groups since the last step; what is wrong is raised in the step."""
-    model.wait_for_snapshot()
+    if model.protection is not None:
+        model.protection.wait_for_copy()
     model.gather.finish()
     if model.sharded.deferred_check is not None:
         act_on_deferred_notice([model.sharded])
