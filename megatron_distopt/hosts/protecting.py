@@ -34,7 +34,7 @@ from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, 
 from megatron_distopt.hosts.saving import ProtectedCalls, tensors_beside
 
 _log = logging.getLogger("megatron_distopt")
-_LEAVE_OUT = "leave --distopt-protect-every out"
+_LEAVE_OUT = "leave --distopt-protect-every (MEGATRON_DISTOPT_PROTECT_EVERY) out"
 _AT_EACH_START = "every start of the script begins anew with it, also one that goes on from memory"
 _STARTS_THERE = "every start of the script goes on from there"
 _LOADS_AGAIN = "the script loads weights once more after its start"
@@ -157,7 +157,7 @@ class ScriptRun:
         self._optimizer, self._training, self._args, self._device = optimizer, training, args, device
         self._chunks: Sequence[Module] = ()
         self._num_borders, self._iteration = 0, -1
-        self._versions: Sequence[tuple[str, int]] = ()  # of what no snapshot has, as training began
+        self._versions: Mapping[str, int] = {}  # of what no snapshot has, as training began
         self._random: Sequence[Any] = ()  # random states of the ranks that hold one copy of the model
 
     def load(self, load: Callable[[], Any], chunks: Sequence[Module], scheduler: Any) -> Any:
@@ -225,12 +225,9 @@ class ScriptRun:
 
     def _check_others(self) -> None:
         """Refuses a model that training changes beside the params that it updates."""
-        for (name, version), before in zip(_versions(self._chunks), self._versions, strict=True):
-            if (name, version) != before:
-                got, rule = (
-                    f"training changes {name!r} as well, which is no param that trains",
-                    "be all that it changes",
-                )
+        for name, version in _versions(self._chunks).items():
+            if self._versions.get(name) != version:
+                got, rule = f"without {name!r}, which training changes", "hold all that training changes"
                 raise ConfigError(refusal("snapshot", got, rule, f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}"))
 
     def _state(self, scheduler: Any) -> dict[str, Any]:
@@ -245,9 +242,9 @@ class ScriptRun:
         }
 
 
-def _versions(chunks: Sequence[Module]) -> list[tuple[str, int]]:
+def _versions(chunks: Sequence[Module]) -> dict[str, int]:
     """How often everything was changed that the host's checkpoints have of the model, and snapshots have not."""
-    return [(name, tensor._version) for name, tensor in tensors_beside(chunks).items()]
+    return {name: tensor._version for name, tensor in tensors_beside(chunks).items()}
 
 
 def _one_copy() -> Group:

@@ -213,13 +213,13 @@ def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(of_2023: dict[st
 @pytest.mark.parametrize(
     ("name", "kind", "parts"),
     [
-        ("no load", "ConfigError", ["--load FOLDER", "--save", "leave --distopt-protect-every out"]),
+        ("no load", "ConfigError", ["--load FOLDER", "--save", "leave --distopt-protect-every"]),
         ("--finetune", "ConfigError", ["finetune=True", "Drop --finetune", "--distopt-protect-every"]),
         ("--no-load-optim", "ConfigError", ["no_load_optim=True", "Drop --no-load-optim"]),
         ("global batch", "ConfigError", ["global_batch_size: 4", "--global-batch-size 8"]),
-        ("buffer", "ConfigError", ["bias", "Leave --distopt-protect-every out"]),
-        ("frozen", "ConfigError", ["position_embeddings", "Leave --distopt-protect-every out"]),
-        ("wrapped load", "HostMismatchError", ["megatron.training.load_checkpoint", "--distopt-protect-every out"]),
+        ("buffer", "ConfigError", ["bias", "Leave --distopt-protect-every"]),
+        ("frozen", "ConfigError", ["position_embeddings", "Leave --distopt-protect-every"]),
+        ("wrapped load", "HostMismatchError", ["megatron.training.load_checkpoint", "--distopt-protect-every"]),
         ("other signature", "HostMismatchError", ["megatron.training.train_step", "--distopt-protect-every"]),
     ],
 )
