@@ -16,18 +16,19 @@ import megatron_distopt
 PACKAGE = Path(megatron_distopt.__file__).parent
 #: Folder -> (lines, files) that it may have at most. "" has the files beside the folders.
 LIMITS: dict[str, tuple[int, int]] = {
-    "": (914, 8),
+    "": (937, 8),
     "layout": (1106, 7),
     "buffers": (541, 4),
-    "comm": (1865, 8),
+    "comm": (2042, 9),
     "optimizer": (5853, 29),
-    "checkpoint": (3620, 15),
+    "checkpoint": (4628, 22),
     "formats": (2730, 16),
-    "hosts": (8477, 44),
-    "plugin": (358, 5),
-    "cli": (2535, 14),
+    "hosts": (9069, 45),
+    "plugin": (331, 5),
+    "cli": (2623, 14),
 }
-TOTAL = (28_000, 150)
+#: 28,000 in 150 files, and snapshots in memory: checkpoint/protect, comm/alive, hosts/protecting, what hosts give them.
+TOTAL = (29_860, 159)
 #: Class names that a host gives, and file names by which all three hosts split their optimizer.
 SHARED_CLASSES = {"DistributedOptimizer", "ChainedOptimizer"}
 SHARED_FILES = {"__init__", "optimizer", "step", "checkpoint"}
