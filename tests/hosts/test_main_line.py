@@ -146,10 +146,10 @@ def test_resume_when_a_snapshot_is_in_memory_then_as_from_disk(
     save = ("--save", str(saved), "--save-interval", str(_HALF))
     monkeypatch.setenv("MEGATRON_DISTOPT_PROTECT_EVERY", str(_HALF + 1))  # the last border is that of iteration 4
     monkeypatch.setenv("MEGATRON_DISTOPT_PROTECT_FOLDER", str(tmp_path / "memory"))
-    monkeypatch.setenv("KILLED_AFTER", str(_HALF + 1))
-    with pytest.raises(AssertionError, match="SIGKILL"):
+    monkeypatch.setenv("FAILS_AFTER", str(_HALF + 1))
+    with pytest.raises(AssertionError, match="RuntimeError: FAILS_AFTER"):
         _train(tree, tmp_path / "first", _OURS, *words, *nothing, *save)
-    monkeypatch.delenv("KILLED_AFTER")
+    monkeypatch.delenv("FAILS_AFTER")
     from_memory = _train(tree, tmp_path / "second", _OURS, *words, *nothing)
     (saved / "latest_checkpointed_iteration.txt").write_text(str(_HALF))
     monkeypatch.delenv("MEGATRON_DISTOPT_PROTECT_EVERY")

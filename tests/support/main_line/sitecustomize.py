@@ -18,7 +18,6 @@ import inspect
 import json
 import logging
 import os
-import signal
 import sys
 import types
 import typing
@@ -185,8 +184,8 @@ class _Curves:
             loss = said["loss_dict"]["lm loss"]
             loss = loss[0] / loss[1] if torch.is_tensor(loss) and loss.numel() > 1 else loss
             self.losses[said["iteration"]] = float(loss).hex()
-            if os.environ.get("KILLED_AFTER") == str(said["iteration"]):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if os.environ.get("FAILS_AFTER") == str(said["iteration"]):
+                raise RuntimeError("FAILS_AFTER")
             return function(*args, **kwargs)
 
         return training_log
