@@ -51,7 +51,7 @@ class Plan:
     steps: int
     options: dict[str, Any] = field(default_factory=dict)  # of `distribute`
     attempts: list[list[Fault]] = field(default_factory=list)
-    save_every: int = 0  # into `folder`/disk/STEP
+    save_at: list[int] = field(default_factory=list)  # steps, into `folder`/disk/STEP
     load: str = ""  # such a folder
     hidden: int = 256
     rows: int = 24  # over all ranks
@@ -256,7 +256,7 @@ def main(plan: Plan) -> None:
             if plan.waits:
                 wait_for_snapshot()
             optimizer.protect(step, state=state)
-        if plan.save_every and step % plan.save_every == 0:
+        if step in plan.save_at:
             folder = Path(plan.folder) / "disk" / str(step)
             optimizer.save(folder)
             torch.save({**state(), "step": step}, folder / f"state-{rank}.pt")
