@@ -75,7 +75,7 @@ class Job:
         for node in nodes:
             self.agents.pop(node)
 
-    def end(self, seconds: float = 120.0) -> Job:
+    def end(self, seconds: float = 150.0) -> Job:
         """Waits for its end, which has to be a success."""
         for agent in self.agents.values():
             assert agent.end(seconds) == 0, self.output
@@ -83,12 +83,12 @@ class Job:
 
     def fail(self) -> str:
         """Waits for its end, which has to be a failure; what it wrote."""
-        assert all(agent.end() for agent in self.agents.values()), self.output
+        assert all(agent.end(100.0) for agent in self.agents.values()), self.output
         return self.output
 
     @property
     def output(self) -> str:
-        return "\n".join(agent.output for agent in self.agents.values())
+        return "\n".join(f"node {node}:\n{agent.output}" for node, agent in self.agents.items())
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -202,9 +202,7 @@ def test_restored_state_when_one_number_differs_then_the_comparison_sees_it(
         job.assert_equal(whole)
 
 
-_NEWEST = "megatron_distopt-*/0/0000000015-*/*.distcp"
-_ALL = "megatron_distopt-*/0/*/*.distcp"
-_KILL = Fault("kill", number=17, rank=1, argument="15")
+_FILES = "megatron_distopt-*/0/{}-*/*.distcp"
 
 
 def test_copies_when_damaged_then_the_other_copy_serves_or_the_older_snapshot_or_the_disk(
@@ -215,24 +213,26 @@ def test_copies_when_damaged_then_the_other_copy_serves_or_the_older_snapshot_or
     def damage(do: str, what: str, *ranks: int) -> list[Fault]:
         return [Fault(do, START, 1, rank=rank, argument=what) for rank in ranks]
 
+    kill = Fault("kill", number=17, rank=1, argument="15")
+    later = replace(kill, number=22, argument="20")
     attempts = [
-        [_KILL],
-        [*damage("flip", _NEWEST, 0), _KILL],
-        [*damage("cut", _NEWEST, 2), _KILL],
-        [*damage("flip", _NEWEST, 0, 2), Fault("kill", number=12, rank=1)],
-        damage("cut", _ALL, 0, 2),
+        [kill],
+        [*damage("flip", _FILES.format("0000000015"), 0), later],
+        [*damage("cut", _FILES.format("0000000020"), 2), later],
+        [*damage("flip", _FILES.format("0000000020"), 0), kill],
+        damage("cut", _FILES.format("*"), 0, 2),
     ]
     disk = f"{whole.plan.folder}/disk/5"
     job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, load=disk)).start().end()
     assert [job.begins[number] for number in range(5)] == [
         ("disk", 5),
         ("memory", 15),
+        ("memory", 20),
         ("memory", 15),
-        ("memory", 10),
         ("disk", 5),
     ], job.output
     assert len(re.findall(r"Invalid snapshot .*0000000015.* CRC-32", job.output)) >= 8, job.output
-    assert re.search(r"no snapshot in memory is taken: .*step 10", job.output), job.output
+    assert re.search(r"no snapshot in memory is taken: .*step 15", job.output), job.output
     job.assert_equal(whole)
 
 

@@ -38,11 +38,13 @@ def _fork_server(executable: str, arguments: Sequence[str], descriptors: Sequenc
     return process
 
 
-def _run(words: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """torchrun, in this process."""
+def _run(words: Sequence[str], variables: dict[str, str], *, is_forked: bool) -> NoReturn:
+    """torchrun, in this process, or in a new one that imports all anew, as its workers do."""
+    os.environ.update(variables)
+    if not is_forked:
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
     import torch.distributed.run
 
-    os.environ.update(variables)
     status = 1
     try:
         with mock.patch("multiprocessing.util.spawnv_passfds", _fork_server):
@@ -66,7 +68,7 @@ def _start(request: dict[str, Any], output: int, status: int) -> NoReturn:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    _run(request["words"], request["variables"])
+    _run(request["words"], request["variables"], is_forked=request["is_forked"])
 
 
 def serve(descriptor: int) -> NoReturn:

@@ -223,6 +223,7 @@ def main(plan: Plan) -> None:
     def state() -> dict[str, Any]:
         return {"scheduler": scheduler.state_dict(), "random": torch.get_rng_state()}
 
+    before = time.monotonic()
     resumed = optimizer.resume() if "protect_every" in plan.options else None
     step = 0
     if resumed is not None:
@@ -236,7 +237,7 @@ def main(plan: Plan) -> None:
         scheduler.load_state_dict(found["scheduler"])
         torch.set_rng_state(found["random"])
     source = "memory" if resumed is not None else "disk" if step else "nothing"
-    log(begins_at=step, source=source, pid=os.getpid())
+    log(begins_at=step, source=source, pid=os.getpid(), reading=time.monotonic() - before)
     resumed_at(step)
     while step < plan.steps:
         begin_step(step)
