@@ -51,7 +51,7 @@ class Job:
     size: str = ""
     name: str = ""  # that of the test where none is given
     port: int = 0  # added to that of the name
-    restarts: int = 100
+    restarts: int = 20
     agents: dict[int, Launch] = field(default_factory=dict)
 
     @cached_property
@@ -170,7 +170,7 @@ _KILLS = [
     (Fault("kill", number=12, rank=3, argument="10"), {10}),
     (Fault("kill", "megatron_distopt.checkpoint.background:Staging.begin_copy", 2, rank=0), {15}),
     (Fault("kill", f"{_PROTECT}.protection:send_copy", 2, rank=1), {20}),
-    (Fault("kill", f"{_PROTECT}.transfer:_receive_file", 2, rank=2), {25}),
+    (Fault("kill", f"{_PROTECT}.protection:receive_copy", 2, rank=2), {25}),
     (Fault("kill", f"{_PROTECT}.snapshots:Snapshot.commit", 3, rank=2), {30, 35}),
     (Fault("kill", f"{_PROTECT}.restart:load_state", 1, rank=3), {30, 35}),
     (Fault("kill", RESUMED, 1, rank=0), {30, 35}),
@@ -341,7 +341,7 @@ def test_run_when_fifty_workers_and_nodes_are_killed_at_random_then_it_ends_as_i
     plan = Plan(str(tmp_path / "whole"), 600)
     expected = Job(nodes, plan, name="unkilled").start().end()
     plan = replace(plan, folder=str(tmp_path / "run"), options=PROTECT, pause=0.1, waits=False)
-    job, draw = Job(nodes, plan).start(), random.Random(0)
+    job, draw = Job(nodes, plan, restarts=100).start(), random.Random(0)
     for number in range(50):
         known = len(job.starts)
         if number:

@@ -61,6 +61,8 @@ class Plan:
 
     def write(self, file: Path) -> Path:
         Path(self.folder).mkdir(parents=True, exist_ok=True)
+        for fault in (fault for attempt in self.attempts for fault in attempt if "__main__" not in fault.at):
+            getattr(*located(fault.at))  # or every start of the run would fail
         file.write_text(json.dumps(self, default=vars))
         return file
 
@@ -83,6 +85,16 @@ def resumed_at(step: int) -> None:
     """Is called when a run has its state."""
 
 
+def located(at: str) -> tuple[Any, str]:
+    """The module or class that has a function, and its name there."""
+    name, _, path = at.partition(":")
+    *owners, attribute = path.split(".")
+    owner: Any = sys.modules[name] if name == "__main__" else importlib.import_module(name)
+    for each in owners:
+        owner = getattr(owner, each)
+    return owner, attribute
+
+
 class Faults:
     """Those of one rank in this attempt: functions are replaced by ones that count their calls."""
 
@@ -97,11 +109,7 @@ class Faults:
                 self._replace(fault)
 
     def _replace(self, fault: Fault) -> None:
-        name, _, path = fault.at.partition(":")
-        *owners, attribute = path.split(".")
-        owner: Any = sys.modules[name] if name == "__main__" else importlib.import_module(name)
-        for each in owners:
-            owner = getattr(owner, each)
+        owner, attribute = located(fault.at)
         call, calls = getattr(owner, attribute), 0
 
         def counted(*given: Any, **named: Any) -> Any:
