@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -158,16 +159,12 @@ class Faults:
         return found
 
     def fill(self, argument: str) -> None:
-        """Leaves no space in the memory of this node."""
-        with open("/dev/shm/filler", "wb", buffering=0) as file:
-            try:
-                while file.write(bytes(1 << 16)):
-                    pass
-            except OSError:
-                return
+        """Leaves 128 KiB in the memory of this node, where torchrun has its semaphores, too."""
+        free = shutil.disk_usage(_MEMORY).free
+        (_MEMORY / "filler").write_bytes(bytes(free - (128 << 10)))
 
     def free(self, argument: str) -> None:
-        os.remove("/dev/shm/filler")
+        (_MEMORY / "filler").unlink()
 
     @torch.no_grad()
     def spoil(self, argument: str) -> None:
