@@ -110,11 +110,10 @@ class Job:
     @property
     def begins(self) -> dict[int, tuple[str, int]]:
         """Where the state came from and its step, by start, on rank 0."""
-        firsts = (line for line in self.lines if "source" in line and not line["rank"])
-        return {
-            number if self.plan.attempts == [] else line["attempt"]: (line["source"], line["begins_at"])
-            for number, line in enumerate(firsts)
-        }
+        firsts = [line for line in self.lines if "source" in line and not line["rank"]]
+        is_counted = len(self.plan.attempts) > 1  # by the process itself
+        numbers = [line["attempt"] for line in firsts] if is_counted else range(len(firsts))
+        return {n: (line["source"], line["begins_at"]) for n, line in zip(numbers, firsts, strict=True)}
 
     def processes(self, since: float) -> dict[int, int]:
         """Process ids by rank, of those that have begun since then."""
@@ -270,7 +269,7 @@ def test_folder_when_of_another_model_or_in_use_then_it_is_passed_over_or_refuse
     job.wait_for_step(5)
     beside = Job(nodes, replace(other, folder=str(tmp_path / "beside")), (1, 1), name="one", port=1, restarts=0).start()
     apart = Job(nodes, replace(other, folder=str(tmp_path / "apart")), (1, 1), name="two").start()
-    assert re.search(r"used by another run.*another --rdzv-id", beside.fail())
+    assert re.search(r"another run is saving there now.*folder of its own", beside.fail())
     apart.end()
     job.end()
     assert job.begins[0] == ("nothing", 0), job.output
@@ -318,7 +317,7 @@ def test_nodes_when_there_are_three_then_two_lost_ones_cost_the_disk_and_one_los
     job.start(2).end()
     sources = [source for source, _ in job.begins.values()]
     assert sources == ["disk", "disk", "memory", "memory"], job.output
-    assert "without a whole copy of rank 2." in job.agents[0].output
+    assert "no whole copy of rank 2." in job.agents[0].output
     first, second = (job.begins[number][1] for number in (2, 3))
     assert 10 <= first < 20 < second
     smaller = replace(plan, folder=str(tmp_path / "three"), load=f"{plan.folder}/disk/{first}")
