@@ -75,7 +75,7 @@ class Job:
         for node in nodes:
             self.agents.pop(node)
 
-    def end(self, seconds: float = 150.0) -> Job:
+    def end(self, seconds: float = 300.0) -> Job:
         """Waits for its end, which has to be a success."""
         for agent in self.agents.values():
             assert agent.end(seconds) == 0, self.output
@@ -234,7 +234,10 @@ def test_memory_when_full_or_the_state_not_finite_then_the_older_snapshot_stays_
     nodes: MortalNodes, whole: Job, tmp_path: Path
 ) -> None:
     attempts = [
-        [Fault("fill", number=12, rank=2), Fault("kill", number=32, rank=1)],
+        [
+            Fault("fill", f"{_PROTECT}.protection:keep_only", 3, rank=2, after=True),  # of step 15
+            Fault("kill", number=32, rank=1),
+        ],
         [Fault("free", START, 1, rank=2), Fault("kill", number=27, rank=1, argument="25")],
         [Fault("spoil", number=29, rank=3, argument="nan"), Fault("kill", number=30, rank=1, argument="")],
     ]
