@@ -11,11 +11,11 @@ import importlib
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,8 +160,11 @@ class Faults:
 
     def fill(self, argument: str) -> None:
         """Leaves 128 KiB in the memory of this node, where torchrun has its semaphores, too."""
-        free = shutil.disk_usage(_MEMORY).free
-        (_MEMORY / "filler").write_bytes(bytes(free - (128 << 10)))
+        filler = _MEMORY / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+        os.truncate(filler, filler.stat().st_size - (128 << 10))
 
     def free(self, argument: str) -> None:
         (_MEMORY / "filler").unlink()
