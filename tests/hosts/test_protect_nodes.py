@@ -239,7 +239,7 @@ def test_memory_when_full_or_the_state_not_finite_then_the_older_snapshot_stays_
             Fault("kill", number=32, rank=1),
         ],
         [Fault("free", START, 1, rank=2), Fault("kill", number=27, rank=1, argument="25")],
-        [Fault("spoil", number=29, rank=3, argument="nan"), Fault("kill", number=30, rank=1, argument="")],
+        [Fault("spoil", number=29, rank=3, argument="nan"), Fault("kill", number=30, rank=1, argument="30")],
     ]
     job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, pause=0.05)).start().end()
     assert [job.begins[number] for number in range(4)] == [
