@@ -295,7 +295,7 @@ EXPECTED = {
     "no resume": "Call resume() of the optimizer once before training",
     "numpy": "must hold tensors, numbers, texts",
     "step": "be the same on all ranks",
-    "locked": "another run is saving there",
+    "locked": "--rdzv-id or protect_folder",
     "no border": "a third step without a border",
 }
 

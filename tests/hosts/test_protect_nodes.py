@@ -272,7 +272,7 @@ def test_folder_when_of_another_model_or_in_use_then_it_is_passed_over_or_refuse
     job.wait_for_step(5)
     beside = Job(nodes, replace(other, folder=str(tmp_path / "beside")), (1, 1), name="one", port=1, restarts=0).start()
     apart = Job(nodes, replace(other, folder=str(tmp_path / "apart")), (1, 1), name="two").start()
-    assert re.search(r"another run is saving there now.*folder of its own", beside.fail())
+    assert re.search(r"in use by another run.*--rdzv-id", beside.fail())
     apart.end()
     job.end()
     assert job.begins[0] == ("nothing", 0), job.output

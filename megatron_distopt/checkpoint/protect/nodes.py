@@ -120,7 +120,9 @@ def lock(folder: Path, nodes: Nodes) -> int | None:
                 return disk.lock(folder / "protecting.lock")
             except CheckpointError:
                 if time.monotonic() > end:
-                    raise
+                    remedy = "End that run, or start this one with another --rdzv-id or protect_folder"
+                    what, rule = "in use by another run", "belong to one run at a time"
+                    raise CheckpointError(refusal(f"protect_folder {folder}", what, rule, remedy)) from None
                 time.sleep(0.1)
         return None
 
