@@ -127,7 +127,7 @@ def main() -> None:
     plain.train(40)
     protected.train(40)
     chosen = protected.optimizer.protection._pace.every
-    steps = max(2 * chosen, 20)
+    steps = max(chosen, 20)
     ours = ratios_of(plain, protected, steps, args.blocks)
     protected.train(chosen)  # of which there is a snapshot
     disk = [tempfile.mkdtemp()]

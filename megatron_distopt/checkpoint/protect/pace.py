@@ -19,11 +19,13 @@ class Pace:
     """Counts borders; ranks that count alike decide alike.
 
     "auto" measures a few steps, then makes a snapshot as a trial and sees how much longer the steps take until it is
-    done on all ranks. It looks after 1, 2, 4, 8 ... steps, as all ranks look together.
+    done on all ranks. It looks after 1, 2, 4, 8 ... steps, as all ranks look together. It does so twice: the first
+    snapshot of a run also connects ranks and allocates memory.
     """
 
     every: int | str  # K, or "auto" until it is known
     _number: int = 0  # of the border
+    _is_warm: bool = False  # whether there was a snapshot
     _times: list[float] = field(default_factory=list)  # of the borders, while they are measured
 
     @property
@@ -55,5 +57,8 @@ class Pace:
         return max(math.ceil(cost / (_SHARE * usual)), len(steps[begun:]))
 
     def choose(self, every: int) -> None:
-        self.every, self._number = every, 0
+        """Takes what suits all ranks, the second time."""
+        if self._is_warm:
+            self.every = every
+        self._is_warm, self._number = True, 0
         self._times.clear()

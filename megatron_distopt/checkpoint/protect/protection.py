@@ -169,7 +169,8 @@ class Protection:
             self._kept, self._copying = self._kept if any(have_failed) else last.snapshot, None
         if self._pace.looks:
             self._pace.choose(max(fitting))
-            self._say("protect_every auto: a snapshot every %s steps costs less than 1 %% of them", self._pace.every)
+            if not self._pace.is_measuring:
+                self._say("protect_every auto is %s: a snapshot costs 1 %% of as many steps", self._pace.every)
         else:
             self._begin(Snapshot(step, save_ids[0]), state)
 
@@ -271,7 +272,7 @@ class Protection:
         """
         self.finish()
         has_ended = self._is_ready and ended_by() is None  # Megatrons leave without an error where they cannot load
-        if has_ended and self._lock is not None and parent_process() is None:
+        if has_ended and self._lock is not None and parent_process() is None and self._folder.is_dir():
             keep_only(self._folder, ())
 
     def release(self) -> None:
