@@ -60,7 +60,7 @@ def test_load_when_ranks_share_the_model_then_each_reads_its_part_and_reads_it_o
     world = World.of(MODEL, dp=dp, filled=False)
     names = {param.name for param in MODEL}
     monkeypatch.setattr(module, "open_any", lambda path, resume_step: replace(source, read_box=read_box))
-    monkeypatch.setattr("megatron_distopt.checkpoint.load._names_of_all", lambda model, everyone: names)
+    monkeypatch.setattr("megatron_distopt.checkpoint.load.names_of_all", lambda model, everyone: names)
     for rank in world.ranks:
         reads.clear()
         load_any(torch_file, rank.model, ALONE)
