@@ -245,6 +245,7 @@ def test_run_when_training_changes_buffers_and_frozen_params_then_they_are_back_
 
 
 def _refusals(rank: int, size: int, folder: Path) -> dict[str, str]:
+    nodes_module._SECONDS_OF_A_LOCK = 0.2
     numbers, said = (0, 1), dict[str, str]()
 
     def says(case: str, call: Callable[[], object]) -> None:
@@ -302,9 +303,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nodes_module, "_SECONDS_OF_A_LOCK", 0.2)
-        return run_ranks(_refusals, 2, tmp_path_factory.mktemp("memory"))
+    return run_ranks(_refusals, 2, tmp_path_factory.mktemp("memory"))
 
 
 @pytest.mark.parametrize("case", EXPECTED)
