@@ -48,12 +48,18 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
-            if self.optimizer.protection is not None:
-                self.optimizer.protect(self.step)
-        if self.optimizer.protection is not None:
-            self.optimizer.protection.finish()
+            self.keep_step()
+        self.finish()
         dist.barrier()
         return time.perf_counter() - start
+
+    def keep_step(self) -> None:
+        if self.optimizer.protection is not None:
+            self.optimizer.protect(self.step)
+
+    def finish(self) -> None:
+        if self.optimizer.protection is not None:
+            self.optimizer.protection.finish()
 
 
 class PeerTraining(Training):
@@ -77,21 +83,14 @@ class PeerTraining(Training):
             )
             self.manager = checkpointing.InMemoryCheckpointManager(config)
 
-    def train(self, steps: int) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.model(self.batch).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.step += 1
-            if self.every and self.step % self.every == 0:
-                state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-                self.manager.save(state, self.step)
+    def keep_step(self) -> None:
+        if self.every and self.step % self.every == 0:
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            self.manager.save(state, self.step)
+
+    def finish(self) -> None:
         if self.every:
             self.manager.finalize_replication()
-        dist.barrier()
-        return time.perf_counter() - start
 
 
 def ratios_of(plain: Training, protected: Training, steps: int, blocks: int) -> tuple[float, list[float]]:

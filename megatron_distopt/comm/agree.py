@@ -169,7 +169,7 @@ def show_presence(why_not: str = "") -> Callable[[], None]:
 
 
 def _write_presence(why_not: str) -> None:
-    _store().set(_presence_of(dist.get_rank()), why_not or _LOADED)
+    default_store().set(_presence_of(dist.get_rank()), why_not or _LOADED)
 
 
 def _presence_of(global_rank: int) -> str:
@@ -186,7 +186,7 @@ def meet(group: Group, why_not: str = "") -> None:
     Raises:
         RanksDisagreeError: a rank does not build it, or did not come.
     """
-    store, keys = _store(), _keys_of(group)
+    store, keys = default_store(), _keys_of(group)
     store.set(keys[group.rank], why_not or _HERE)
     if why_not or group.size == 1:
         return
@@ -195,7 +195,8 @@ def meet(group: Group, why_not: str = "") -> None:
     _refuse({rank: answer for rank, answer in enumerate(answers) if answer != _HERE}, group)
 
 
-def _store() -> Store:
+def default_store() -> Store:
+    """Through which all ranks of the job can leave words for each other."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -206,7 +207,7 @@ def _keys_of(group: Group) -> list[str]:
     """
     ranks = [group.global_rank(rank) for rank in range(group.size)]
     name = f"{_KEY}/meeting of {sha256(str(ranks).encode()).hexdigest()[:16]}"
-    number = _store().add(f"{name}/{ranks[group.rank]}", 1)
+    number = default_store().add(f"{name}/{ranks[group.rank]}", 1)
     return [f"{name}/{number}/{rank}" for rank in ranks]
 
 

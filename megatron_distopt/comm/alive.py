@@ -21,7 +21,7 @@ from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
-from megatron_distopt.comm.agree import exchange_together
+from megatron_distopt.comm.agree import default_store, exchange_together
 from megatron_distopt.comm.groups import Group
 
 if dist.is_available():
@@ -52,11 +52,10 @@ class LifeSigns:
         """Collective: ranks connect, and agree on a name for their counts that no earlier start of the job has used."""
         self._rank, self._size = everyone.rank, everyone.size
         self._timeout, self._interval = timeout, timeout / _NUM_SIGNS
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        self._is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._serves = self._rank == 0 and not self._is_launchers
+        self._serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._store = store  # torch's; held, because one that this process serves would end with it
         self._client: TCPStore | None = None
         told = exchange_together(self._greeting, everyone, "protect_timeout")

@@ -80,14 +80,15 @@ def restore(
         try:
             copies = _whole_copies(base, snapshot, here.get(snapshot, []), nodes)
             manifest = copies.joined()
-            is_same = whole().about.items() <= manifest.about.items() and len(manifest.files) == nodes.group.size
-            key = key_of_state(nodes.group.rank if is_same else 0)
             prepare(manifest)
-            num_moved = _bring(base, copies, manifest, key, whole(), lines)
+            model = whole()
+            is_same = model.about.items() <= manifest.about.items() and len(manifest.files) == nodes.group.size
+            key = key_of_state(nodes.group.rank if is_same else 0)
+            num_moved = _bring(base, copies, manifest, key, model, lines)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, all ranks go further together
             passed_over.insert(0, str(error))
             continue
-        load_state(partial(loadable_files, folder, manifest), whole(), nodes.group)
+        load_state(partial(loadable_files, folder, manifest), model, nodes.group)
         state = raise_together(partial(_read_state, folder, manifest, key), nodes.group, "resume")
         text = f"resumed at step {snapshot.step} from memory: {len(manifest.files)} files"
         text += f", {num_moved} of them brought to another node, {max(0, max(reached) - snapshot.step)} steps lost"

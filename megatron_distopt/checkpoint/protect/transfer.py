@@ -22,6 +22,7 @@ from megatron_distopt.checkpoint.manifest import Manifest, parsed, to_text
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import Snapshot
 from megatron_distopt.comm import Group
+from megatron_distopt.comm.agree import default_store
 from megatron_distopt.errors import CheckpointError, refusal
 
 #: Of one message.
@@ -61,9 +62,7 @@ class Line:
         `torch.distributed.new_group` would need all ranks, or as many groups before on the one as on the other.
         """
         ranks = sorted((everyone.rank, other))
-        store = distributed_c10d.PrefixStore(  # type: ignore[attr-defined, unused-ignore]
-            f"{name}/{ranks}", distributed_c10d._get_default_store()
-        )
+        store = distributed_c10d.PrefixStore(f"{name}/{ranks}", default_store())
         self._there = 1 - ranks.index(everyone.rank)
         self._group: Any = dist.ProcessGroupGloo(store, 1 - self._there, 2, _TIMEOUT)
 
