@@ -66,7 +66,6 @@ setup(
     },
     extras_require={
         "deepspeed": DEEPSPEED,
-        "triton": ["triton"],
         "megatron-core": MEGATRON_CORE,
         "quickstart": QUICKSTART,
         "recipes": RECIPES,
@@ -80,7 +79,7 @@ setup(
             "pytorch-optimizer",
             "ruff",
             "mypy",
-            "triton",
+            "triton",  # megatron-core 0.19 imports it on every Python
         ],
     },
 )

@@ -30,11 +30,6 @@ def _accelerator_of(device_type: str) -> Any:
     return accelerator if accelerator.current_accelerator().type == device_type else None
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes the device the current one, for libraries that are not given a device."""
-    return nullcontext() if device.type == CPU else _module(device).device(device)
-
-
 def current_stream(device: torch.device) -> Any:
     """The stream of this thread on a device; None on the CPU, which has no streams."""
     if device.type == CPU:

@@ -29,7 +29,6 @@ from megatron_distopt.optimizer.accelerator import CUDA, find_accelerator, has_t
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
-from megatron_distopt.optimizer.low_precision.one_pass import has_kernel
 
 #: Sources that can update what is on the host. They keep the same state; those of other packages do not.
 _ON_HOST = ("torch_fused", "torch_foreach")
@@ -99,16 +98,9 @@ def low_precision_adam(config: DistOptConfig, device_type: str, options: Mapping
 
     def build(groups: Groups) -> Optimizer:
         _check_groups(groups, LOW_PRECISION, is_decoupled=given["decoupled"])
-        precision, by_kernel = Precision.of(config), config.adam == "auto"
-        return LowPrecisionAdam(groups, **given, precision=precision, device_type=device_type, by_kernel=by_kernel)
+        return LowPrecisionAdam(groups, **given, precision=Precision.of(config), device_type=device_type)
 
     return build
-
-
-def updated_by(config: DistOptConfig, device_type: str) -> str:
-    """Says what updates state in low precision."""
-    by_kernel = config.adam == "auto" and has_kernel(torch.device(device_type))
-    return "updated by a Triton kernel" if by_kernel else "updated by torch's operators"
 
 
 def _needs_cuda(device_type: str) -> str | None:

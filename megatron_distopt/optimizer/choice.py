@@ -18,7 +18,7 @@ from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.optimizer import blocked_adam
 from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, usable_device
-from megatron_distopt.optimizer.adam import adam_on_host, adam_options, choose_adam, low_precision_adam, updated_by
+from megatron_distopt.optimizer.adam import adam_on_host, adam_options, choose_adam, low_precision_adam
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
@@ -55,7 +55,7 @@ def choose_inner(config: DistOptConfig, device_type: str, params: TrainedParams 
     if not Precision.of(config).is_full:
         check_compatible(config)
         _check_codes(config, device_type)
-        why = ("the precision of the state asks for it", updated_by(config, device_type))
+        why = ("the precision of the state asks for it",)
         return InnerChoice(LOW_PRECISION, low_precision_adam(config, device_type), why, on_host=adam_on_host(config))
     if config.optimizer == "sgd":
         here, on_host = (partial(_build_sgd, config=config, device_type=place) for place in (device_type, CPU))
@@ -151,8 +151,7 @@ def _low_precision_instance(instance: Optimizer, config: DistOptConfig, device_t
         check_compatible(config, {Feature.NOT_ADAM: type(instance).__name__})
     options = {key: instance.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
     options["decoupled"] = instance.defaults.get("decoupled_weight_decay", type(instance) is torch.optim.AdamW)
-    reason = f"{type(instance).__name__} was given, and the precision of the state asks for it"
-    why = reason, updated_by(config, device_type)
+    why = (f"{type(instance).__name__} was given, and the precision of the state asks for it",)
     _check_codes(config, device_type)
     build = low_precision_adam(config, device_type, options)
     return InnerChoice(LOW_PRECISION, build, why, _listed(instance.defaults), adam_on_host(config, options))

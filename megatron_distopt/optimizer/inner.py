@@ -51,7 +51,6 @@ class FlatOptimizer(Optimizer):
 
     rounds_itself = False  # whether the update of a main param writes the rounded model param, too
     reads_tensors = False  # whether `grad_scale` and `found_inf` are read as by torch's fused optimizers
-    leaves_grads = False  # whether it divides while it reads, and leaves the gradients as they are
     _models: Mapping[Tensor, Tensor] = {}
     _places: Mapping[Tensor, int] = {}
 
@@ -140,8 +139,7 @@ def step_divided(
     """One step of the inner optimizer with every gradient divided by `divisor` (loss scale, average and clip in one).
 
     torch's fused kernels divide while they read the gradient anyway; for the others it is a pass of its own. Where
-    torch's kernels divide they write the quotient back, so `grads` hold it afterwards either way; the kernel of
-    low_precision/one_pass.py leaves them as they are.
+    torch's kernels divide they write the quotient back, so `grads` hold it afterwards either way.
 
     `divisor` and `found_inf` are fp32 0-D on the device of the grads, which are the `.grad` of all params. Where
     `found_inf` is 1 nothing is changed, not even the count of updates; only for what `skips_by_itself`.
@@ -209,11 +207,6 @@ def _has_some_momentum(inner: Optimizer) -> bool:
         if group["momentum"]
     ]
     return any(len(kind) > 1 for kind in kinds)
-
-
-def divides_in_place(inner: Optimizer) -> bool:
-    """Whether a gradient that was divided for a step stays divided."""
-    return not (isinstance(inner, FlatOptimizer) and inner.leaves_grads)
 
 
 def _divides_itself(inner: Optimizer) -> bool:

@@ -46,7 +46,6 @@ from megatron_distopt.optimizer.inner import (
     FlatOptimizer,
     Groups,
     InnerChoice,
-    divides_in_place,
     rounds_itself,
     update_mains,
 )
@@ -214,7 +213,7 @@ class HostUpdates:
         with on_stream(self._up, self._device):
             uploaded = fence(self._device)
         uploaded()
-        if divides_in_place(self._inner) and divisor != 1.0:  # as the device's own kernel leaves those that it divides
+        if divisor != 1.0:  # as the device's own kernel leaves those that it divides
             torch._foreach_div_(list(on_the_way.grads), self._scalar(divisor))
 
     def _scalar(self, value: float) -> Tensor:

@@ -78,7 +78,6 @@ class Grads:
         self._clip = 1.0
         #: Of the last step, whose sums stay in the buffers until the next backward.
         self._decision: StepDecision | None = None
-        self._is_divided_in_place = False
         #: Called after a round was dropped while its buckets were under way. Collective, as dropping it is.
         self.on_drop: Callable[[], None] = lambda: None
         #: Errors of this rank that are to be raised on all ranks.
@@ -320,8 +319,7 @@ class Grads:
         if self._decision.action is not StepAction.UPDATE:
             return self._decision.unclipped * self._clip
         # Of 16-bit sums only an fp32 copy was divided.
-        is_divided = self._is_divided_in_place and buffer.grad.dtype == torch.float32
-        return self._clip if is_divided else self._decision.divisor * self._clip
+        return self._clip if buffer.grad.dtype == torch.float32 else self._decision.divisor * self._clip
 
     def clip(self, divisor: float) -> None:
         """Divides the sums: now if there is one rank, where users may read them, else in the step, by its divisor."""
@@ -345,12 +343,9 @@ class Grads:
             if active and slot.is_missing:
                 slot.show()
 
-    def end_round(self, decision: StepDecision, *, in_place: bool) -> None:
-        """Ends the round after a step that was made or skipped.
-
-        `in_place`: whether the inner optimizer leaves the quotient in the fp32 gradients that it is given.
-        """
-        self._decision, self._is_divided_in_place, self._clip = decision, in_place, 1.0
+    def end_round(self, decision: StepDecision) -> None:
+        """Ends the round after a step that was made or skipped; fp32 gradients that were given to it are divided."""
+        self._decision, self._clip = decision, 1.0
         self.phase, self._was_reduced = Phase.STEPPED, False
         self._next_round()
 

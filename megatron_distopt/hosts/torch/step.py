@@ -19,7 +19,6 @@ from megatron_distopt.errors import LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
 from megatron_distopt.optimizer.grad_norm import GradStats, sum_with
-from megatron_distopt.optimizer.inner import divides_in_place
 from megatron_distopt.optimizer.main_params import MainGrads, main_grads
 from megatron_distopt.optimizer.step import (
     StepAction,
@@ -67,7 +66,7 @@ def step_model(model: ShardedModel) -> StepDecision:
         model.gather.gather()
     if model.module_buffers is not None:
         model.module_buffers.sync()
-    model.grads.end_round(decision, in_place=divides_in_place(model.sharded.inner))
+    model.grads.end_round(decision)
     return decision
 
 

@@ -1,6 +1,5 @@
 """Adam whose state is stored in other forms than fp32: read, updated and rounded back.
 
-Where Triton has kernels for the device, one of them does all of it in one pass over memory (one_pass.py). Elsewhere
 torch's kernel updates fp32 values of one stretch after the other. A stretch is small enough to stay in the cache of a
 CPU in between, so memory is read and written once, in the forms in which the state is stored. With [Note: remainder]
 the result is that of fp32 state to the bit (tests/hosts/test_state_precision.py).
@@ -20,7 +19,6 @@ from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import has_torch_fused
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, FlatOptimizer, Groups
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import FULL, LowPrecisionTensor, Precision, stored_of
-from megatron_distopt.optimizer.low_precision.one_pass import is_taken, update_in_one_pass
 from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, PlainValues, RemainderValues
 
 #: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
@@ -61,7 +59,6 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         decoupled: bool = True,  # or the decay is added to the gradient
         precision: Precision,
         device_type: str | None = None,
-        by_kernel: bool = True,  # whether Triton's kernel may update; torch's operators do otherwise
     ) -> None:
         device_types = {param.device.type for group in params for param in group["params"]}
         self._is_fused = all(map(has_torch_fused, device_types if device_type is None else {device_type}))
@@ -71,7 +68,6 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         for group in self.param_groups:  # torch's AdamW writes True, and the host's Adam reads it (offload.py)
             group["decoupled_weight_decay"] = decoupled
         self.decoupled, self.precision, self._device_type = decoupled, precision, device_type
-        self._by_kernel = by_kernel
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -80,10 +76,6 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         for index, group in enumerate(self.param_groups):
             updates += [self._prepared(index, main, main.grad) for main in group["params"] if main.grad is not None]
         tensors = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        self.leaves_grads = self._by_kernel and is_taken(updates, self.param_groups)
-        if self.leaves_grads:
-            update_in_one_pass(updates, self.param_groups, decoupled=self.decoupled, **tensors)
-            return
         for index, group in enumerate(self.param_groups):
             members = [update for update in updates if update.group == index]
             if members:
