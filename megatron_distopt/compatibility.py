@@ -20,7 +20,6 @@ class Feature(Enum):
     # Options.
     OFFLOAD = "`offload_fraction` above 0"
     DIGESTS = "`log_digests`"
-    DETERMINISTIC = "`deterministic`"
     LOW_PRECISION = "`main_params_dtype`, `exp_avg_dtype` or `exp_avg_sq_dtype` other than float32"
     BF16_MAIN_PARAMS = "`main_params_dtype` remainder or bfloat16"
     GATHERED_FORMAT = "`checkpoint_format` gathered"
@@ -56,7 +55,6 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     Feature.WHOLE_PARAMS: {
         Feature.OFFLOAD: "Leave offload_fraction out, or use AdamW.",
         Feature.DIGESTS: "Leave log_digests out, or use AdamW.",
-        Feature.DETERMINISTIC: "Leave deterministic out, or use AdamW.",
         Feature.LOW_PRECISION: _FP32_STATE,
         Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has room for Adam's moments alone.",
         Feature.TORCH_FORMAT: _OWN_FILES,
@@ -112,7 +110,6 @@ def _features_of(config: DistOptConfig) -> dict[Feature, str]:
     asked = {
         Feature.OFFLOAD: config.offload_fraction and text("offload_fraction"),
         Feature.DIGESTS: config.log_digests is not None and text("log_digests"),
-        Feature.DETERMINISTIC: config.deterministic and text("deterministic"),
         Feature.LOW_PRECISION: short and text(short),
         Feature.BF16_MAIN_PARAMS: config.main_params_dtype in ("remainder", "bfloat16") and text("main_params_dtype"),
         Feature.GATHERED_FORMAT: config.checkpoint_format == "gathered" and text("checkpoint_format"),

@@ -254,9 +254,6 @@ class DistOptConfig:
         at_least(1),
     )
     digest_file: str = option("digests.jsonl", "the file of those records, which rank 0 writes; one for each run")
-    deterministic: bool = option(
-        False, "refuse to start where it is not known that a run is repeated to the bit at the same parallel sizes"
-    )
     checkpoint_format: str = option(
         "distopt",
         "the optimizer's files behind a host's own calls; distopt loads at any parallel size, gathered is what a "

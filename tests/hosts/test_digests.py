@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt import distribute
 from megatron_distopt.checkpoint.digests import GRADS, LoggedRun, differing, read_run
-from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError
-from megatron_distopt.optimizer.deterministic import check_deterministic
+from megatron_distopt.errors import CheckpointError, RanksDisagreeError
 from tests.support.spawn import run_ranks
 
 STEPS, SAVED = 6, 3
@@ -38,7 +36,7 @@ class Case:
 
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 100}
 CASES = {
-    "bf16": Case({"clip_grad": 0.5, "deterministic": True}),
+    "bf16": Case({"clip_grad": 0.5}),
     "overlapped, saved in the background": Case(
         {"async_save": True, "clip_grad": 0.5, "reduce_dtype": "bfloat16", **OVERLAPS}
     ),
@@ -152,9 +150,6 @@ def _of_other_runs(rank: int, folder: Path) -> dict[str, Any]:
     with pytest.raises((CheckpointError, RanksDisagreeError), match="digest_file") as refused:
         Training(Case(), rank, folder / "other" / "below a file").step(1)
     found["refused"] = refused.type
-    torch.use_deterministic_algorithms(False)
-    with pytest.raises(ConfigError, match="use_deterministic_algorithms"):
-        Training(Case(), rank, folder / "refused", deterministic=True)
     return found
 
 
@@ -218,44 +213,3 @@ def test_digests_when_another_run_sees_other_data_then_they_part_there(found: li
 def test_digests_when_not_asked_for_or_not_writable_then_no_file_or_all_stop(found: list[dict[str, Any]]) -> None:
     assert not any(rank["off"] for rank in found)
     assert [rank["refused"] for rank in found] == [CheckpointError, RanksDisagreeError]
-
-
-CUDA_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-#: Device, carrier of its group, environment, and what is said; nothing where all of it repeats.
-JUDGED = {
-    "a device": ("xpu", "gloo", {}, "xpu"),
-    "a backend": ("cpu", "mpi", {}, "mpi"),
-    "no workspace": ("cuda", "nccl", {"CUBLAS_WORKSPACE_CONFIG": ""}, "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
-    "no algorithm": ("cuda", "nccl", {"NCCL_ALGO": ""}, "NCCL_ALGO=Ring"),
-    "in switches": ("cuda", "nccl", {"NCCL_ALGO": "Tree,NVLS"}, "NCCL_ALGO=Ring"),
-    "ring": ("cuda", "nccl", {}, ""),
-    "not in switches": ("cuda", "nccl", {"NCCL_ALGO": "^NVLS"}, ""),
-    "by collective": ("cuda", "nccl", {"NCCL_ALGO": "allreduce:tree;reducescatter:ring"}, ""),
-    "cpu": ("cpu", "gloo", {"CUBLAS_WORKSPACE_CONFIG": "", "NCCL_ALGO": ""}, ""),
-}
-
-
-@pytest.mark.parametrize("name", JUDGED)
-def test_deterministic_when_something_may_not_repeat_then_refused_with_what_to_type(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, carrier, environ, says = JUDGED[name]
-    monkeypatch.setattr("megatron_distopt.optimizer.deterministic.carrier_of", lambda device, group: carrier)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: False)
-
-    def judge() -> None:
-        group: Any = SimpleNamespace(size=2)
-        check_deterministic(
-            DistOptConfig(deterministic=True), torch.device(device), group, {**CUDA_ENVIRONMENT, **environ}
-        )
-
-    if says:
-        with pytest.raises(ConfigError, match=says):
-            judge()
-    else:
-        judge()
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    if device == "cuda" and not says:
-        with pytest.raises(ConfigError, match=r"Write torch.backends.cudnn.benchmark = False"):
-            judge()

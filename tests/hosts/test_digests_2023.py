@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_distopt.checkpoint.digests import LoggedRun, differing, read_run
-from megatron_distopt.errors import DistOptError
 from tests.support.mini_fork import InstalledFork, point_to
 from tests.support.spawn import run_ranks
 
 SAVED_AT, ITERATIONS = 2, 4
 BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather --distopt-bucket-size 700"
 FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2 --hysteresis 1 --clip-grad 0.5"
-OURS = "--use-distributed-optimizer --distopt-deterministic --distopt-log-digests 1"
+OURS = "--use-distributed-optimizer --distopt-log-digests 1"
 #: Flags of trainings, by name.
 TRAININGS = {
     "overlapped": f"--bf16 --fp32-norms --clip-grad 0.5 {BOTH}",
@@ -26,8 +25,6 @@ TRAININGS = {
 
 def _train(rank: int, size: int, folder: Path) -> dict[str, tuple[LoggedRun, LoggedRun]]:
     fork, found = InstalledFork.imported(file_layout="gathered"), {}
-    with pytest.raises(DistOptError, match="use_deterministic_algorithms"):
-        fork.train("--use-distributed-optimizer", "--train-iters", "1", "--distopt-deterministic")
     torch.use_deterministic_algorithms(True)
     for name, words in TRAININGS.items():
         where = folder / name.replace(" ", "_")

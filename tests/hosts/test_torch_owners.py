@@ -464,7 +464,6 @@ MUON_REFUSED: Refused = {
         RanksDisagreeError,
         "lr=",
     ),
-    "deterministic": (lambda: _pair(_model(), deterministic=True), ConfigError, "deterministic"),
     "digests": (lambda: _pair(_model(), log_digests=1), ConfigError, "log_digests"),
     "state on the host": (lambda: _pair(_model(), offload_fraction=0.5), ConfigError, "offload_fraction"),
     "state in low precision": (lambda: _pair(_model(), exp_avg_dtype="int8"), ConfigError, "exp_avg_dtype"),

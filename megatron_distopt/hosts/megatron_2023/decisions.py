@@ -49,7 +49,6 @@ from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, check_flag
 from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan, dense_group, plan_grad_buffers
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
-from megatron_distopt.optimizer.deterministic import check_deterministic
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
@@ -115,7 +114,6 @@ def plan_start(
     device = check_model(models, named, config)
     config = with_host_state(config, args, device.type)
     data = dense_group()
-    check_deterministic(config, device, data)
     buffers = plan_grad_buffers(models, names)
     if any(buffer.is_ours for buffer in buffers):
         check_compatible(config, {Feature.FORK_EXPERTS: "a model with experts"})
@@ -255,8 +253,6 @@ def _why_not(config: DistOptConfig, data: Group, device: torch.device, args: obj
         "all grads fit into one bucket": is_one_bucket,
         # Copies that the processors make while they compute are not hidden, and cost more than copies afterwards.
         "its ranks share memory": shares_memory(device, data),
-        # Another machine could decide otherwise, and then has other buckets, in which sums have another order.
-        "deterministic": config.deterministic and not config.overlap_grad_reduce,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 

@@ -21,7 +21,6 @@ from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, argum
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner
-from megatron_distopt.optimizer.deterministic import check_deterministic
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
@@ -147,7 +146,6 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
         trained = {name: param for param, name in names.items() if param.requires_grad}
         params = TrainedParams.of(trained, lambda name: Group.of())  # by whom each is sharded does not matter yet
         choice = choose_inner(config_for_adam(config) if merged.muon else config, device.type, params)
-        check_deterministic(config, device, Group.of())
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
         _check_ddp(chunk)

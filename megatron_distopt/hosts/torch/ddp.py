@@ -65,9 +65,8 @@ _all_ddp = _AllDDP()
 class DDPWatch:
     """Which params of an optimizer DDP has, and whether it averaged their gradients."""
 
-    def __init__(self, *, overlaps: bool, must_repeat: bool) -> None:
-        #: Whether the optimizer itself reduces gradients in backward; whether another run must sum in the same order.
-        self._overlaps, self._must_repeat = overlaps, must_repeat
+    def __init__(self, *, overlaps: bool) -> None:
+        self._overlaps = overlaps  # whether the optimizer itself reduces gradients in backward
         #: By the id of a param, all instances that have it: one that was dropped may exist until Python collects it.
         self._models_of: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         self._count = 0
@@ -104,13 +103,6 @@ class DDPWatch:
             return ConfigError(
                 "overlap_grad_reduce is True for a model in DistributedDataParallel, which averages gradients by "
                 "itself. Leave overlap_grad_reduce out, or do not wrap the model."
-            )
-        if self._must_repeat:
-            # DDP fills its buckets anew after its first backward, and a ring adds up in an order that depends on them.
-            return ConfigError(
-                "deterministic needs gradients that are summed in one order, and DistributedDataParallel sums those "
-                "of its first backward in another one. Do not wrap the model: distribute(...) averages gradients by "
-                "itself."
             )
         return None
 

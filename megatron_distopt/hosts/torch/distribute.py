@@ -38,7 +38,6 @@ from megatron_distopt.hosts.torch.params import is_updated
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner, fused_instance
-from megatron_distopt.optimizer.deterministic import check_deterministic
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
@@ -132,7 +131,6 @@ def distribute(
         if device.type == CPU and data.backend == "nccl":
             rule, remedy = "carry tensors of the model's device", "Move the model to the GPU, or use backend 'gloo'"
             raise ConfigError(refusal("process group", f"nccl for a model on {device}", rule, remedy))
-        check_deterministic(merged, device, data)
         check_bucket_size(merged, data.size, "bucket_size=40_000_000")
         choice = _choose(given, merged, device, named, data)
         sets = plan_sets(trained, merged, data.size)

@@ -50,8 +50,7 @@ class Grads:
         self._communicator, self._loss_scale, self._data = communicator, loss_scale, communicator.group
         #: Whether every backward has to begin at a loss that `scaled` returned.
         self._needs_scaling = config.loss_scale not in (None, 1, 1.0)
-        must_repeat = config.deterministic and self._data.size > 2
-        self._ddp = DDPWatch(overlaps=communicator.overlaps_grads, must_repeat=must_repeat)
+        self._ddp = DDPWatch(overlaps=communicator.overlaps_grads)
         #: The gradient of each param, in the order of the buffers.
         self.slots: list[GradSlot] = []
         self._buffers: list[ShardedBuffer] = []
