@@ -6,45 +6,30 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import shutil
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import dropout
 
 from megatron_distopt.checkpoint.digests import LoggedRun, differing, read_run
 from megatron_distopt.checkpoint.protect.protection import Protection
 from tests.support.cases import Case
 from tests.support.mini_fork import InstalledFork, point_to
+from tests.support.protected_megatron import CORE, FP16, with_chance
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
 
 ITERATIONS, STOP, NEWEST, ON_DISK = 5, 4, 3, 2
-FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2 --hysteresis 1 --clip-grad 0.5"
 OURS = f"--use-distributed-optimizer --distopt-log-digests 1 {FP16} --train-iters {ITERATIONS} --global-batch-size 8"
 SPLIT = "--tensor-model-parallel-size 2"
-
-
-def _with_chance(fork: InstalledFork) -> None:
-    """Lets random numbers of all kinds decide about each loss."""
-    plain = fork.script.forward_step
-
-    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
-        output, loss_of = plain(iterator, model)
-        noise = dropout(torch.ones(4), 0.5).sum() + random.random() + float(np.random.rand())
-        return output * noise, loss_of
-
-    fork.script.forward_step = forward_step
 
 
 def _copied(memory: Path, to: Path) -> Path:
@@ -74,7 +59,7 @@ class Fork:
 
     def __init__(self, folder: Path) -> None:
         self.fork, self.folder = InstalledFork.imported(file_layout="gathered"), folder
-        _with_chance(self.fork)
+        with_chance(self.fork.script)
         _with_every_snapshot()
         (folder / "empty").mkdir(exist_ok=True)
 
@@ -230,9 +215,6 @@ def test_run_when_a_snapshot_would_lack_something_then_refused_on_all_ranks(
     assert_mentions(first[1][name][1], *parts)
 
 
-CORE = Case("distopt", tp=2, dp=2, precision="fp16", initial_loss_scale=2.0**12, loss_scale_window=2, lr=1e-2)
-
-
 def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
     from megatron_distopt.hosts.protecting import leave_script
     from tests.support.core_script import ScriptOfCore
@@ -249,14 +231,14 @@ def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
     disk, memory = folder / "disk", folder / "memory"
     run("straight", folder / "unused")
-    run("stopped", memory, train_iters=STOP, save=str(disk), save_at=ON_DISK)
+    run("stopped", memory, train_iters=STOP, save=str(disk), save_at=[ON_DISK])
     copies = iter([_copied(memory, folder / f"memory-{number}") for number in range(4)])
     run("none on disk", next(copies))
     assert script.training.updates[-1] == 8 * NEWEST
     run("older on disk", next(copies), disk)
     whole = CORE.of(tp=1, dp=4, num_microbatches=1)
     run("whole", next(copies), case=whole)
-    run("to disk", folder / "other", train_iters=NEWEST, save=str(disk), save_at=NEWEST)
+    run("to disk", folder / "other", train_iters=NEWEST, save=str(disk), save_at=[NEWEST])
     run("whole from disk", folder / "another", disk, whole)
     assert script.training.train_step is not own
     leave_script()

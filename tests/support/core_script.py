@@ -19,29 +19,53 @@ import torch.distributed as dist
 
 _GLOBAL_VARS = "_GLOBAL_ARGS = None\n"
 _CHECKPOINTING = """
+import random
 from pathlib import Path
 
+import numpy as np
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import mpu, tensor_parallel
 from megatron.training import global_vars
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def file_in(folder, iteration):
+    ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+    return Path(folder) / f"iter_{iteration:07d}" / "mp_rank_{:02d}_{:03d}.pt".format(*ranks)
 
 
 def save_checkpoint(iteration, model, optimizer, opt_param_scheduler, operations):
     args = global_vars._GLOBAL_ARGS
-    optimizer.save(Path(args.save) / "optimizer")
-    others = iteration, opt_param_scheduler.state_dict(), args.consumed_train_samples, operations
+    file = file_in(args.save, iteration)
+    optimizer.save(file.parent / "optimizer")
+    layout = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), tracked
+    others = opt_param_scheduler.state_dict(), args.consumed_train_samples, operations, layout, states
+    if mpu.get_data_parallel_rank() == 0:
+        torch.save(others, file)
+    torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        torch.save(others, Path(args.save) / "script.pt")
+        (Path(args.save) / TRACKER).write_text(str(iteration))
 
 
 def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load", strict=True):
     args = global_vars._GLOBAL_ARGS
     folder = Path(getattr(args, load_arg))
-    if not (folder / "script.pt").exists():
+    if not (folder / TRACKER).exists():
         return 0, 0
-    iteration, scheduler, args.consumed_train_samples, operations = torch.load(folder / "script.pt")
-    optimizer.load(folder / "optimizer")
+    iteration = int((folder / TRACKER).read_text())
+    file = file_in(folder, iteration)
+    saved = torch.load(file if file.exists() else file.with_name("mp_rank_00_000.pt"), weights_only=False)
+    scheduler, args.consumed_train_samples, operations, layout, states = saved
+    optimizer.load(file.parent / "optimizer")
     opt_param_scheduler.load_state_dict(scheduler)
+    if layout == (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()):
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        tensor_parallel.get_cuda_rng_tracker().set_states(states[3])
     return iteration, operations
 """
 _TRAINING = """
@@ -66,6 +90,10 @@ def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_sch
     return record
 
 
+def training_log(iteration, lr, record, operations):
+    return {"iteration": iteration, "lr": lr, "record": record, "operations": operations}
+
+
 def train(forward_step_func, model, optimizer, opt_param_scheduler):
     args = global_vars._GLOBAL_ARGS
     records, iteration = {}, args.iteration
@@ -76,8 +104,9 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler):
         iteration += 1
         args.consumed_train_samples += args.global_batch_size
         num_floating_point_operations_so_far += 1000
-        records[iteration] = (*record, optimizer.param_groups[0]["lr"], num_floating_point_operations_so_far)
-        if iteration == args.save_at:
+        lr = optimizer.param_groups[0]["lr"]
+        records[iteration] = training_log(iteration, lr, record, num_floating_point_operations_so_far)
+        if iteration in args.save_at:
             save_checkpoint(
                 iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far
             )
@@ -90,8 +119,8 @@ class ScriptOfCore:
     """The script's modules, and what trains in it."""
 
     training: Any
-    #: By iteration: loss, norm, loss scale, numbers drawn at random, learning rate, operations.
-    records: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    #: By iteration what was logged: learning rate, operations, and loss, norm, loss scale, numbers drawn at random.
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)
     optimizer: Any = None
     args: Any = None
 
@@ -111,7 +140,7 @@ class ScriptOfCore:
 
         from tests.support.gpt import Training
 
-        args = SimpleNamespace(load=str(load), iteration=0, train_iters=train_iters, save=None, save_at=None)
+        args = SimpleNamespace(load=str(load), iteration=0, train_iters=train_iters, save=None, save_at=())
         vars(args).update(consumed_train_samples=0, skipped_train_samples=0, global_batch_size=8, **arguments)
         sys.modules["megatron.training.global_vars"]._GLOBAL_ARGS = self.args = args  # type: ignore[attr-defined]
         _seed(dist.get_rank())

@@ -180,10 +180,10 @@ class MortalNodes:
 
 
 @contextmanager
-def mortal_nodes(count: int, memory: str = "256m") -> Iterator[MortalNodes]:
-    """Makes the nodes, and ends whatever runs on them when the block ends."""
+def mortal_nodes(count: int, memory: str = "256m", *, imports: str = "torch._dynamo") -> Iterator[MortalNodes]:
+    """Makes the nodes, and ends whatever runs on them when the block ends; workers find a module imported."""
     requests, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, str(_SERVER), str(served.fileno())]
+    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, str(_SERVER), str(served.fileno()), imports]
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import socket
@@ -71,11 +72,11 @@ def _start(request: dict[str, Any], output: int, status: int) -> NoReturn:
     _run(request["words"], request["variables"], is_forked=request["is_forked"])
 
 
-def serve(descriptor: int) -> NoReturn:
+def serve(descriptor: int, imports: str) -> NoReturn:
     """Forks an agent for each request: JSON, and the descriptors for its output and its status."""
-    import torch._dynamo
     import torch.distributed.run  # noqa: F401
 
+    importlib.import_module(imports)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     gc.freeze()  # or forked processes copy all that they look through
     requests = socket.socket(fileno=descriptor)
@@ -95,4 +96,4 @@ def serve(descriptor: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), sys.argv[2])
