@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Protocol
 from weakref import ReferenceType, WeakSet, finalize, ref
 
@@ -30,8 +30,6 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: torch's own `param.data`, which `DataWatch` replaces.
 _torch_data: Any = torch._C.TensorBase.data
-#: Words that a digest of weights adds up in a row, and the 16-bit elements of one.
-_ROW, _WORD = 256, 4
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
@@ -277,62 +275,33 @@ class _Writes:
 
 
 class RemainderWatch:
-    """Refuses weights that were written to where main params are remainders of them, and that have other values now.
+    """Refuses weights that were written to where main params are remainders of them.
 
     A main param of its own wins over weights that were changed in a Megatron, whose step overwrites them. A remainder
-    becomes that of other weights, which nobody wants. Frameworks that swap a reference model in and the weights back
-    write the same bits in the end; after each step a digest of them is taken, to know that.
+    becomes that of other weights, which nobody wants.
     """
 
     def __init__(self, sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
         self._sharded = sharded
         flat_params = [flat for flat in sharded.flat_params if flat.changes_with_model]
         names = {shard.name for flat in flat_params for shard in flat.plan.shards}
-        self._writes = {name: _Writes(name, named[name]) for name in sorted(names)}
-        self.forget()
+        self._writes = [_Writes(name, named[name]) for name in sorted(names)]
         if self._writes:
-            data_watch.add(self, self._writes.values())
+            data_watch.add(self, self._writes)
 
     def check(self) -> None:
-        """Refuses weights that were written to and are not as they were, if main params would change with them."""
-        written = {name for name, each in self._writes.items() if each.is_written}
+        """Refuses weights that were written to since the last step, if main params would change with them."""
+        written = {each.name for each in self._writes if each.is_written}
         changing = [flat for flat in self._sharded.flat_params if flat.changes_with_model] if written else []
-        names = [shard.name for flat in changing for shard in flat.plan.shards if shard.name in written]
-        if names and not all(map(torch.equal, self._digest, self._digest_now())):
+        if names := [shard.name for flat in changing for shard in flat.plan.shards if shard.name in written]:
             raise LayoutError(
                 f"Param {names[0]!r} with main_params_dtype='remainder' was written to between two steps. Call "
                 "optimizer.reload_model_params() after you have changed weights, or write "
                 "--distopt-main-params-dtype float32, with which a step overwrites them."
             )
-        self._forget_writes()
+        self.forget()
 
     def forget(self) -> None:
         """Takes all weights as they are now for known; after a step and whatever else of ours writes to them."""
-        self._forget_writes()
-        self._digest = self._digest_now()
-
-    def _forget_writes(self) -> None:
-        for each in self._writes.values():
+        for each in self._writes:
             each.forget()
-
-    def _digest_now(self) -> list[Tensor]:
-        """Of the weights of this rank's shard; 4 bytes an element are read for it."""
-        flat_params = self._sharded.flat_params if self._writes else ()
-        in_buckets = groupby(flat_params, key=lambda flat: (flat.model.untyped_storage().data_ptr(), flat.plan.bucket))
-        return [part for _, members in in_buckets for part in _sums_of([flat.model for flat in members])]
-
-
-def _sums_of(neighbours: Sequence[Tensor]) -> list[Tensor]:
-    """Sums of bits of neighbours in memory and what is between them, in rows and in columns: int64, and the rest.
-
-    Words of 64 bits, which may overflow, are added up 40 times as fast on a CPU as their quarters.
-    """
-    first, last = neighbours[0], neighbours[-1]
-    start, stop = first.storage_offset(), last.storage_offset() + last.numel()
-    bits = first.as_strided((stop - start,), (1,), start).view(torch.int16)
-    begin = -start % _WORD
-    end = begin + (len(bits) - begin) // (_WORD * _ROW) * _WORD * _ROW
-    if end <= begin:
-        return [bits.clone()]
-    rows = bits[begin:end].view(torch.int64).view(-1, _ROW)
-    return [rows.sum(0), rows.sum(1), bits[:begin].clone(), bits[end:].clone()]

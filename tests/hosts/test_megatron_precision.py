@@ -50,8 +50,8 @@ def _change_and_fail(change: Act) -> Act:
     return act
 
 
-def _swap_a_reference_in_and_back(user: Any) -> None:
-    """As NeMo-RL and slime do: other weights, and then the same bits again."""
+def _change_and_put_back(user: Any) -> None:
+    """Other weights, and then the same bits again, which nobody looks at."""
     own = {name: param.detach().clone() for name, param in user.params.items()}
     promises.halve(user)
     with torch.no_grad():
@@ -71,14 +71,14 @@ PROGRAMS: dict[str, Act] = {
     "changes them by .data": _write_data,
     "changes them before a load that fails": _change_and_fail(promises.halve),
     "changes them and saves": _change_and_save,
-    "swaps a reference in and back": _swap_a_reference_in_and_back,
+    "changes them and puts them back": _change_and_put_back,
     "a load fails": _change_and_fail(bool),
     "reads them by .data and keeps it": _read_and_keep_data,
     "freezes and edits options": _freeze_and_edit_the_groups,
 }
 REFUSED = tuple(name for name in PROGRAMS if name.startswith("changes"))
 #: By program, the one that comes to the same with fp32 main params, where that is another.
-ALIKE = dict.fromkeys(("a load fails", "reads them by .data and keeps it", "swaps a reference in and back"), "nothing")
+ALIKE = dict.fromkeys(("a load fails", "reads them by .data and keeps it"), "nothing")
 
 
 @dataclass(frozen=True)
