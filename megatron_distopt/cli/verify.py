@@ -1,41 +1,32 @@
-"""`megatron-distopt verify`: reads every byte of a checkpoint once, and says what is wrong in which file and param."""
+"""`megatron-distopt verify`: reads a whole checkpoint, and says what is wrong in which file and param."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import math
-import struct
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from megatron_distopt.checkpoint.folder import read_manifest
-from megatron_distopt.checkpoint.manifest import MAIN, Chunk, FileRecord, Manifest, TensorRecord, name_of
-from megatron_distopt.checkpoint.param_groups import GroupRecord
+from megatron_distopt.checkpoint.folder import check_complete, read_manifest
+from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, name_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
-from megatron_distopt.checkpoint.whole_model import is_owned
-from megatron_distopt.cli.checkpoints import by_param, find, in_order, nbytes_of, params_text
-from megatron_distopt.cli.show import Answer, Status, more, options_text, plural, progress_of, rows, size_text, titled
+from megatron_distopt.cli.checkpoints import find, nbytes_of, params_text
+from megatron_distopt.cli.show import Answer, Status, more, plural, progress_of, rows, size_text, titled
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
 from megatron_distopt.formats.torch_files import METADATA
 from megatron_distopt.layout import Box
 
-#: More problems than this, and more params lost by one, are only counted.
+#: More problems than this, and more params of a damaged file, are only counted.
 _LISTED, _LOST_LISTED = 20, 8
-_PIECE_NBYTES = 1 << 20
 _METADATA_AREA = "metadata"
 _Progress = Callable[[int], None]
 _Stored = tuple[str, Chunk]  # key of a tensor, and a chunk of it
@@ -45,10 +36,10 @@ _Stored = tuple[str, Chunk]  # key of a tensor, and a chunk of it
 class Problem:
     """One problem of a checkpoint."""
 
-    area: str  # "manifest", "files", "metadata", "tensors", "values" or "groups"
+    area: str  # "manifest", "files", "metadata", "tensors" or "values"
     subject: str  # a file, the key of a tensor, or the name of a param
     text: str  # what is wrong; a sentence that begins with the subject
-    keys: tuple[str, ...] = ()  # of all tensors that are damaged, where that is known
+    keys: tuple[str, ...] = ()  # of the tensors that it is about
 
 
 @dataclass
@@ -117,18 +108,19 @@ def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
     with progress_of("verifying", manifest.nbytes) as progress:
         for file, stored in zip(manifest.files, stored_in(manifest), strict=True):
             problems += _check_file(folder / file.name, file, stored, manifest, values, progress)
-    damaged = {key for problem in problems for key in problem.keys}
-    problems += check_chunks(manifest)
+    try:
+        check_complete(manifest)
+    except CheckpointError as error:
+        problems.append(Problem("tensors", "manifest.json", str(error)))
     text = "has no checksum in the manifest"
     if manifest.metadata is not None:
-        text = _fault(folder / METADATA, manifest.metadata, partial(crc_of_file, folder / METADATA))
+        text = _fault(folder / METADATA, manifest.metadata)
     if text:
         text += ": torch alone cannot rely on it, loading by megatron-distopt needs none"
         problems.append(Problem(_METADATA_AREA, METADATA, text))
-    checked, of_content = _check_content(manifest.tensors, manifest.groups, values)
-    problems += [each for each in of_content if not (each.area == "values" and each.subject in damaged)]
     files = f"{plural(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
-    return {"files": files, _METADATA_AREA: "size and checksum are right: torch alone can read it", **checked}, problems
+    of_files = {"files": files, _METADATA_AREA: "size and checksum are right: torch alone can read it"}
+    return {**of_files, **_checked(manifest.tensors, values)}, [*problems, *values.problems()]
 
 
 def _verify_other(source: Source) -> tuple[dict[str, str], list[Problem]]:
@@ -142,11 +134,20 @@ def _verify_other(source: Source) -> tuple[dict[str, str], list[Problem]]:
                 continue
             values.look(key, tensor, Box.whole(info.shape))
             progress(nbytes_of(info))
-    checked, of_content = _check_content(source.tensors, source.head.groups, values)
-    return checked, [*problems, *of_content]
+    return _checked(source.tensors, values), [*problems, *values.problems()]
 
 
-# --- files
+def _checked(tensors: Mapping[str, TensorRecord], values: _NonFiniteValues) -> dict[str, str]:
+    numel = sum(math.prod(info.shape) for info in tensors.values())
+    read = "" if numel == values.numel else f" of {numel:,} could be read"
+    num_params = plural(len({name_of(key) for key in tensors}), "param")
+    return {
+        "tensors": f"{plural(len(tensors), 'tensor')} of {num_params}: each element has one place",
+        "values": f"{plural(values.numel, 'value')}{read}: all finite",
+    }
+
+
+# --- files and values
 
 
 def stored_in(manifest: Manifest) -> list[list[_Stored]]:
@@ -166,126 +167,33 @@ def _check_file(
     values: _NonFiniteValues,
     progress: _Progress,
 ) -> Iterator[Problem]:
-    """Checks a file, and looks at its values; reads it once, with one chunk in memory at a time."""
-    unreadable: dict[_Stored, str] = {}
-
-    def checksum() -> int:
-        crc32 = 0
-        with open(path, "rb") as file, TensorReader(path) as reader:
-            for key, chunk in stored:
-                crc32 = _crc_up_to(chunk.start + chunk.nbytes, file, crc32, progress)
-                try:  # right after its bytes, which the page cache then still has
-                    tensor = reader.read(key, chunk, getattr(torch, manifest.tensors[key].dtype))
-                except CheckpointError as error:
-                    unreadable[key, chunk] = str(error)
-                else:
-                    values.look(key, tensor, chunk.box, f" in {path.name}")
-            return _crc_up_to(math.inf, file, crc32, progress)
-
-    text = _fault(path, (record.nbytes, record.crc32), checksum)
-    if not text:
-        for (key, _), reason in unreadable.items():
-            yield Problem("tensors", key, f"cannot be read: {reason}", (key,))
+    """Checks a file, and then looks at its values with one chunk in memory at a time."""
+    if text := _fault(path, (record.nbytes, record.crc32)):
+        keys = tuple(dict.fromkeys(key for key, _ in stored))
+        params = plural(len(set(map(name_of, keys))), "param")
+        yield Problem("files", record.name, f"{text}; it has a part of {params}:", keys)
+        progress(record.nbytes)
         return
-    lost = [each for each in stored if each in unreadable or not _is_whole(path, each[1])]
-    keys = tuple(dict.fromkeys(key for key, _ in lost))
-    params = plural(len(set(map(name_of, keys))), "param")
-    text += f"; {params} damaged:" if lost else "; no tensor in it is damaged"
-    yield Problem("files", record.name, text, keys)
+    with TensorReader(path) as reader:
+        for key, chunk in stored:
+            try:
+                tensor = reader.read(key, chunk, getattr(torch, manifest.tensors[key].dtype))
+            except CheckpointError as error:
+                yield Problem("tensors", key, f"cannot be read: {error}", (key,))
+            else:
+                values.look(key, tensor, chunk.box, f" in {path.name}")
+            progress(chunk.nbytes)
 
 
-def _crc_up_to(stop: float, file: BinaryIO, crc32: int, progress: _Progress) -> int:
-    """Continues a checksum up to a byte of the file, or to its end."""
-    while (left := stop - file.tell()) > 0 and (piece := file.read(int(min(_PIECE_NBYTES, left)))):
-        crc32 = zlib.crc32(piece, crc32)
-        progress(len(piece))
-    return crc32
-
-
-def _fault(path: Path, wanted: tuple[int, int], checksum: Callable[[], int]) -> str:
+def _fault(path: Path, wanted: tuple[int, int]) -> str:
     """Says what is wrong with a file; empty where bytes and CRC-32 are as wanted."""
     try:
-        nbytes, crc32 = path.stat().st_size, checksum()
+        if (nbytes := path.stat().st_size) != wanted[0]:
+            return f"has {nbytes:,} bytes, not {wanted[0]:,}"
+        crc32 = crc_of_file(path)
     except OSError as error:
         return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-    if nbytes != wanted[0]:
-        return f"has {nbytes:,} bytes, not {wanted[0]:,}"
     return "" if crc32 == wanted[1] else f"has CRC-32 {crc32:08x}, not {wanted[1]:08x}"
-
-
-def _is_whole(path: Path, chunk: Chunk) -> bool:
-    """Checks the zip checksums of a chunk, which `torch.save` writes and `torch.load` does not look at."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(chunk.start)
-            data = io.BytesIO(file.read(chunk.nbytes))
-        with zipfile.ZipFile(data) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError):
-        return False
-
-
-# --- tensors, values and param groups
-
-
-def check_chunks(manifest: Manifest) -> Iterator[Problem]:
-    """Checks that the chunks of every tensor cover it; that they are disjoint is a condition for reading a manifest."""
-    for key, record in manifest.tensors.items():
-        numel, wanted = sum(chunk.box.numel for chunk in record.chunks), math.prod(record.shape)
-        if numel != wanted:
-            text = f"is not complete: {numel:,} of {plural(wanted, 'element')} were saved"
-            yield Problem("tensors", key, text, (key,))
-
-
-def _check_content(
-    tensors: Mapping[str, TensorRecord], groups: Sequence[GroupRecord], values: _NonFiniteValues
-) -> tuple[dict[str, str], list[Problem]]:
-    params = {name_of(key) for key in tensors}
-    numel = sum(math.prod(info.shape) for info in tensors.values())
-    read = "" if numel == values.numel else f" of {numel:,} could be read"
-    checked = {
-        "tensors": f"{plural(len(tensors), 'tensor')} of {plural(len(params), 'param')}: each element has one place",
-        "values": f"{plural(values.numel, 'value')}{read}: all finite",
-        "groups": f"{plural(len(groups), 'group')}: each param is in one, with the same state as the others in it",
-    }
-    return checked, [*_check_kinds(tensors, groups), *values.problems(), *_check_groups(params, groups)]
-
-
-def _check_kinds(tensors: Mapping[str, TensorRecord], groups: Sequence[GroupRecord]) -> Iterator[Problem]:
-    """Checks that every param has its values, and the same optimizer state as most others of its group."""
-    kinds = by_param({key: info for key, info in tensors.items() if not is_owned(key)})
-    for name, infos in kinds.items():
-        shapes = {kind: list(info.shape) for kind, info in infos.items()}
-        if MAIN not in infos:
-            yield Problem("tensors", name, f"has {', '.join(infos)} and no {MAIN}")
-        elif any(shape != shapes[MAIN] for shape in shapes.values()):
-            yield Problem("tensors", name, f"has shapes that differ: {options_text(shapes)}")
-    for number, group in enumerate(groups):
-        states = {
-            name: ", ".join(f"{kind} in {info.dtype}" for kind, info in infos.items() if kind != MAIN) or "nothing"
-            for name, infos in ((name, kinds[name]) for name in group.names if name in kinds)
-            # Without a count of updates there may have been none, and a param that never had a gradient has no state.
-            if group.step is not None or infos.keys() != {MAIN}
-        }
-        usual = Counter(states.values()).most_common(1)[0][0] if states else ""
-        for name, state in states.items():
-            if state != usual:
-                yield Problem("groups", name, f"has {state} as its state, where others of group {number} have {usual}")
-
-
-def _check_groups(params: set[str], groups: Sequence[GroupRecord]) -> Iterator[Problem]:
-    """Checks that every param is in one group, and that every param of a group has a tensor."""
-    found: dict[str, list[str]] = {name: [] for name in in_order(params)}
-    for number, group in enumerate(groups):
-        for name in group.names:
-            if name in found:
-                found[name].append(str(number))
-            else:
-                yield Problem("groups", name, f"is in group {number} and has no tensor")
-    for name, numbers in found.items():
-        if len(numbers) != 1:
-            text = f"is in groups {' and '.join(numbers)}" if numbers else "is in no group"
-            yield Problem("groups", name, text)
 
 
 def non_finite(tensor: Tensor) -> Tensor:
