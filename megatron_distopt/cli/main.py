@@ -43,7 +43,7 @@ dtypes, files, param groups, steps, the loss scale, and who wrote it.
 """
 _VERIFY = """Reads a whole checkpoint, and names file and param of all that is wrong:
 checksums, elements that are missing or there twice, values that are not
-finite, params in no group or in two. Exit status 0 if it is whole, 1 if not.
+finite. Exit status 0 if it is whole, 1 if not.
 
 """
 _DIFF = """Compares two checkpoints, written at any sizes: of every tensor the largest
