@@ -3,8 +3,8 @@
     python benchmarks/muon.py [--layers N] [--hidden N] [--ranks N ...] [--rounds N] [--quick] [--json FILE]
 
 The same bf16 model and gradients for all: this package, megatron-core's layer-wise optimizer with torch's Muon in its
-Muon's place, and torch's Muon alone on every rank, which is what n ranks share here. Then, without running anything,
-how evenly 8, 64 and 512 ranks share the matrices of large models. benchmarks/README.md says how every figure is read.
+Muon's place, and torch's Muon alone on every rank, which is what n ranks share here. benchmarks/README.md says how
+every figure is read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ from peers.state import fill
 from peers.step_readings import FIRST_NORMS, deviation
 from peers.steppers import StepEntry, StepSetting
 from torch import Tensor
-
-#: Sizes of Llama 2, whose shares are planned.
-_MODELS = {
-    "llama2_70b": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672},
-    "llama2_7b": {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008},
-}
-_PLANNED_RANKS = (8, 64, 512)
 
 
 @dataclass(frozen=True)
@@ -60,8 +53,7 @@ def main() -> None:
         logged, why = run_on_ranks(read_all, size, args)
         readings += [MuonReading(**each) for each in logged]
         failures += [why] if why else []
-    rows, planned = [summary(readings, size) for size in args.ranks], [*planned_shares()]
-    result = {"rows": rows, "planned": planned, "failures": failures}
+    result = {"rows": [summary(readings, size) for size in args.ranks], "failures": failures}
     conclude(args, result, [*failures, *lines(result)])
 
 
@@ -143,26 +135,11 @@ def summary(readings: Sequence[MuonReading], size: int) -> dict[str, Any]:
     return {"ranks": size, "contestants": rows}
 
 
-def planned_shares() -> Iterator[dict[str, Any]]:
-    """n times the cost of the busiest rank over that of all, by `megatron-distopt plan`; runs nothing."""
-    from megatron_distopt.cli.plan_command import LLAMA, plan_stage
-    from megatron_distopt.cli.plan_model import AUTO, Choice, GptSizes, ParallelSizes
-
-    for model, sizes in _MODELS.items():
-        gpt = GptSizes(vocab=32000, **sizes, **LLAMA)
-        for ranks in _PLANNED_RANKS:
-            choice = Choice(ParallelSizes(dp=ranks), bucket_size=AUTO, optimizer="muon")
-            yield {"model": model, "ranks": ranks, "share": plan_stage(gpt, choice, 0).muon_imbalance}
-
-
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
     header = ("", "update, ms", "n x / alone", "step, ms", "n x / alone", "state", "most", "")
     for row in result["rows"]:
         yield f"\n{row['ranks']} ranks: CPU time of the rank with most; bytes of state an element, average and most"
         yield from table(header, [_cells(each) for each in row["contestants"]])
-    yield "\nplanned: n times the cost of the busiest rank over that of all ranks"
-    cells = [(each["model"], f"{each['ranks']}", f"{each['share']:.3f}") for each in result["planned"]]
-    yield from table(("", "ranks", "share"), cells)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

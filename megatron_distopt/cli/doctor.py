@@ -7,7 +7,6 @@ It reads the fork's source, the environment and the flags of the launch script (
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import sys
@@ -36,18 +35,9 @@ from megatron_distopt.config import (
 from megatron_distopt.errors import ConfigError, DistOptError
 from megatron_distopt.hosts.detect import MEGATRON_CORE
 from megatron_distopt.hosts.fixes import needed_fixes
-from megatron_distopt.hosts.fork_source import (
-    GROUP,
-    ParserOption,
-    SourceTree,
-    Survey,
-    classes_of,
-    fork_at,
-    importable_host,
-    survey,
-)
+from megatron_distopt.hosts.fork_source import GROUP, ParserOption, SourceTree, Survey, fork_at, importable_host, survey
 from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS, FLAG
-from megatron_distopt.hosts.megatron_core.facts import REFUSED, is_judged
+from megatron_distopt.hosts.megatron_core.facts import REFUSED
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 from megatron_distopt.version import MEGATRON_CORE as SERVED
 
@@ -55,11 +45,6 @@ _FORK, _ENVIRONMENT, _LAUNCH, _TRIAL = "fork", "environment", "launch", "trial"
 _FILES = {
     "per-rank files": "per-rank files: every data-parallel rank keeps its state in its own file",
     "gathered file": "gathered file: one file by the fork, a folder that loads at any size by ours",
-}
-#: The configs whose fields are judged, as `Refused.where` names them: module and class.
-_CONFIGS = {
-    "config": ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
-    "ddp_config": ("megatron.core.distributed.distributed_data_parallel_config", "DistributedDataParallelConfig"),
 }
 _OUR_ENTRY_POINT = "megatron_distopt.plugin.entry_point:distopt"
 _TRAINING_MODULE = "megatron.training"
@@ -144,7 +129,7 @@ def _refused(subject: str, reason: str | None, text: str) -> Finding:
 
 
 def _describe_core(tree: SourceTree) -> Iterator[Finding]:
-    """Yields the release of megatron-core, the options that are refused, and those that nobody has judged."""
+    """Yields the release of megatron-core."""
     file = tree.file_of("megatron.core.package_info")
     text = file.read_text("utf-8", errors="replace") if file is not None else ""
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = '?\"?(\w*)", text, re.MULTILINE))
@@ -156,20 +141,6 @@ def _describe_core(tree: SourceTree) -> Iterator[Finding]:
         else:
             text = f"{release}, tried are {SERVED}; what differs is refused when the optimizer is built"
             yield noted(_FORK, "megatron-core", text)
-    fields = {where: _fields_of(tree, *place) for where, place in _CONFIGS.items()}
-    refused = dict.fromkeys(each.option for each in REFUSED if each.option in fields[each.where])
-    if refused:
-        yield noted(_FORK, "refused options", f"{', '.join(refused)}: refused where they are on")
-    unknown = sorted(name for where, names in fields.items() for name in names if not is_judged(where, name))
-    if unknown:
-        yield noted(_FORK, "unknown options", f"{', '.join(unknown)}: refused where they are not at their defaults")
-
-
-def _fields_of(tree: SourceTree, module: str, name: str) -> frozenset[str]:
-    definition = classes_of(tree.parse(tree.file_of(module))).get(name)
-    body = definition.body if definition is not None else []
-    named = (node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name))
-    return frozenset(field for field in named if not field.startswith("_"))
 
 
 # --- machine, environment and launch flags

@@ -5,14 +5,12 @@ Imports torch, and DeepSpeed where it is installed.
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -51,30 +49,8 @@ def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
         yield ok(_SECTION, "inner optimizer", f"{choice.name} ({why})")
     except ConfigError as error:
         yield problem(_SECTION, "inner optimizer", str(error))
-    yield from _apex(config, accelerator.device_type)
     yield _process_groups(accelerator.device_type)
     yield from map(_launcher, ("torchrun", "deepspeed"))
-
-
-def _apex(config: DistOptConfig, device_type: str) -> Iterator[Finding]:
-    """Says whether an installed apex is NVIDIA's; PyPI has an unrelated project of that name."""
-    if not _is_importable("apex"):
-        return
-    if _is_importable("apex.optimizers"):
-        yield ok(_SECTION, "apex", "NVIDIA's")
-        return
-    try:
-        choose_inner(dataclasses.replace(config, optimizer="adam", adam="apex"), device_type)
-    except ConfigError as error:
-        yield noted(_SECTION, "apex", str(error))
-
-
-def _is_importable(module: str) -> bool:
-    """Whether a module can be found; importing the packages that contain it may raise any exception."""
-    try:
-        return find_spec(module) is not None
-    except Exception:  # noqa: BLE001
-        return module in sys.modules
 
 
 def _process_groups(device_type: str) -> Finding:

@@ -30,7 +30,7 @@ from megatron_distopt.cli.plan_model import (
 )
 from megatron_distopt.cli.show import Answer, plural, ranges, rows, size_text, titled
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.layout import BufferLayout, OwnerPlan, choose_buckets, default_bucket_size, lay_out, plan_owners
+from megatron_distopt.layout import BufferLayout, choose_buckets, default_bucket_size, lay_out
 from megatron_distopt.layout.buckets import alignment_for
 from megatron_distopt.layout.estimate import (
     MAIN_NBYTES,
@@ -81,8 +81,6 @@ _MOMENTS = ("float32", "bfloat16", "int8")
 _GIB = 1 << 30
 #: Hours of a month, seconds from a failure to the next step, and bytes a second that each rank sends to its buddy.
 _MONTH_HOURS, _RESTART_SECONDS, _SENT_PER_SECOND = 720, 120, 10**9
-#: A matrix that travels to its owner, and the update that comes back, have two bytes an element.
-_TRAVEL_NBYTES = 2
 
 
 def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -102,7 +100,6 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
         ("--dtype", DTYPES, ["bf16"], "dtype of the params; bf16"),
         ("--grad-dtype", ("fp32", "param"), ["fp32"], "dtype of the grads; fp32"),
         ("--reduce-dtype", ("none", *REDUCE_NBYTES), ["none"], "dtype in which fp32 grads are communicated; none"),
-        ("--optimizer", ("adam", "muon"), ["adam"], "muon: Muon for the matrices of layers, Adam for all else; adam"),
         ("--main-params-dtype", MAIN_NBYTES, [], "form of the main params of 16-bit params; float32"),
         ("--exp-avg-dtype", MOMENT_NBYTES, [], "form of the first moment; float32"),
         ("--exp-avg-sq-dtype", MOMENT_NBYTES, [], "form of the second moment; float32"),
@@ -169,18 +166,16 @@ def _choices_of(parsed: argparse.Namespace) -> Iterator[Choice]:
                 yield Choice(cut, dtype, grad_dtype, reduce_dtype, bucket, *state)
 
 
-def _states_of(parsed: argparse.Namespace, dtype: str) -> Iterator[tuple[str, str, str, float, str]]:
-    """Forms of main params and moments, fraction on the host, and optimizer; with --memory also forms not asked for."""
+def _states_of(parsed: argparse.Namespace, dtype: str) -> Iterator[tuple[str, str, str, float]]:
+    """Forms of main params and moments, and fraction on the host; with --memory also forms not asked for."""
     mains, firsts, seconds = parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype
-    for optimizer in parsed.optimizer:
-        tries_forms = parsed.memory is not None and optimizer == "adam"  # the state of Muon has one form
-        tried_mains, tried_moments = (_MAINS[dtype], _MOMENTS) if tries_forms else (("float32",), ("float32",))
-        moments = [*itertools.product(firsts or tried_moments, seconds or tried_moments)]
-        if not firsts and not seconds:
-            moments = [(form, form) for form in tried_moments]
-        for state in itertools.product(mains or tried_mains, moments, parsed.offload_fraction):
-            main, (first, second), fraction = state
-            yield main, first, second, fraction, optimizer
+    usual = ("float32",)
+    tried_mains, tried_moments = (usual, usual) if parsed.memory is None else (_MAINS[dtype], _MOMENTS)
+    moments = [*itertools.product(firsts or tried_moments, seconds or tried_moments)]
+    if not firsts and not seconds:
+        moments = [(form, form) for form in tried_moments]
+    for main, (first, second), fraction in itertools.product(mains or tried_mains, moments, parsed.offload_fraction):
+        yield main, first, second, fraction
 
 
 @dataclass(frozen=True)
@@ -193,7 +188,6 @@ class StagePlan:
     num_buckets: int  # of all buffers
     footprint: Footprint
     sent: dict[str, Sent]  # by the rank in one step, by kind of collective
-    muon_imbalance: float  # cost of the rank with the costliest matrices, for which all wait, over the average
     snapshot_nbytes: int  # main params and moments that the rank owns
 
     @property
@@ -213,7 +207,7 @@ class StagePlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most that is on the device at any time, activations and Muon's update not included."""
+        """The most that is on the device at any time, activations not included."""
         return self.footprint.lasting_nbytes + max(self.backward_nbytes, self.footprint.step_nbytes)
 
     @property
@@ -242,33 +236,25 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
     """Works out one rank of a data-parallel group; its experts' group has every `ep`-th of its ranks."""
     cut = choice.cut
     check_cut(gpt, cut)
-    if choice.has_muon and gpt.heads is None:
-        raise ConfigError("Muon takes queries, keys and values of each head group apart. Write --heads N.")
     params = stage_params(gpt, cut, stage, DTYPES[choice.dtype][0])
-    footprint, sent, num_buckets, imbalance, snapshot_nbytes = Footprint(), dict[str, Sent](), 0, 1.0, 0
+    footprint, sent, num_buckets, snapshot_nbytes = Footprint(), dict[str, Sent](), 0, 0
     # Experts have a buffer of their own where expert-parallel ranks differ in them.
     for num_copies, is_expert in ((1, False), (cut.ep, True)):
         in_buffer = [param for param in params if param.is_expert == is_expert]
         if not in_buffer:
             continue
         layout, group_rank = layout_of(in_buffer, choice, cut.dp // num_copies), rank // num_copies
-        known = {param.spec.name: param.matrices for param in in_buffer if choice.has_muon}
-        matrices = {name: spec for name, spec in known.items() if spec is not None}
-        key_of = {param.spec.name: (param.decays, param.spec.name in matrices) for param in in_buffer}
+        key_of = {param.spec.name: param.decays for param in in_buffer}
         [on_host] = choose_buckets([layout], choice.offload_fraction)
-        held = footprint_of(layout, group_rank, choice.widths, key_of.__getitem__, on_host, matrices)
+        held = footprint_of(layout, group_rank, choice.widths, key_of.__getitem__, on_host)
         snapshot_nbytes += held.main_nbytes + held.moment_nbytes
         if choice.dtype == "fp32":  # the owned params are main params, too
             snapshot_nbytes += held.param_nbytes // layout.num_shards
         parts = sent_for(layout, choice.widths)
-        if choice.has_muon:
-            owners = plan_owners(layout, matrices)
-            parts["matrices"] = _sent_for_matrices(owners, group_rank, cut.tp)
-            imbalance = max(imbalance, owners.imbalance)
         footprint, num_buckets = footprint.plus(held), num_buckets + len(layout.buckets)
         sent = {kind: part.plus(sent.get(kind)) for kind, part in parts.items()}
     sent["all-reduce"] = sent_for_statistics(cut.num_ranks)
-    return StagePlan(choice, stage, params, num_buckets, footprint, sent, imbalance, snapshot_nbytes)
+    return StagePlan(choice, stage, params, num_buckets, footprint, sent, snapshot_nbytes)
 
 
 @dataclass(frozen=True)
@@ -329,14 +315,6 @@ def _protection(plan: ProtectionPlan, chosen: ProtectionChoice) -> Iterator[tupl
     yield "failures", f"{plan.failures:.2f} a month: {_MONTH_HOURS} h x {plan.nodes} nodes / {chosen.mtbf:,g} h"
     yield "lost", f"{plan.lost_hours:,.2f} h a month: {each.format(chosen.protect_every)}"
     yield "without", f"{plan.lost_hours_from_disk:,.2f} h a month: {each.format(chosen.save_interval)}"
-
-
-def _sent_for_matrices(owners: OwnerPlan, rank: int, tp: int) -> Sent:
-    """What a rank sends to owners and back, and of what it owns to tensor-parallel ranks, which gather matrices."""
-    travels = [*owners.leaving(rank), *owners.arriving(rank)]
-    gathered = (tp - 1) * sum(owner.block.in_param.numel for owner in owners.owned_by(rank))
-    numel = sum(travel.in_block.numel for travel in travels) + gathered
-    return Sent(len(travels), _TRAVEL_NBYTES * numel)
 
 
 def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> BufferLayout:
@@ -428,7 +406,6 @@ def _document(
                 },
                 "collectives": {kind: asdict(part) for kind, part in stage.sent.items()},
                 "sent_nbytes": stage.sent_nbytes,
-                "muon_imbalance": stage.muon_imbalance if choice.has_muon else None,
             }
             for stage in stages
         ],
@@ -438,7 +415,6 @@ def _document(
 #: Columns of the table that are left out where all rows have this text.
 _USUAL = {
     "ep": "1",
-    "optimizer": "adam",
     "state": "float32",
     "on host": "0",
     "reduce dtype": "none",
@@ -447,7 +423,6 @@ _USUAL = {
     "host": "0 B",
     "peak": "",
     "left": "",
-    "imbalance": "",
 }
 
 
@@ -456,7 +431,7 @@ def _table(listed: Sequence[tuple[Sequence[StagePlan], StagePlan]], memory_nbyte
     titles = [title for title in found[0] if {cells[title] for cells in found} != {_USUAL.get(title)}]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in titles:
-        table.add_column(title, justify="left" if title in ("state", "optimizer") else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
     for cells in found:
         table.add_row(*(cells[title] for title in titles))
     return Padding(table, (0, 0, 0, 2), expand=False)
@@ -472,7 +447,6 @@ def _cells(stage: StagePlan, peak_nbytes: int, memory_nbytes: int | None) -> dic
         "ep": str(choice.cut.ep),
         "dtype": choice.dtype,
         "grad dtype": choice.grad_dtype,
-        "optimizer": choice.optimizer,
         "state": choice.state,
         "on host": f"{choice.offload_fraction:g}",
         "reduce dtype": choice.reduce_dtype or "none",
@@ -488,7 +462,6 @@ def _cells(stage: StagePlan, peak_nbytes: int, memory_nbytes: int | None) -> dic
         "left": "" if memory_nbytes is None else size_text(memory_nbytes - peak_nbytes),
         "buckets": str(stage.num_buckets),
         "sent": size_text(stage.sent_nbytes),
-        "imbalance": f"{stage.muon_imbalance:.2f}" if choice.has_muon else "",
     }
 
 

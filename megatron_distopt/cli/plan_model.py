@@ -10,7 +10,7 @@ from typing import Final, Literal
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import OPTIONS, DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.layout import MatrixCut, MatrixSpec, ParamSpec
+from megatron_distopt.layout import ParamSpec
 from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES, Widths
 from megatron_distopt.options import flag_of
 
@@ -21,7 +21,7 @@ REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
 #: Options of a run that are chosen here under the same names.
-_STATE_OPTIONS = ("optimizer", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction")
+_STATE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction")
 #: Megatron makes the width of a gated MLP a multiple of this, and the vocabulary of a rank one of the other.
 _GATED_MULTIPLE, _VOCAB_MULTIPLE = 64, 128
 
@@ -108,7 +108,6 @@ class Choice:
     exp_avg_dtype: str = "float32"  # form of the first moment, a key of `MOMENT_NBYTES`
     exp_avg_sq_dtype: str = "float32"  # form of the second moment
     offload_fraction: float = 0.0  # the part of the state that is on the host, by buckets
-    optimizer: str = "adam"  # or "muon": Muon for the matrices of layers and Adam for all else
 
     def __post_init__(self) -> None:
         state = {name: getattr(self, name) for name in _STATE_OPTIONS}
@@ -119,10 +118,6 @@ class Choice:
             Feature.SHORT_GRADS: self.grad_dtype != "fp32" and f"gradients that are kept in {self.grad_dtype}",
         }
         check_compatible(config, {feature: words for feature, words in others.items() if words})
-
-    @property
-    def has_muon(self) -> bool:
-        return self.optimizer == "muon"
 
     @property
     def widths(self) -> Widths:
@@ -178,7 +173,6 @@ class StageParam:
 
     spec: ParamSpec
     is_expert: bool = False  # it belongs to an expert that other ranks do not have
-    matrices: MatrixSpec | None = None  # that Muon takes it for; None where it leaves it to Adam
 
     @property
     def decays(self) -> bool:
@@ -218,13 +212,8 @@ class _ParamsOfStage:
         gpt, tp = self.gpt, self.cut.tp
         yield from self._norm(f"{name}.input_layernorm")
         yield from self._row_parallel(f"{name}.self_attention.linear_proj", gpt.query_width)
-        # Queries, keys and values of one group of heads after another; each of the three is a matrix of Muon's.
-        groups = (gpt.kv_heads or gpt.heads or tp) // tp
-        sizes = tuple(width // tp // groups for width in (gpt.query_width, gpt.kv_width, gpt.kv_width))
         rows = (gpt.query_width + 2 * gpt.kv_width) // tp
-        qkv = MatrixSpec(rows, gpt.hidden, sizes=sizes, repeats=groups, cut=self._cut_along(0))
-        weight = self._param(f"{name}.self_attention.linear_qkv.weight", rows, gpt.hidden)
-        yield replace(weight, matrices=qkv)
+        yield self._param(f"{name}.self_attention.linear_qkv.weight", rows, gpt.hidden)
         if gpt.has_bias or gpt.has_qkv_bias:
             yield self._param(f"{name}.self_attention.linear_qkv.bias", rows)
         yield from self._norm(f"{name}.pre_mlp_layernorm")
@@ -232,8 +221,7 @@ class _ParamsOfStage:
 
     def _experts(self, name: str) -> Iterator[StageParam]:
         gpt, ep = self.gpt, self.cut.ep
-        router = self._param(f"{name}.router.weight", gpt.experts, gpt.hidden)
-        yield replace(router, matrices=MatrixSpec.of(router.spec))
+        yield self._param(f"{name}.router.weight", gpt.experts, gpt.hidden)
         if gpt.has_bias:
             yield self._param(f"{name}.router.bias", gpt.experts)
         for expert in range(gpt.experts // ep):
@@ -242,28 +230,20 @@ class _ParamsOfStage:
 
     def _mlp(self, name: str, ffn: int) -> Iterator[StageParam]:
         width = ffn * (2 if self.gpt.is_gated else 1) // self.cut.tp
-        yield self._matrix(f"{name}.linear_fc1.weight", width, self.gpt.hidden, tp_dim=0)
+        yield self._param(f"{name}.linear_fc1.weight", width, self.gpt.hidden)
         if self.gpt.has_bias:
             yield self._param(f"{name}.linear_fc1.bias", width)
         yield from self._row_parallel(f"{name}.linear_fc2", ffn)
 
     def _row_parallel(self, name: str, width: int) -> Iterator[StageParam]:
         """A layer whose input is cut; its bias, which is added to the sum, is whole on every rank."""
-        yield self._matrix(f"{name}.weight", self.gpt.hidden, width // self.cut.tp, tp_dim=1)
+        yield self._param(f"{name}.weight", self.gpt.hidden, width // self.cut.tp)
         if self.gpt.has_bias:
             yield self._param(f"{name}.bias", self.gpt.hidden)
 
     def _norm(self, name: str) -> Iterator[StageParam]:
         for kind in ("weight",) if self.gpt.is_rms else ("weight", "bias"):
             yield self._param(f"{name}.{kind}", self.gpt.hidden)
-
-    def _matrix(self, name: str, rows: int, cols: int, tp_dim: int) -> StageParam:
-        param = self._param(name, rows, cols)
-        return replace(param, matrices=replace(MatrixSpec.of(param.spec), cut=self._cut_along(tp_dim)))
-
-    def _cut_along(self, tp_dim: int) -> MatrixCut | None:
-        """Tensor-parallel ranks gather the matrices that they share, the default of a run."""
-        return MatrixCut(tp_dim, self.cut.tp) if self.cut.tp > 1 else None
 
     def _param(self, name: str, *shape: int) -> StageParam:
         return StageParam(ParamSpec(name, math.prod(shape), shape, self.dtype))

@@ -62,12 +62,7 @@ class Footprint:
 
 
 def footprint_of(
-    layout: BufferLayout,
-    rank: int,
-    widths: Widths,
-    key_of: Callable[[str], Hashable],
-    on_host: Collection[int] = (),
-    muon_params: Collection[str] = (),
+    layout: BufferLayout, rank: int, widths: Widths, key_of: Callable[[str], Hashable], on_host: Collection[int] = ()
 ) -> Footprint:
     """What a rank of the data-parallel group holds for one grad buffer and its param buffer.
 
@@ -76,7 +71,6 @@ def footprint_of(
         widths: bytes an element of what is on the device; the state on the host is fp32.
         key_of: from a param's name; neighbours with equal keys are one flat param.
         on_host: indices of the buckets whose state is on the host, see `choose_buckets`.
-        muon_params: names of the params that Muon updates, which have one moment; their keys differ from the others'.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 96), ParamSpec("b", 32)], num_shards=2)
@@ -92,9 +86,8 @@ def footprint_of(
         for flat in in_bucket:
             numel = flat.in_buffer.numel
             num_blocks = -(-numel // BLOCK_NUMEL)
-            main, moments = numel * form.main + num_blocks * form.main_scales, numel * _FP32_NBYTES
-            if flat.shards[0].name not in muon_params:
-                moments = numel * form.moments + num_blocks * form.moment_scales + _COUNTER_NBYTES
+            main = numel * form.main + num_blocks * form.main_scales
+            moments = numel * form.moments + num_blocks * form.moment_scales + _COUNTER_NBYTES
             found.update(num_flat_params=1, main_nbytes=main, moment_nbytes=moments)
             if bucket in on_host:
                 found["host_nbytes"] += main + moments

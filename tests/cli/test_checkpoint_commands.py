@@ -59,7 +59,7 @@ def test_convert_when_to_torch_then_any_command_takes_it_and_nothing_differs(
     assert run(capsys, "inspect", target)[1][3:8] == run(capsys, "inspect", whole)[1][3:8]
     status, lines, _ = run(capsys, "verify", target)
     assert (status, lines[-1]) == (0, "no problem found: it is whole")
-    assert [row[1] for row in cells(lines) if row[0] == "ok"] == ["tensors", "values", "groups"]
+    assert [row[1] for row in cells(lines) if row[0] == "ok"] == ["tensors", "values"]
 
 
 def test_convert_when_it_needs_model_files_then_refused_and_nothing_written(

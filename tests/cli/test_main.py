@@ -72,7 +72,6 @@ def test_patch_when_the_fork_is_none_then_one_line_and_status_1(tmp_path: Path, 
         ("plan --bucket-size 0", ("argument --bucket-size: ", "'0'")),
         ("plan --bucket-size some", ("argument --bucket-size: ", "'some'")),
         ("plan --memory nan", ("argument --memory: ", "nan")),
-        ("plan --optimizer torch.optim:Adafactor", ("argument --optimizer: ", "torch.optim:Adafactor")),
         ("plan --backward-ms 1", ("--backward-ms",)),
     ],
 )

@@ -105,9 +105,6 @@ REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     ((*SIZES, "--dp", 16, "--protect-every", 10), ("--step-seconds S",)),
     ((*SIZES, "--dp", 16, "--mtbf", 100), ("--protect-every K",)),
     ((*SIZES, "--dp", 8, "--protect-every", 10, "--step-seconds", 1), ("8 ranks", "--ranks-per-node N")),
-    (("--layers", 4, "--hidden", 64, "--vocab", 128, "--optimizer", "muon"), ("--heads N",)),
-    ((*SIZES, "--heads", 4, "--optimizer", "muon", "--exp-avg-dtype", "bfloat16"), ("muon", "exp_avg_dtype", "AdamW")),
-    ((*SIZES, "--heads", 4, "--optimizer", "muon", "--offload-fraction", 0.5), ("muon", "offload_fraction", "AdamW")),
 ]
 
 

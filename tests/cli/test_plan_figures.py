@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
@@ -20,9 +19,6 @@ from megatron_distopt.cli.plan_command import layout_of, plan_choice, plan_stage
 from megatron_distopt.cli.plan_model import AUTO, DTYPES, Choice, GptSizes, ParallelSizes, stage_params
 from megatron_distopt.comm import shared_memory
 from megatron_distopt.hosts.torch.step import HEAD_NUMEL
-from megatron_distopt.layout import MatrixSpec
-from megatron_distopt.optimizer.owners.muon import Muon
-from megatron_distopt.optimizer.owners.muon_options import TorchMuonOptions
 from megatron_distopt.optimizer.sharded import Memory
 from tests.support.cases import Case
 from tests.support.plan_command import BUCKET, GPT, module_of
@@ -44,7 +40,7 @@ RUNS = {
     "no main, 8-bit moments": Choice(
         CUT, main_params_dtype="bfloat16", exp_avg_dtype="int8", exp_avg_sq_dtype="float8_e5m2"
     ),
-    "muon, fp32, small buckets": Choice(CUT, "fp32", bucket_size=10_000, optimizer="muon"),
+    "fp32, small buckets": Choice(CUT, "fp32", bucket_size=10_000),
 }
 #: Real models on 2 ranks: their sizes and how they are cut.
 SHAPES = {
@@ -156,12 +152,9 @@ def real_model(gpt: GptSizes, cut: ParallelSizes) -> torch.nn.Module:
 def used_by(choice: Choice) -> Used:
     """Collective: a real optimizer of a real model takes two steps."""
     model = real_model(GPT, choice.cut).to(getattr(torch, DTYPES[choice.dtype][0]))
-    specs = {param.spec.name: param.matrices for param in stage_params(GPT, choice.cut, 0, "") if choice.has_muon}
-    matrices: Any = {param: specs[name] for name, param in model.named_parameters() if specs.get(name) is not None}
-    rest = [param for param in model.parameters() if param not in matrices]
     groups = [
-        {"params": [param for param in rest if param.ndim > 1]},
-        {"params": [param for param in rest if param.ndim <= 1], "weight_decay": 0.0},
+        {"params": [param for param in model.parameters() if param.ndim > 1]},
+        {"params": [param for param in model.parameters() if param.ndim <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups)
     config = DistOptConfig(
@@ -173,7 +166,7 @@ def used_by(choice: Choice) -> Used:
         exp_avg_dtype=choice.exp_avg_dtype,
         exp_avg_sq_dtype=choice.exp_avg_sq_dtype,
     )
-    optimizer = distribute(model, [Muon(list(matrices), matrices), adam] if choice.has_muon else adam, config)
+    optimizer = distribute(model, adam, config)
     for _ in range(2):
         optimizer.zero_grad()
         torch.stack([(param.float() ** 2).sum() for param in model.parameters()]).sum().backward()
@@ -183,15 +176,6 @@ def used_by(choice: Choice) -> Used:
     told = (HEAD_NUMEL + len([*model.parameters()])) * torch.float64.itemsize
     wire.sent["c10d::allreduce_"] -= 2 * told * (choice.cut.dp - 1) // choice.cut.dp
     return Used(optimizer.memory, dict(wire.sent), dict(wire.counts))
-
-
-def hosts_matrices(model: Module) -> dict[str, MatrixSpec]:
-    """Those that a run with our Muon in megatron-core has."""
-    from megatron_distopt.hosts.megatron_core import core_muon as muon
-
-    request = muon.MuonRequest(TorchMuonOptions(), "qkv", "duplicated", is_hosts=False)
-    named = [(name, param) for name, param in model.named_parameters() if muon._is_for_muon(name, param, request)]
-    return {name: muon._matrices_of(name, param, request, [model]) for name, param in named}
 
 
 def on_ranks(rank: int, size: int) -> dict[str, Any]:
@@ -204,7 +188,7 @@ def on_ranks(rank: int, size: int) -> dict[str, Any]:
             (param_name, tuple(param.shape), not getattr(param, "allreduce", True))
             for param_name, param in model.named_parameters()
         ]
-        found[name] = params, hosts_matrices(model)
+        found[name] = params
     return found
 
 
@@ -225,27 +209,19 @@ def test_plan_when_compared_with_a_real_run_then_every_byte_is_there_and_on_the_
     assert plan.sent_nbytes == sum(used.sent.values()) > 0
     assert plan.sent["all-reduce"].nbytes == used.sent["c10d::allreduce_"]
     assert plan.sent["all-reduce"].count == used.counts["c10d::allreduce_"] == 1
-    if not RUNS[name].has_muon:
-        # Collectives of torch's, or messages, which carry the same: one each where a bucket fits into one message.
-        others = sum(number for op, number in used.counts.items() if op not in ("c10d::allreduce_", "c10d::recv_"))
-        assert others == plan.sent["reduce-scatter"].count + plan.sent["all-gather"].count == 2 * plan.num_buckets
+    # Collectives of torch's, or messages, which carry the same: one each where a bucket fits into one message.
+    others = sum(number for op, number in used.counts.items() if op not in ("c10d::allreduce_", "c10d::recv_"))
+    assert others == plan.sent["reduce-scatter"].count + plan.sent["all-gather"].count == 2 * plan.num_buckets
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_stage_when_compared_with_megatron_core_then_names_shapes_order_and_matrices_are_its(
+def test_stage_when_compared_with_megatron_core_then_names_shapes_and_order_are_its(
     name: str, real: list[dict[str, Any]]
 ) -> None:
     gpt, cut = SHAPES[name]
     for rank in range(2):
         planned = stage_params(gpt, cut, rank if cut.pp > 1 else 0, "float32")
-        params, matrices = real[rank][name]
-        assert [(param.spec.name, param.spec.shape, param.is_expert) for param in planned] == params
-        known = {param.spec.name: param.matrices for param in planned if param.matrices is not None}
-        assert known.keys() == matrices.keys()
-        for each, spec in known.items():
-            # Stride, which says in what order a matrix is put together, changes no figure.
-            cut_of_host = matrices[each].cut and replace(matrices[each].cut, stride=1)
-            assert replace(spec, dim=0) == replace(matrices[each], dim=0, cut=cut_of_host), each
+        assert [(param.spec.name, param.spec.shape, param.is_expert) for param in planned] == real[rank][name]
 
 
 def calls_of(gpt: GptSizes, dp: int) -> int:
