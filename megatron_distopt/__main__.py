@@ -1,6 +1,12 @@
 """`python -m megatron_distopt SCRIPT ...`: see plugin/runner.py."""
 
+import sys
+
 from megatron_distopt.plugin.runner import main
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as error:  # of which Python says nothing to what runs at the exit, unlike of other exceptions
+        sys.last_value = error if error.code else None
+        raise

@@ -85,8 +85,8 @@ class LifeSigns:
             what = f"torch's store is a {kind}, not a TCPStore" if self._size > 1 else "there is one rank"
             return f"Lost ranks are not noticed: {what}."
         if self._talker is None:
-            self._talker = _begun(self._talk, "alive", self._store)
-            _begun(self._watch_store, "alive, store")
+            self._talker = begin_thread(self._talk, "alive", self._store)
+            begin_thread(self._watch_store, "alive, store")
             Finalize(None, self.stop, exitpriority=-1)  # after those that wait for files, and are alive meanwhile
         return None
 
@@ -134,7 +134,7 @@ class LifeSigns:
 
     def _end(self, reason: str) -> None:
         text = f"{self._names[self._rank]} ends itself, so that the launcher starts all ranks anew: {reason}."
-        _begun(_speak, "last words", text).join(_SECONDS_TO_SPEAK)
+        begin_thread(_speak, "last words", text).join(_SECONDS_TO_SPEAK)
         time.sleep(self._interval)  # the others find it out before this end breaks their collectives, or their store
         os._exit(1)
 
@@ -166,7 +166,8 @@ def ended_by() -> BaseException | None:
     return None if isinstance(error, SystemExit) and not error.code else error
 
 
-def _begun(target: Callable[..., None], name: str, *args: object) -> threading.Thread:
+def begin_thread(target: Callable[..., None], name: str, *args: object) -> threading.Thread:
+    """Starts a thread that does not keep the process alive."""
     thread = threading.Thread(target=target, args=args, name=f"megatron_distopt {name}", daemon=True)
     thread.start()
     return thread

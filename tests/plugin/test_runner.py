@@ -79,6 +79,17 @@ def test_runner_when_a_target_runs_then_it_is_as_if_started_alone(is_module: boo
     assert ("from the script" in ours.stderr) is not is_module
 
 
+@pytest.mark.parametrize(("call", "code"), [("sys.exit(3)", "3"), ("sys.exit()", "none")])
+def test_runner_when_the_script_leaves_with_a_status_then_what_runs_at_the_exit_knows(
+    call: str, code: str, tmp_path: Path
+) -> None:
+    """By which the memory of a run is freed or kept."""
+    text = "import atexit, sys\nfrom megatron_distopt.comm.alive import ended_by\n"
+    text += f"atexit.register(lambda: print(getattr(ended_by(), 'code', 'none')))\n{call}\n"
+    (tmp_path / "train.py").write_text(text)
+    assert _run("train.py", cwd=tmp_path).stdout == f"{code}\n"
+
+
 @pytest.fixture
 def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For calls of `main` that end before anything runs: what they change is put back."""

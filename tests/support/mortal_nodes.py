@@ -184,11 +184,8 @@ def mortal_nodes(count: int, memory: str = "256m", *, imports: str = "torch._dyn
     """Makes the nodes, and ends whatever runs on them when the block ends; workers find a module imported."""
     requests, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = ["setpriv", "--pdeathsig", "KILL", sys.executable, str(_SERVER), str(served.fileno()), imports]
-    variables = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _ROOT / "examples"))),
-    }
+    path = (*filter(None, [os.environ.get("PYTHONPATH")]), str(_ROOT), str(_ROOT / "examples"))
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     server = subprocess.Popen(command, pass_fds=[served.fileno()], env=variables)
     served.close()
     hub = _Holder.start("ip link add bridge type bridge && ip link set bridge up && echo up && exec sleep infinity")

@@ -38,7 +38,7 @@ from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, se
 from megatron_distopt.checkpoint.save import Contribution, Written, contribution_of, write_tensors
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, exchange, raise_together
-from megatron_distopt.comm.alive import LifeSigns, ended_by
+from megatron_distopt.comm.alive import LifeSigns, begin_thread, ended_by
 from megatron_distopt.device import fence, mark, new_stream, on_stream
 from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError, refusal
 from megatron_distopt.layout import Box
@@ -187,14 +187,8 @@ class Protection:
             keep_only(self._folder, [each for each in (self._kept, snapshot) if each is not None])
         copy, ready = self._copy(contribution)
         copying = self._copying = _Copying(snapshot)
-        tasks = (lambda: self._send(snapshot, copy, ready)), (lambda: self._receive(snapshot))
-        names = "megatron_distopt snapshot, send", "megatron_distopt snapshot, receive"
-        copying.threads = [
-            threading.Thread(target=self._guarded, args=(copying, task), name=name, daemon=True)
-            for name, task in zip(names, tasks, strict=True)
-        ]
-        for thread in copying.threads:
-            thread.start()
+        tasks = {"send": lambda: self._send(snapshot, copy, ready), "receive": lambda: self._receive(snapshot)}
+        copying.threads = [begin_thread(self._guarded, f"snapshot, {name}", copying, tasks[name]) for name in tasks]
 
     def _contribution(self, snapshot: Snapshot, state: Callable[[], Any]) -> Contribution:
         snapshot.folder(self._folder).mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ its rank once wrote. A damaged copy is left to the other node's, a damaged or in
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -95,8 +96,8 @@ def restore(
         text += f", {time.monotonic() - start:.1f} s" + ("" if is_same else "; other parallel sizes")
         _tell("; ".join((text, *passed_over)), nodes)
         return snapshot, Resumed(snapshot.step, state, is_same)
-    if found:
-        _tell("; ".join(("no snapshot in memory is taken", *passed_over)), nodes)
+    if found or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        _tell("; ".join(("no snapshot in memory is taken", *(passed_over or ["there is none"]))), nodes)
     return None
 
 
