@@ -13,13 +13,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 
-OURS, PEER, TEXT = "#1f6fb4", "#a9b4c0", "#24292f"
+OURS, PEER, FEWER, TEXT = "#1f6fb4", "#a9b4c0", "#d1622b", "#24292f"
 #: Opacity of the part of a bar that is held between two steps.
 LIGHT = 0.45
 #: Contestants of the results in the order of the rows, with the names that a reader knows.
@@ -134,12 +135,48 @@ def _draw_trainings(figure: Any, result: Mapping[str, Any]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
 
 
+def _draw_lost_node(figure: Any, result: Mapping[str, Any]) -> None:
+    """Loss and learning rate by step, and steps by time, of a run with and without a lost node."""
+    figure.set_size_inches(11, 4)
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.2, 1), height_ratios=(2.4, 1))
+    loss, steps = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[:, 1])
+    rate = figure.add_subplot(grid[1, 0], sharex=loss)
+    plain, lost = result["runs"]
+    for axes, of in ((loss, "loss"), (rate, "lr")):
+        axes.plot(plain["step"], plain[of], color=PEER, linewidth=4, label=plain["name"])
+    steps.plot(plain["seconds"], plain["step"], color=PEER, linewidth=4, label=plain["name"])
+    steps.plot(lost["seconds"], lost["step"], color=PEER, linestyle=":", linewidth=1)
+    for first, end in _starts(lost["step"]):
+        color = OURS if lost["ranks"][first] == max(lost["ranks"]) else FEWER
+        name = f"{lost['name']}: {lost['ranks'][first]} ranks" if first == 0 or color == FEWER else None
+        for axes, of in ((loss, "loss"), (rate, "lr")):
+            axes.plot(lost["step"][first:end], lost[of][first:end], color=color, linewidth=1, label=name)
+        steps.plot(lost["seconds"][first:end], lost["step"][first:end], color=color, linewidth=1.5)
+    for text, seconds in result["events"].items():
+        done = max(step for step, when in zip(lost["step"], lost["seconds"], strict=True) if when <= seconds)
+        steps.annotate(text, (seconds, done), xytext=(3, -4), va="top", textcoords="offset points", fontsize=8)
+    loss.set_ylabel("loss")
+    rate.set(xlabel="step", ylabel="learning rate")
+    steps.set(xlabel="seconds since the first step", ylabel="step")
+    loss.tick_params(labelbottom=False)
+    loss.legend(frameon=False, fontsize=8)
+    for axes in (loss, rate, steps):
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def _starts(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each start of a run begins and ends: the next one goes back to an earlier step."""
+    begins = [0, *(at for at in range(1, len(steps)) if steps[at] <= steps[at - 1]), len(steps)]
+    return list(pairwise(begins))
+
+
 _TIME = "Time of a training step: median and range of the rounds, lower is better"
 _MEMORY = "Memory of a rank: held between steps (dark) and peak of a step (light), lower is better"
 PICTURES = (
     Picture("train", "train", partial(_draw_bars, _TIME, "ms", _draw_seconds)),
     Picture("memory", "memory", partial(_draw_bars, _MEMORY, "bytes per parameter", _draw_bytes)),
     Picture("state_quality", "quality_precision", _draw_trainings),
+    Picture("protect", "lost_node", _draw_lost_node),
     Picture("muon", "quality_muon", _draw_trainings),
 )
 
