@@ -147,8 +147,9 @@ def _draw_lost_node(figure: Any, result: Mapping[str, Any]) -> None:
     steps.plot(plain["seconds"], plain["step"], color=PEER, linewidth=4, label=plain["name"])
     steps.plot(lost["seconds"], lost["step"], color=PEER, linestyle=":", linewidth=1)
     for first, end in _starts(lost["step"]):
-        color = OURS if lost["ranks"][first] == max(lost["ranks"]) else FEWER
-        name = f"{lost['name']}: {lost['ranks'][first]} ranks" if first == 0 or color == FEWER else None
+        ranks = lost["ranks"][first]
+        color, other = (OURS, None) if ranks == max(lost["ranks"]) else (FEWER, f"the same with {ranks} ranks")
+        name = lost["name"] if first == 0 else other
         for axes, of in ((loss, "loss"), (rate, "lr")):
             axes.plot(lost["step"][first:end], lost[of][first:end], color=color, linewidth=1, label=name)
         steps.plot(lost["seconds"][first:end], lost["step"][first:end], color=color, linewidth=1.5)
