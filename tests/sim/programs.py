@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.checkpoint.tensor_file import TensorReader
+from megatron_distopt.device import on_stream
 from megatron_distopt.errors import DistOptError
 from tests.support.models import Params, exact_grads
 
 MICROBATCHES = 2
+#: More operations than a step has.
+_MANY = 1000
 #: Of `distribute`, for all programs of this process.
 options: dict[str, Any] = {"accelerator": "torch"}
 
@@ -251,6 +254,10 @@ class Run:
             protection._send = lambda *arguments: self._is_queued.wait() and send(*arguments)
         else:
             self._read_snapshot()
+        with on_stream(protection._stream, self.device):  # the copy comes long after the next step, if nothing waits
+            busy = torch.zeros(1, device=self.device)
+            for _ in range(_MANY):
+                busy.add_(1)
         self.optimizer.protect(number + 1, lambda: {"step": number})
 
     def _read_snapshot(self) -> None:
