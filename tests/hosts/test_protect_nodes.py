@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import re
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -182,6 +184,42 @@ def test_node_when_it_loses_power_and_comes_back_then_its_neighbour_has_its_stat
     job.start().end()
     assert [source for source, _ in job.begins.values()] == ["disk", "memory", "disk"], job.output
     assert job.begins[1][1] >= 10
+    job.assert_equal(whole)
+
+
+_STORE = """import time, torch.distributed as dist
+store = dist.TCPStore("0.0.0.0", {port}, is_master=True, wait_for_workers=False, multi_tenant=True)
+time.sleep(1e9)"""
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_machine_of_torchruns_store_when_lost_then_nobody_is_started_anew_until_torchrun_is_and_memory_serves(
+    trains: bool, nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    """Node 0. Where it trains nothing, training goes on until the next loss."""
+    plan = Plan(str(tmp_path / "run"), STEPS, PROTECT, pause=0.2)
+    job, others = Job(nodes, plan, (2, 2) if trains else (0, 2, 2), "2:2"), [1] if trains else [1, 2]
+
+    def start() -> None:
+        nodes.boot(0)
+        if not trains:
+            nodes.do(0, f"{shlex.join([sys.executable, '-c', _STORE.format(port=job.endpoint)])} > /dev/null 2>&1 &")
+        job.start(*others, *([0] if trains else []))
+
+    start()
+    job.wait_for_step(12)
+    job.lose(0)
+    if not trains:
+        job.wait_for_step(22)
+        nodes.do(1, f"kill -9 {job.processes(0.0)[0]}")
+    job.agents[others[-1]].wait_for("ends itself|Error")
+    time.sleep(6.0)
+    assert len(job.begins) == 1
+    for node in others:
+        nodes.do(node, "kill -9 -1")  # all that torchrun has started
+    start()
+    job.end()
+    assert job.begins[1][0] == "memory" and job.begins[1][1] >= (10 if trains else 20), job.output
     job.assert_equal(whole)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_distopt.checkpoint.digests import LoggedStep, differing, read_run
 from tests.support import protected_megatron
-from tests.support.mortal_nodes import mortal_nodes
+from tests.support.mortal_nodes import IMPORTS, mortal_nodes
 from tests.support.node_job import Job
 from tests.support.nodes import WHY_NOT
 from tests.support.protected_megatron import DIGESTS
@@ -31,7 +31,7 @@ PROTECT = {"protect_every": EVERY, "protect_timeout": 6.0}
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A run that nothing happens to, with a checkpoint of each step."""
     folder = tmp_path_factory.mktemp(request.param)
-    with mortal_nodes(2, imports={"fork": "torch._dynamo", "core": "tests.support.gpt"}[request.param]) as nodes:
+    with mortal_nodes(2, imports="tests.support.gpt" if request.param == "core" else IMPORTS) as nodes:
         script = str(protected_megatron.__file__), request.param
         plan = Plan(str(folder / "whole"), STEPS, save_at=[*range(1, STEPS + 1)])
         yield Job(nodes, plan, name="whole", script=script).start().end()

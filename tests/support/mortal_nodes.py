@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["Launch", "MortalNodes", "mortal_nodes"]
+__all__ = ["Launch", "MortalNodes", "mortal_nodes", "port_of"]
 
 _ROOT = Path(__file__).parents[2]
 _SERVER = Path(__file__).with_name("node_process.py")
+#: What workers find imported, because that takes a second of each of them.
+IMPORTS = "tests.support.protected_training"
 _PORT = 29400
 #: Seconds; torchrun takes a node as lost after 10 of them, waits so long for further nodes, and for the least number.
 _RENDEZVOUS = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5, "last_call_timeout": 3, "join_timeout": 200}
@@ -35,6 +37,11 @@ _HOLD += ["--kill-child", "--mount-proc", "sh", "-c"]
 #: $0 is the name of the node, $1 the size of its memory; the loop waits for processes that lost their parent.
 _NODE = 'mount -t tmpfs -o size="$1" tmpfs /dev/shm && hostname "$0" && ip link set lo up && echo up'
 _NODE += " && while :; do sleep 0.2; done"
+
+
+def port_of(name: str, more: int = 0) -> int:
+    """Of torchrun's store, by the name of the job."""
+    return _PORT + 2 * (sum(name.encode()) % 97) + more
 
 
 class Launch:
@@ -168,7 +175,7 @@ class MortalNodes:
             words: further options, script and arguments.
             name: of the job; jobs with other names have other ports, and those with another `port`.
         """
-        port += _PORT + 2 * (sum(name.encode()) % 97)
+        port = port_of(name, port)
         settings = {**_RENDEZVOUS, "is_host": int(node == 0)}
         # Otherwise a node that comes back waits for an address that torchrun (2.13) writes in its first round alone.
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "eth0", **variables}
@@ -180,7 +187,7 @@ class MortalNodes:
 
 
 @contextmanager
-def mortal_nodes(count: int, memory: str = "256m", *, imports: str = "torch._dynamo") -> Iterator[MortalNodes]:
+def mortal_nodes(count: int, memory: str = "256m", *, imports: str = IMPORTS) -> Iterator[MortalNodes]:
     """Makes the nodes, and ends whatever runs on them when the block ends; workers find a module imported."""
     requests, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = ["setpriv", "--pdeathsig", "KILL", sys.executable, str(_SERVER), str(served.fileno()), imports]

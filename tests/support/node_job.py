@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import protected_training
-from tests.support.mortal_nodes import Launch, MortalNodes
+from tests.support.mortal_nodes import Launch, MortalNodes, port_of
 from tests.support.protected_training import Plan
 
 _VARIABLES = {
@@ -46,22 +46,30 @@ class Job:
     def _file(self) -> Path:
         return self.plan.write(Path(f"{self.plan.folder}.json"))
 
+    @property
+    def _name(self) -> str:
+        return self.name or Path(self.plan.folder).parent.name
+
+    @property
+    def endpoint(self) -> int:
+        """The port of torchrun's store."""
+        return port_of(self._name, self.port)
+
     def start(self, *nodes: int) -> Job:
         """On these nodes, or on all of them."""
-        name = self.name or Path(self.plan.folder).parent.name
         size = self.size or f"{len(self.ranks)}:{len(self.ranks)}"
         for node in nodes or range(len(self.ranks)):
             self.nodes.boot(node)
             words = [*self.script, str(self._file)]
             line = ["--nproc-per-node", str(self.ranks[node]), "--max-restarts", str(self.restarts), *words]
-            self.agents[node] = self.nodes.torchrun(node, size, line, _VARIABLES, name=name, port=self.port)
+            self.agents[node] = self.nodes.torchrun(node, size, line, _VARIABLES, name=self._name, port=self.port)
         return self
 
     def lose(self, *nodes: int) -> None:
         """These nodes lose power at once."""
         self.nodes.kill(*nodes)
         for node in nodes:
-            self.agents.pop(node)
+            self.agents.pop(node, None)
 
     def end(self, seconds: float = 300.0) -> Job:
         """Waits for its end, which has to be a success."""

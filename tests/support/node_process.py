@@ -74,6 +74,7 @@ def _start(request: dict[str, Any], output: int, status: int) -> NoReturn:
 
 def serve(descriptor: int, imports: str) -> NoReturn:
     """Forks an agent for each request: JSON, and the descriptors for its output and its status."""
+    import torch._dynamo
     import torch.distributed.run  # noqa: F401
 
     importlib.import_module(imports)
