@@ -80,6 +80,13 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name in ("docs", "internals")], ids=lambda page: page.stem
+)
+def test_page_of_the_docs_when_it_begins_then_with_the_question_that_it_answers(page: Path) -> None:
+    assert re.match(r"# [^\n]+\n\n\*[A-Z][^\n]*\?\*\n", page.read_text(encoding="utf-8")), "no *question?* first"
+
+
 @each_page
 def test_page_when_it_links_then_file_and_heading_exist(page: Path) -> None:
     links = _links(page)
