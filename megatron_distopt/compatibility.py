@@ -27,6 +27,9 @@ class Feature(Enum):
     OVERLAPPED_GATHER = "`overlap_param_gather`"
     NO_LOSS_SCALE = "no `loss_scale`"
     MUON_OPTIONS = "an option of Muon, such as `muon_momentum`"
+    AVERAGES = "`ema_decay`"
+    NO_AVERAGES = "no `ema_decay`"
+    AVERAGED_EVALUATION = "`ema_eval`"
     # The inner optimizer.
     WHOLE_PARAMS = "an inner optimizer of whole matrices or params: Muon, or a class like Adafactor"
     NOT_ADAM = "an inner optimizer other than Adam and AdamW"
@@ -44,6 +47,8 @@ class Feature(Enum):
     ADDED_GROUP = "`add_param_group()`"
     FORK_BUCKETS = "`overlap_grad_reduce`, `overlap_param_gather` or `bucket_size` in a Megatron of 2023"
     FORK_EXPERTS = "experts in a Megatron of 2023"
+    OWN_LOOP = "a training loop of your own with plain torch"
+    PER_RANK_FILES = "a Megatron of 2023 that saves per-rank files (23.04)"
     PARAM_READERS = "a flag with which a Megatron of 2023 reads params outside of a forward pass"
 
 
@@ -79,6 +84,14 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     Feature.MUON_OPTIONS: {
         Feature.NOT_MUON: "Write optimizer=muon in a Megatron, or give the option to torch.optim.Muon in plain torch.",
         Feature.HOSTS_MUON: "Use the host's --muon-* flags instead.",
+    },
+    Feature.AVERAGES: {
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has no place for averages.",
+        Feature.PER_RANK_FILES: "Leave ema_decay out, or use a fork of Megatron-LM 23.06 or later.",
+    },
+    Feature.AVERAGED_EVALUATION: {
+        Feature.OWN_LOOP: "Write 'with optimizer.averaged_params():' around your evaluation.",
+        Feature.NO_AVERAGES: "Write ema_decay=0.999 as well.",
     },
     Feature.PARAM_READERS: {Feature.OVERLAPPED_GATHER: "Leave one of the two out."},
     Feature.FORK_EXPERTS: {
@@ -117,6 +130,9 @@ def _features_of(config: DistOptConfig) -> dict[Feature, str]:
         Feature.OVERLAPPED_GATHER: config.overlap_param_gather and text("overlap_param_gather"),
         Feature.NO_LOSS_SCALE: config.loss_scale is None and text("loss_scale"),
         Feature.MUON_OPTIONS: muon and text(muon),
+        Feature.AVERAGES: config.ema_decay is not None and text("ema_decay"),
+        Feature.NO_AVERAGES: config.ema_decay is None and text("ema_decay"),
+        Feature.AVERAGED_EVALUATION: config.ema_eval and text("ema_eval"),
         Feature.WHOLE_PARAMS: config.optimizer == "muon" and text("optimizer"),
         Feature.NOT_MUON: config.optimizer != "muon" and text("optimizer"),
         Feature.NOT_ADAM: config.optimizer not in ("adam", "muon") and text("optimizer"),

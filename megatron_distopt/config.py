@@ -223,6 +223,8 @@ class DistOptConfig:
         "there; 0 for none",
         FRACTION,
     )
+    ema_decay: float | None = option(None, "decay of fp32 averages of the main params, such as 0.999", FRACTION)
+    ema_eval: bool = option(False, "a Megatron evaluates the averages of the params in place of the params")
     bucket_size: int | None = option(
         None,
         "elements of a bucket; none for one bucket a buffer, or for a size that suits the model where communication "

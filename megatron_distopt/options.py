@@ -100,7 +100,7 @@ class Option:
         try:
             if "int" in self._type_names and text not in (self.rule.words if self.rule else ()):
                 return self.checked(int(text), spelled)
-            if self.annotation == "float":
+            if self._type_names[0] == "float":
                 return self.checked(float(text), spelled)
             return YES_OR_NO[text.lower()] if self.is_switch else self.checked(text, spelled)
         except (KeyError, ValueError) as error:

@@ -27,6 +27,9 @@ ASKED: dict[Feature, dict[str, Any]] = {
     Feature.NOT_MUON: {"optimizer": "sgd"},
     Feature.NOT_ADAM: {"optimizer": "torch.optim:Adagrad"},
     Feature.WHOLE_PARAMS: {"optimizer": "muon"},
+    Feature.AVERAGES: {"ema_decay": 0.999},
+    Feature.NO_AVERAGES: {},
+    Feature.AVERAGED_EVALUATION: {"ema_eval": True},
 }
 
 
@@ -49,7 +52,7 @@ def test_features_when_they_exclude_each_other_then_both_are_named_with_what_to_
 
 @pytest.mark.parametrize("feature", ASKED)
 def test_feature_when_it_stands_alone_then_taken(feature: Feature) -> None:
-    if feature is not Feature.MUON_OPTIONS:
+    if feature not in (Feature.MUON_OPTIONS, Feature.AVERAGED_EVALUATION):
         check_compatible(DistOptConfig(**ASKED[feature]))
     check_compatible(DistOptConfig(loss_scale="dynamic"), {Feature.FP16_PARAMS: "fp16 params"})
 

@@ -226,6 +226,7 @@ def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
     transformer_engine = foreign_adam("transformer_engine.pytorch.optimizers", "FusedAdam")
     return (
         StepEntry("ours", Ours),
+        StepEntry("ours, with averages", partial(Ours, ema_decay=0.999)),
         StepEntry("fork of 2023", partial(ForkStepper, adam=forloop)),
         StepEntry("fork of 2023, fused Adam", partial(ForkStepper, adam=fused)),
         StepEntry("torch as people write it", partial(Undistributed, adam=fused, copies_together=False)),

@@ -32,6 +32,7 @@ from megatron_distopt.checkpoint.whole_model import WholeModel, flat_params_of, 
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import counts_in_groups, moment_to_fill, part_for, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
@@ -84,6 +85,21 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
     raise_together(lambda: take_state(state, plan, model), everyone, "load")
     if everyone.rank == 0:
         tell(line for lines in changed for line in lines)
+    optimizers = [share.optimizer for share in model.shares]
+    note_averages(optimizers, are_loaded=state.manifest.has_averages, is_told=everyone.rank == 0)
+
+
+def note_averages(optimizers: Sequence[ShardedOptimizer], *, are_loaded: bool, is_told: bool) -> None:
+    """Notes whether a state that was loaded had averages, and says, if `is_told`, where that is not as in the run."""
+    averages = [each.averages for each in optimizers if each.averages is not None]
+    for each in averages:
+        each.has_begun = are_loaded
+    if is_told and averages and not are_loaded:
+        _log.warning("the state that was loaded has no averages of params; they begin anew from the main params")
+    elif is_told and are_loaded and not averages:
+        _log.warning(
+            "the averages of params in the state that was loaded are left out; ema_decay would go on with them"
+        )
 
 
 def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
@@ -200,7 +216,8 @@ def fill_groups(
     }
     for read, tensor in tensors:
         flat, kind = read.piece.flat, kind_of(read.key)
-        into = read.piece.view(flat.main if kind == main_kind else moments[flat][kind])
+        kept = {main_kind: flat.main, AVERAGE: flat.average}.get(kind)
+        into = read.piece.view(moments[flat][kind] if kept is None else kept)
         into[read.box.relative_to(read.piece.piece.in_global.offsets).as_slices()].copy_(tensor)
         del tensor  # as in `_read_from`
     for match in matches:

@@ -24,6 +24,7 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box, Placement
+from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import counts_in_groups, part_for
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
@@ -130,7 +131,8 @@ def plan_reads(state: Loadable, saved: Mapping[str, SavedParam], model: WholeMod
     reads = []
     for piece in owned_pieces(model):
         param = saved[piece.placement.name]
-        for kind in (MAIN, *(kind for kind, _ in param.state.kinds)):
+        of_average = (AVERAGE,) if state.manifest.has_averages and piece.flat.average is not None else ()
+        for kind in (MAIN, *of_average, *(kind for kind, _ in param.state.kinds)):
             key = key_of(kind, param.name)
             record, what = state.manifest.tensors[key], f"tensor {key!r} in checkpoint {state.where}"
             wanted = _wanted(piece, record.shape, what, model)
@@ -204,7 +206,7 @@ def _saved_params(state: Loadable, model: WholeModel, saved_names: Mapping[str, 
             raise CheckpointError(f"Invalid checkpoint {state.where}: {got}. Must {rule}. {_another(model)}.")
         group, owned = group_of[name], tuple(filter(is_owned, keys[name]))
         kinds = {kind_of(key): getattr(torch, manifest.tensors[key].dtype) for key in keys[name] if not is_owned(key)}
-        moments = tuple(sorted((kind, dtype) for kind, dtype in kinds.items() if kind != MAIN))
+        moments = tuple(sorted((kind, dtype) for kind, dtype in kinds.items() if kind not in (MAIN, AVERAGE)))
         saved = SavedParam(name, group, SavedState(group.step, tuple(sorted(group.scalars.items())), moments), owned)
         if _begins_anew(saved, manifest, placement, current, optimizer):
             saved = SavedParam(name, group, SavedState(), (), begins_anew=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.load import fill_groups, separate
+from megatron_distopt.checkpoint.load import fill_groups, note_averages, separate
 from megatron_distopt.checkpoint.load_plan import GroupMatch, Read, SavedState, check_steps, needed_moments
 from megatron_distopt.checkpoint.manifest import Chunk, check_counts, covering, key_of
 from megatron_distopt.checkpoint.param_groups import (
@@ -28,6 +28,7 @@ from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
@@ -47,7 +48,7 @@ class _GivenState:
 
     @property
     def saved(self) -> SavedState:
-        kinds = sorted((kind, torch.float32) for kind in self.values if kind != MAIN_PARAM)
+        kinds = sorted((kind, torch.float32) for kind in self.values if kind not in (MAIN_PARAM, AVERAGE))
         if not kinds:
             return SavedState()
         scalars = {key: Scalar.of(value) for key, value in self.scalars.items()}
@@ -84,6 +85,8 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
     load_loss_scale(optimizer.loss_scale, scale)
     optimizer.num_skipped = int(scale.get("num_skipped", optimizer.num_skipped))
     _take_states(params, checked[0])
+    are_loaded = any(AVERAGE in each.values for each in checked[0].values())
+    note_averages([optimizer], are_loaded=are_loaded, is_told=params.everyone.rank == 0)
 
 
 def names_with_state(params: TorchParams, state_dict: Mapping[str, Any]) -> list[str]:
@@ -177,7 +180,7 @@ def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) 
     needed = (needed_moments(params.share.optimizer, number) for number in range(len(params.names)))
     known = [each for begin in params.begins for each in begin.items()]  # of a param of three elements
     moments = {key for key, value in known if torch.is_tensor(value) and value.dim()}
-    return (found | {key for key, _ in known}) - frozenset().union(*needed) - moments - {MAIN_PARAM}
+    return (found | {key for key, _ in known}) - frozenset().union(*needed) - moments - {MAIN_PARAM, AVERAGE}
 
 
 def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]) -> _GivenState:
@@ -192,7 +195,8 @@ def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: se
             if not torch.is_tensor(value) or tuple(value.shape) != shape:
                 got = f"shape {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
                 raise CheckpointError(f"{what}: {got}. Must be a tensor of its shape {list(shape)}. {_REMEDY}.")
-            values[key] = value
+            if key != AVERAGE or not all(bool(part.isnan().all()) for part in _parts_of(value)[1]):
+                values[key] = value
             continue
         if key == STEP and not (_is_number(value) and float(value) >= 0):
             raise CheckpointError(f"{what}: {value!r}. Must be a number of at least 0. {_REMEDY}.")
@@ -210,7 +214,8 @@ def _is_number(value: object) -> bool:
 
 def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxima: bool) -> None:
     """Checks that the state holds what the inner optimizer needs, or nothing."""
-    optimizer, kinds, number = params.share.optimizer, given.values.keys() - {MAIN_PARAM}, params.number_of[name]
+    optimizer, number = params.share.optimizer, params.number_of[name]
+    kinds = given.values.keys() - {MAIN_PARAM, AVERAGE}
     known = (frozenset(moments_of(optimizer.inner, flat.main)) - {STEP} for flat in optimizer.flat_params)
     wanted = needed_moments(optimizer, number) or next((moments for moments in known if moments), frozenset())
     wanted |= {"max_exp_avg_sq"} if is_adam(optimizer, number) and has_maxima else set()
@@ -223,8 +228,8 @@ def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxi
 
 def _without_begin(params: TorchParams, name: str, given: _GivenState) -> _GivenState:
     """Drops the state with which `state_dict()` shows a param that was never updated: it has none in the optimizer."""
-    main = {key: value for key, value in given.values.items() if key == MAIN_PARAM}
-    moments = [value for key, value in given.values.items() if key != MAIN_PARAM]
+    main = {key: value for key, value in given.values.items() if key in (MAIN_PARAM, AVERAGE)}
+    moments = [value for key, value in given.values.items() if key not in (MAIN_PARAM, AVERAGE)]
     parts = [part for value in moments for part in _parts_of(value)[1]]
     is_begin = given.step == 0 and is_adam(params.share.optimizer, params.number_of[name])
     is_zero = is_begin and not any(bool(part.count_nonzero()) for part in parts)
@@ -249,7 +254,7 @@ def _reads(params: TorchParams, given: Mapping[str, _GivenState]) -> Iterator[tu
             boxes, parts = _parts_of(value)
             for number, box in covering(piece.piece.in_global, boxes, what, remedy):
                 read = Read(key_of(kind, name), Chunk(boxes[number], 0, 0, 0), box, piece)
-                if kind != MAIN_PARAM or piece.flat.owns_memory:
+                if piece.flat.owns_memory if kind == MAIN_PARAM else kind != AVERAGE or piece.flat.average is not None:
                     yield read, parts[number][read.in_chunk.as_slices()]
 
 

@@ -34,6 +34,7 @@ from megatron_distopt.checkpoint.param_groups import (
 )
 from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.averages import AVERAGE
 
 _FORMAT_VERSION = 1
 _FORMAT = "megatron_distopt"
@@ -118,6 +119,10 @@ class Manifest:
     def names(self) -> tuple[str, ...]:
         """Names of the params, in the order of the keys."""
         return tuple(name_of(key) for key in self.tensors if kind_of(key) == MAIN)
+
+    @cached_property
+    def has_averages(self) -> bool:
+        return bool(self.names) and all(key_of(AVERAGE, name) in self.tensors for name in self.names)
 
     @property
     def nbytes(self) -> int:

@@ -3,11 +3,11 @@
 [Note: torch's format] On one data-parallel rank every value is a plain tensor of the param's shape, a view of the live
 state, as in torch: torch.optim.AdamW loads it, and its own loads here. On several ranks a value is a `ShardedValue`, of
 which torch.distributed.checkpoint (DCP) saves and fills each rank's boxes. "main_param" is the fp32 main param of a
-16-bit param, which torch does not have and ignores.
+16-bit param and "main_average" the average of the param, which torch does not have and ignores.
 
 A param that was never updated has a state, too, so that a new optimizer has something that DCP can fill: the zeros and
-the count of 0 with which Adam and SGD begin, and nan for what other classes keep, as a trial step says it. A load takes
-neither for a state.
+the count of 0 with which Adam and SGD begin, and nan for averages and for what other classes keep, as a trial step says
+it. A load takes neither for a state.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import moments_of, part_for
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, as_plain
 from megatron_distopt.optimizer.main_params import FlatParam
@@ -329,6 +330,7 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
             return False
         pieces, inner = params.pieces.get(name, []), params.share.optimizer.inner
         has_any = name in params.has_main or bool(params.begins[params.number_of[name]])
+        has_any = has_any or params.share.optimizer.averages is not None
         return has_any or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
 
     def __bool__(self) -> bool:
@@ -369,6 +371,9 @@ def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     state = {kind: _value(params, name, moments.get(kind), begin.get(kind)) for kind in kinds}
     if name in params.has_main:
         state[MAIN_PARAM] = _value(params, name, None if flat is None else flat.main)
+    if optimizer.averages is not None:
+        average = flat.average if flat is not None and optimizer.averages.has_begun else None
+        state[AVERAGE] = _value(params, name, average, torch.full((1,), math.nan))
     return {**scalars, **state} or nothing
 
 
@@ -390,7 +395,8 @@ def _value(params: TorchParams, name: str, flat: Tensor | None, begin: Tensor | 
 
 def is_unwritten(state: Mapping[str, Any]) -> bool:
     """Whether all that is kept for each element of a param is nan, see [Note: torch's format]."""
-    values = [value for key, value in state.items() if key != MAIN_PARAM and torch.is_tensor(value) and value.dim()]
+    kept = [value for key, value in state.items() if key not in (MAIN_PARAM, AVERAGE)]
+    values = [value for value in kept if torch.is_tensor(value) and value.dim()]
     parts = [part for value in values for part in (value.parts if isinstance(value, ShardedValue) else [value])]
     floats = [part for part in parts if part.is_floating_point() and part.numel()]
     return bool(floats) and all(bool(as_plain(part).isnan().all()) for part in floats)

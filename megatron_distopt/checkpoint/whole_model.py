@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import ParamShard, Piece, Placement
+from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.loss_scale import LossScale
 from megatron_distopt.optimizer.main_params import FlatParam
@@ -95,8 +96,11 @@ class OwnedPiece:
         return stretch.view(self.piece.sizes)[self.piece.inside.as_slices()]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the main param and of the moments, by key."""
+        """Views of the main param, of its average once there is one, and of the moments, by key."""
         yield key_of(MAIN, self.placement.name), self.view(self.flat.main)
+        averages = self.share.optimizer.averages
+        if self.flat.average is not None and averages is not None and averages.has_begun:
+            yield key_of(AVERAGE, self.placement.name), self.view(self.flat.average)
         for kind, tensor in moments_of(self.share.optimizer.inner, self.flat.main).items():
             yield key_of(kind, self.placement.name), self.view(tensor)
 

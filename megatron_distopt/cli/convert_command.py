@@ -14,9 +14,8 @@ def answer(parsed: argparse.Namespace) -> Answer:
     place = find(parsed.source)
     source = open_any(place.path, resume_step=parsed.resume_step)
     with progress_of("converting", sum(map(nbytes_of, source.tensors.values()))) as progress:
-        done = convert(
-            place.path, parsed.target, parsed.to, progress=progress, dp=parsed.dp, resume_step=parsed.resume_step
-        )
+        how = {"dp": parsed.dp, "resume_step": parsed.resume_step, "is_averaged": parsed.averaged}
+        done = convert(place.path, parsed.target, parsed.to, progress=progress, **how)
     if done.written == "torch":
         use = f"torch.load({str(done.path)!r}, weights_only=True)"
     elif done.is_iteration:

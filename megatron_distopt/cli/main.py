@@ -146,6 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
     convert.add_argument("--to", choices=FORMATS, required=True, help="the format to write")
     convert.add_argument("--dp", type=_count, metavar="N", help="data-parallel size of the run to come")
+    text = "the averages of a run with ema_decay become the params, in the model files as well"
+    convert.add_argument("--averaged", action="store_true", help=text)
     convert.add_argument("--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it")
     plan_command.add_arguments(of["plan"], _count)
     return parser

@@ -107,6 +107,8 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
         group.add_argument(flag, choices=tuple(words), nargs="+", default=default, help=text)
     text = "part of the state of 16-bit params that is on the host, by whole buckets and in fp32; 0"
     group.add_argument("--offload-fraction", type=_number, nargs="+", default=[0.0], metavar="F", help=text)
+    text = "averages of the main params in fp32, with any decay such as 0.999; none"
+    group.add_argument("--ema-decay", type=_number, metavar="D", help=text)
     text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
     bucket = partial(_bucket_size, count)
     group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
@@ -166,8 +168,8 @@ def _choices_of(parsed: argparse.Namespace) -> Iterator[Choice]:
                 yield Choice(cut, dtype, grad_dtype, reduce_dtype, bucket, *state)
 
 
-def _states_of(parsed: argparse.Namespace, dtype: str) -> Iterator[tuple[str, str, str, float]]:
-    """Forms of main params and moments, and fraction on the host; with --memory also forms not asked for."""
+def _states_of(parsed: argparse.Namespace, dtype: str) -> Iterator[tuple[str, str, str, float, float | None]]:
+    """Forms of main params and moments, fraction on the host, decay of averages; with --memory also other forms."""
     mains, firsts, seconds = parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype
     usual = ("float32",)
     tried_mains, tried_moments = (usual, usual) if parsed.memory is None else (_MAINS[dtype], _MOMENTS)
@@ -175,7 +177,7 @@ def _states_of(parsed: argparse.Namespace, dtype: str) -> Iterator[tuple[str, st
     if not firsts and not seconds:
         moments = [(form, form) for form in tried_moments]
     for main, (first, second), fraction in itertools.product(mains or tried_mains, moments, parsed.offload_fraction):
-        yield main, first, second, fraction
+        yield main, first, second, fraction, parsed.ema_decay
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
         key_of = {param.spec.name: param.decays for param in in_buffer}
         [on_host] = choose_buckets([layout], choice.offload_fraction)
         held = footprint_of(layout, group_rank, choice.widths, key_of.__getitem__, on_host)
-        snapshot_nbytes += held.main_nbytes + held.moment_nbytes
+        snapshot_nbytes += held.main_nbytes + held.moment_nbytes + held.average_nbytes
         if choice.dtype == "fp32":  # the owned params are main params, too
             snapshot_nbytes += held.param_nbytes // layout.num_shards
         parts = sent_for(layout, choice.widths)
@@ -421,6 +423,7 @@ _USUAL = {
     "bucket": "all",
     "stage": "0",
     "host": "0 B",
+    "averages": "0 B",
     "peak": "",
     "left": "",
 }
@@ -456,6 +459,7 @@ def _cells(stage: StagePlan, peak_nbytes: int, memory_nbytes: int | None) -> dic
         "grads": size_text(held.grad_nbytes),
         "main": size_text(held.main_nbytes),
         "moments": size_text(held.moment_nbytes),
+        "averages": size_text(held.average_nbytes),
         "host": size_text(held.host_nbytes + held.staging_nbytes),
         "all": size_text(held.lasting_nbytes),
         "peak": "" if memory_nbytes is None else size_text(peak_nbytes),

@@ -21,7 +21,7 @@ REDUCE_NBYTES = {"bfloat16": 2, "float16": 2}
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
 #: Options of a run that are chosen here under the same names.
-_STATE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction")
+_STATE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction", "ema_decay")
 #: Megatron makes the width of a gated MLP a multiple of this, and the vocabulary of a rank one of the other.
 _GATED_MULTIPLE, _VOCAB_MULTIPLE = 64, 128
 
@@ -108,6 +108,7 @@ class Choice:
     exp_avg_dtype: str = "float32"  # form of the first moment, a key of `MOMENT_NBYTES`
     exp_avg_sq_dtype: str = "float32"  # form of the second moment
     offload_fraction: float = 0.0  # the part of the state that is on the host, by buckets
+    ema_decay: float | None = None  # of averages of the main params
 
     def __post_init__(self) -> None:
         state = {name: getattr(self, name) for name in _STATE_OPTIONS}
@@ -131,6 +132,7 @@ class Choice:
             reduce=0 if self.reduce_dtype is None else REDUCE_NBYTES[self.reduce_dtype],
             main_scales=int(self.main_params_dtype in WITH_SCALES and not is_own_main),
             moment_scales=sum(form in WITH_SCALES for form in moments),
+            average=0 if self.ema_decay is None else 4,
         )
 
     @property

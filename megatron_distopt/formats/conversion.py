@@ -6,19 +6,25 @@ under another name until it is complete.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import new_save_id
+from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.checkpoint.whole_model import is_owned
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.common import check_step
+from megatron_distopt.formats.common import check_step, cut
 from megatron_distopt.formats.megatron_2023.file_state import Slices, check_all_written
 from megatron_distopt.formats.megatron_2023.gathered import head_gathered, write_gathered
 from megatron_distopt.formats.megatron_2023.model_file import MODEL
@@ -27,8 +33,11 @@ from megatron_distopt.formats.megatron_2023.plain import write_plain
 from megatron_distopt.formats.pickles import save_whole
 from megatron_distopt.formats.recognise import BESIDE_MODEL, Opened, open_with_files
 from megatron_distopt.formats.torch_files import write_torch_file
+from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
+_log = logging.getLogger("megatron_distopt")
 #: Formats that can be read and written.
 TARGETS = ("distopt", "per-rank", "gathered", "plain", "torch")
 
@@ -51,6 +60,7 @@ def convert(
     progress: Callable[[int], None] = lambda nbytes: None,
     dp: int | None = None,
     resume_step: int | None = None,
+    is_averaged: bool = False,
 ) -> Converted:
     """Writes the optimizer state of one format in another.
 
@@ -65,6 +75,7 @@ def convert(
         progress: called with bytes as they are converted.
         dp: number of data-parallel ranks that will read files of a fork of 2023; None for that of the run that saved.
         resume_step: updates so far, for a fork's files that lost them.
+        is_averaged: whether the averages become the params, in the model files as well.
 
     Raises:
         CheckpointError: `src` cannot be read, or cannot become that, or the disk fails; `dst` is not there then.
@@ -76,6 +87,8 @@ def convert(
     opened = open_with_files(src, resume_step)
     check_step(opened.source.head, src)
     check_groups(opened.source.head.groups, str(src))
+    if is_averaged or to not in ("distopt", "torch"):
+        opened = replace(opened, source=_without_averages(opened, src, is_averaged=is_averaged))
     _check_fits(opened.source, src, to)
     if to == "torch":
         write_torch_file(dst, opened.source, progress)
@@ -105,6 +118,28 @@ def convert(
             f"Target {dst} cannot be written: {error}. Free space there, or write elsewhere."
         ) from error
     return Converted(opened.found, to, dst, is_iteration)
+
+
+@torch.no_grad()
+def _without_averages(opened: Opened, src: Path, *, is_averaged: bool) -> Source:
+    """The state without averages, or with averages as its main params and, rounded, as those of the model files."""
+    source = opened.source
+    tensors = {key: each for key, each in source.tensors.items() if kind_of(key) != AVERAGE}
+    if is_averaged and len(tensors) == len(source.tensors):
+        raise CheckpointError(f"Checkpoint {src} has no averages of params. Leave --averaged out.")
+    if not is_averaged:
+        if len(tensors) < len(source.tensors):
+            _log.warning("the averages of params are left out, for which there is no place; see --averaged")
+        return replace(source, tensors=tensors)
+
+    def read(key: str, box: Box) -> Tensor:
+        return source.read_box(key_of(AVERAGE, name_of(key)) if kind_of(key) == MAIN else key, box)
+
+    for param in (param for file in opened.files for param in file.params):
+        key = key_of(MAIN, param.name)
+        if key in tensors and tensors[key].shape == param.placement.global_shape:
+            param.model.copy_(cut(param.placement, torch.float32, partial(read, key)))
+    return replace(source, tensors=tensors, read_box=read)
 
 
 def _check_fits(source: Source, src: Path, to: str) -> None:

@@ -88,6 +88,17 @@ class PatchPoint:
         return f"{self.module}.{self.attribute}"
 
 
+#: What ends the replacements in the script that trains.
+script_undos: list[Undo] = []
+
+
+def leave_script() -> None:
+    """Puts the functions of the script back."""
+    while script_undos:
+        script_undos[-1]()
+        script_undos.pop()
+
+
 def replaced_since(place: object) -> HostMismatchError:
     """The refusal of an undo where other code has replaced what is in the place."""
     return HostMismatchError(f"{place} was replaced by other code since. Undo that replacement first.")

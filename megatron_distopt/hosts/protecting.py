@@ -30,7 +30,7 @@ from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError, refusal
-from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, Undo, apply
+from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, apply, script_undos
 from megatron_distopt.hosts.saving import ProtectedCalls, tensors_beside
 
 _log = logging.getLogger("megatron_distopt")
@@ -76,8 +76,6 @@ class ScriptCalls(ProtectedCalls):
 
 # --- the functions of the script that are replaced
 
-_undos: list[Undo] = []
-
 
 def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: torch.device) -> None:
     """Collective: lets the host's script, where it trains, make snapshots of its run and go on from them.
@@ -95,7 +93,7 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
         if not step.is_replaced:
             ours = ((load, _load_checkpoint), (step, _train_step))
             try:
-                _undos.append(apply([(point, partial(_replacement, function)) for point, function in ours]))
+                script_undos.append(apply([(point, partial(_replacement, function)) for point, function in ours]))
             except HostError as error:
                 raise type(error)(f"{error} Or {_LEAVE_OUT}.") from error
         if (found := getattr(training, load.attribute, None)) is not load.current:
@@ -105,13 +103,6 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
 
     raise_together(enter, Group.of())
     optimizer.in_script = ScriptRun(optimizer, training, args, device)
-
-
-def leave_script() -> None:
-    """Puts the functions of the script back."""
-    while _undos:
-        _undos[-1]()
-        _undos.pop()
 
 
 def check_arguments(args: Any) -> None:

@@ -52,6 +52,7 @@ def describe(
             on_device = Precision.of(optimizer.config).nbytes_of_moments
             widths = ((8 if flat.on_host else on_device) * flat.main.numel() for flat in optimizer.flat_params)
             nbytes["moments"] = round(sum(widths))
+        nbytes |= {"averages": memory.average_nbytes} if optimizer.averages is not None else {}
         short = sum(flat.grad.numel() for flat in optimizer.flat_params if flat.grad.dtype != torch.float32)
         nbytes |= {"fp32 copies of grads in a step": 4 * short} if short else {}
         lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))

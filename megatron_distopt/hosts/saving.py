@@ -28,6 +28,7 @@ from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.hosts.averaging import AveragedCalls
 from megatron_distopt.hosts.report import announce
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.step import finish_deferred_check
@@ -100,7 +101,7 @@ def tensors_beside(chunks: Iterable[Module]) -> dict[str, Tensor]:
     return found
 
 
-class ProtectedCalls:
+class ProtectedCalls(AveragedCalls):
     """What an optimizer answers about snapshots of its state; a Megatron's own script calls it, see protecting.py."""
 
     protection: Protection | None
@@ -143,6 +144,7 @@ class ProtectedCalls:
         return resumed
 
     def _protected(self, call: str) -> Protection:
+        self._all_sharded()[0].check_has_params(call)
         if self.protection is None:
             remedy = "Give protect_every a number of steps, such as 100"
             raise ConfigError(refusal(call, "no protect_every", "be of a protected run", remedy))

@@ -37,6 +37,7 @@ class Widths:
     reduce: int = 0  # of a gradient while it is communicated; 0 for as many as in the grad buffer
     main_scales: int = 0  # 1 where main params have scales
     moment_scales: int = 0  # how many of the two moments have scales
+    average: int = 0  # of the averages of main params
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Footprint:
     grad_nbytes: int = 0  # the grad buffer, likewise
     main_nbytes: int = 0  # of the flat params that the rank owns, wherever they are
     moment_nbytes: int = 0  # likewise, with the counters of updates
-    host_nbytes: int = 0  # of main params and moments, those in the memory of the host
+    average_nbytes: int = 0  # averages of main params, likewise
+    host_nbytes: int = 0  # of main params, moments and averages, those in the memory of the host
     staging_nbytes: int = 0  # pinned memory of the host, for gradients on their way there and params on their way back
     step_nbytes: int = 0  # on the device during a step: fp32 copies of 16-bit gradients
     num_flat_params: int = 0  # tensors that the inner optimizer updates
@@ -55,7 +57,8 @@ class Footprint:
     @property
     def lasting_nbytes(self) -> int:
         """What stays allocated on the device between steps."""
-        return self.param_nbytes + self.grad_nbytes + self.main_nbytes + self.moment_nbytes - self.host_nbytes
+        state_nbytes = self.main_nbytes + self.moment_nbytes + self.average_nbytes
+        return self.param_nbytes + self.grad_nbytes + state_nbytes - self.host_nbytes
 
     def plus(self, other: Footprint) -> Footprint:
         return Footprint(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -79,7 +82,7 @@ def footprint_of(
     (320, 640, 320, 644)
     """
     flat_params = plan_flat_params(owned_shards(layout, rank), key_of)
-    form_of_host = Widths(widths.param, widths.grad, main=_FP32_NBYTES)
+    form_of_host = Widths(widths.param, widths.grad, main=_FP32_NBYTES, average=widths.average)
     found = Counter(param_nbytes=layout.numel * widths.param, grad_nbytes=layout.numel * widths.grad)
     for bucket, members in groupby(flat_params, key=lambda flat: flat.bucket):
         in_bucket, form = list(members), form_of_host if bucket in on_host else widths
@@ -88,9 +91,11 @@ def footprint_of(
             num_blocks = -(-numel // BLOCK_NUMEL)
             main = numel * form.main + num_blocks * form.main_scales
             moments = numel * form.moments + num_blocks * form.moment_scales + _COUNTER_NBYTES
-            found.update(num_flat_params=1, main_nbytes=main, moment_nbytes=moments)
+            found.update(
+                num_flat_params=1, main_nbytes=main, moment_nbytes=moments, average_nbytes=numel * form.average
+            )
             if bucket in on_host:
-                found["host_nbytes"] += main + moments
+                found["host_nbytes"] += main + moments + numel * form.average
             if widths.grad < _FP32_NBYTES:
                 found["step_nbytes"] += numel * _FP32_NBYTES
         if bucket in on_host:

@@ -1,8 +1,8 @@
-"""torch's fused Adam on a CPU, block by block, so that a main param is rounded while it is still in the cache.
+"""torch's fused Adam on a CPU, block by block: a main param is rounded and averaged while it is still in the cache.
 
 [Note: blocks] Rounding in a sweep of its own reads every main param from memory once more: 4 of 38 or 42 bytes an
-element. Here the same kernel gets a block at a time, and the block is rounded before the next one. A block is cut at
-multiples of what the kernel's vectors hold, so every bit is as without (tests/optimizer/test_blocked_adam.py).
+element. Here the same kernel gets a block at a time, and the block is rounded and averaged before the next one.
+A block is cut at multiples of what the kernel's vectors hold, so every bit is as without.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class _AdamArgs(NamedTuple):
     second: Tensor
     step: Tensor
     model: Tensor | None
+    average: Tensor | None
 
     def cut(self, numel: int) -> Iterator[_AdamArgs]:
         """Pieces of at most `numel` elements."""
@@ -97,7 +98,7 @@ class _InBlocks(FlatOptimizer):
                     if not state:
                         return None
                     moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
-                    of_group.append(_AdamArgs(main, grad, *moments, self._models.get(main)))
+                    of_group.append(_AdamArgs(main, grad, *moments, self._models.get(main), self.due[0].get(main)))
             pieces.append(of_group)
         return pieces
 
@@ -111,12 +112,16 @@ class _InBlocks(FlatOptimizer):
             steps = [piece.step for piece in whole]
             torch._foreach_add_(steps, 1)
             for block in _blocks(whole, numel):
-                mains, grads, firsts, seconds, counts, models = map(list, zip(*block, strict=True))
+                mains, grads, firsts, seconds, counts, models, averages = map(list, zip(*block, strict=True))
                 given = {"grad_scale": divisor, "found_inf": found_inf}
                 type(self)._kernel(mains, grads, firsts, seconds, [], counts, **options, **given)
-                for main, model in zip(mains, models, strict=True):
+                for main, model, average in zip(mains, models, averages, strict=True):
                     if model is not None:
                         model.copy_(main)
+                    if average is not None:
+                        average.lerp_(main, self.due[1])
+            for piece in whole:
+                self.due[0].pop(piece.main, None)
             if found_inf is not None:
                 torch._foreach_sub_(steps, [found_inf] * len(steps))
 

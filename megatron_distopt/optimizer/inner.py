@@ -53,6 +53,8 @@ class FlatOptimizer(Optimizer):
     reads_tensors = False  # whether `grad_scale` and `found_inf` are read as by torch's fused optimizers
     _models: Mapping[Tensor, Tensor] = {}
     _places: Mapping[Tensor, int] = {}
+    #: Averages that the next update may move, by main param; it takes out those that it has moved. Then their weight.
+    due: tuple[dict[Tensor, Tensor], float] = ({}, 0.0)
 
     def round_into(self, models: Mapping[Tensor, Tensor], places: Mapping[Tensor, int] = {}) -> None:
         """From now on the update of a main param is rounded into its model param, where this `rounds_itself`.

@@ -69,6 +69,7 @@ class FlatParam:
     grad: Tensor  # 1-D, the same elements of the grad buffer
     # of one whose main param is on the host while the model param is on a device; None for all others
     on_host: OnHost | None = None
+    average: Tensor | None = None  # fp32 1-D, of `main` and on its device; None in a run without averages
 
     @property
     def owns_memory(self) -> bool:
@@ -200,7 +201,8 @@ def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     span = in_buffer.relative_to(flat.plan.in_buffer.start)
     part, plan = span.as_slice(), FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards)
     on_host = None if flat.on_host is None else flat.on_host.part(span)
-    return FlatParam(plan, part_of(flat.main.detach(), span), flat.model[part], flat.grad[part], on_host)
+    average = None if flat.average is None else flat.average[part]
+    return FlatParam(plan, part_of(flat.main.detach(), span), flat.model[part], flat.grad[part], on_host, average)
 
 
 def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:

@@ -68,13 +68,15 @@ def buckets_on_host(
     return [by_buffer.get(number, frozenset()) for number in range(len(layouts))]
 
 
-def host_nbytes(layouts: Sequence[tuple[BufferLayout, torch.dtype]], fraction: float, device: torch.device) -> int:
-    """Bytes on the host for one rank: main params, moments, and pinned memory for gradients and rounded params."""
+def host_nbytes(
+    layouts: Sequence[tuple[BufferLayout, torch.dtype]], fraction: float, device: torch.device, state_nbytes: int = 12
+) -> int:
+    """Bytes on the host for one rank: state, of so many an element, and pinned memory for gradients and new params."""
     total = 0
     for (layout, dtype), buckets in zip(layouts, buckets_on_host(layouts, fraction, device), strict=True):
         for bucket in buckets:
             numel = layout.buckets[bucket].in_buffer.numel // layout.num_shards
-            total += 12 * numel + pinned_nbytes(4 * numel) + pinned_nbytes(dtype.itemsize * numel)
+            total += state_nbytes * numel + pinned_nbytes(4 * numel) + pinned_nbytes(dtype.itemsize * numel)
     return total
 
 
@@ -100,9 +102,12 @@ def check_offload(
         others[Feature.ONLY_FP32_PARAMS] = "a model of fp32 params alone"
     check_compatible(config, others)
     num_ranks, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _available_nbytes()
-    needed = num_ranks * host_nbytes(layouts, fraction, device)
+    state_nbytes = 12 if config.ema_decay is None else 16
+    needed = num_ranks * host_nbytes(layouts, fraction, device, state_nbytes)
     if needed > available:
-        fitting = greatest_fraction(lambda other: num_ranks * host_nbytes(layouts, other, device) <= available)
+        fitting = greatest_fraction(
+            lambda other: num_ranks * host_nbytes(layouts, other, device, state_nbytes) <= available
+        )
         raise ConfigError(
             f"offload_fraction={fraction} needs {needed:,} bytes on this machine for {num_ranks} rank(s), and "
             f"{available:,} bytes are available. Write offload_fraction={fitting}."

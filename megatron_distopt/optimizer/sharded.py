@@ -35,8 +35,9 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import AccessError, ConfigError, refusal
 from megatron_distopt.optimizer.accelerator import stats_dtype
+from megatron_distopt.optimizer.averages import Averages
 from megatron_distopt.optimizer.deferred import DeferredCheck
 from megatron_distopt.optimizer.inner import (
     FlatOptimizer,
@@ -94,6 +95,7 @@ class ShardedOptimizer:
         flat_params: in buffer order.
         inner: updates them.
         host_updates: of those whose state is on the host; None where there are none. See offload.py.
+        averages: of main params; None where there are none.
         stats_dtype: of gradient statistics on the device.
         defers_check: whether the CPU reads the check of a step only in the next one; the same on all ranks.
         deferred_check: of the last step, until the next one reads it; see [Note: deferred check] in deferred.py.
@@ -109,6 +111,7 @@ class ShardedOptimizer:
         # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
         self.host_updates = _host_updates(plan, self.flat_params, self.inner, self.device)
+        self.averages = None if self.config.ema_decay is None else Averages(self.config.ema_decay)
         self.show_flat_params()
 
     def show_flat_params(self) -> None:
@@ -144,6 +147,12 @@ class ShardedOptimizer:
         if any(len(into) > 1 for into in parts.values()):
             self.flat_params = tuple(part for into in parts.values() for part in into)
             self.show_flat_params()
+
+    def check_has_params(self, call: str) -> None:
+        """Refuses a call while the model has averages in the place of its params, on all ranks alike."""
+        if self.averages is not None and self.averages.are_shown:
+            got, rule = "within averaged_params()", "be made while the model has its own params"
+            raise AccessError(refusal(call, got, rule, "Move it behind the with block"))
 
     @property
     def divisor(self) -> float:
@@ -250,6 +259,8 @@ def _flatten(
     layouts = [(buffer.layout, buffer.param.dtype) for buffer in buffers]
     on_host = buckets_on_host(layouts, plan.config.offload_fraction, plan.loss_scale.scale.device)
     flat_params = build_flat_params(buffers, key_of, Precision.of(plan.config), on_host)
+    if plan.config.ema_decay is not None:
+        flat_params = tuple(replace(flat, average=flat.zeros(torch.float32).copy_(flat.main)) for flat in flat_params)
     mains = [[flat.main for flat in flat_params if flat.plan.key.group == index] for index in range(len(groups))]
     return flat_params, [{**group.options, "params": params} for group, params in zip(groups, mains, strict=True)]
 
@@ -273,13 +284,14 @@ class Memory:
     grad_nbytes: int  # grad buffers, padding included
     main_nbytes: int  # main params that are not the model params themselves
     moment_nbytes: int  # what the inner optimizer keeps; 0 before the first step
-    host_nbytes: int  # of main params and moments, those on the host while the params are on a device
+    average_nbytes: int  # averages of main params
+    host_nbytes: int  # of main params, moments and averages, those on the host while the params are on a device
     staging_nbytes: int  # pinned memory of the host for gradients on their way there and params on their way back
 
     @property
     def state_nbytes(self) -> int:
-        """Optimizer state: main params and moments."""
-        return self.main_nbytes + self.moment_nbytes
+        """Optimizer state: main params, moments and averages."""
+        return self.main_nbytes + self.moment_nbytes + self.average_nbytes
 
 
 def measure_memory(optimizer: ShardedOptimizer) -> Memory:
@@ -287,13 +299,15 @@ def measure_memory(optimizer: ShardedOptimizer) -> Memory:
     moments = {flat: _moments(optimizer, flat) for flat in optimizer.flat_params}
     moment_nbytes = {flat: sum(map(_nbytes, of_one)) for flat, of_one in moments.items()}
     main_nbytes = {flat: _main_nbytes(flat) for flat in optimizer.flat_params if flat.owns_memory}
+    average_nbytes = {flat: 0 if flat.average is None else flat.average.nbytes for flat in optimizer.flat_params}
     on_host = [(flat, flat.on_host) for flat in main_nbytes if flat.on_host is not None]
     return Memory(
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
         grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
         main_nbytes=sum(main_nbytes.values()),
         moment_nbytes=elsewhere + sum(moment_nbytes.values()),
-        host_nbytes=sum(main_nbytes[flat] + moment_nbytes[flat] for flat, _ in on_host),
+        average_nbytes=sum(average_nbytes.values()),
+        host_nbytes=sum(main_nbytes[flat] + moment_nbytes[flat] + average_nbytes[flat] for flat, _ in on_host),
         staging_nbytes=sum(_nbytes(host.model) + _nbytes(host.arrived) for _, host in on_host),
     )
 

@@ -28,7 +28,7 @@ from megatron_distopt.optimizer.grad_norm import (
     report_nonfinite,
     sum_with,
 )
-from megatron_distopt.optimizer.inner import rounds_itself, update_mains
+from megatron_distopt.optimizer.inner import FlatOptimizer, rounds_itself, update_mains
 from megatron_distopt.optimizer.main_params import MainGrads, main_grads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -252,7 +252,10 @@ def update(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision
 def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision) -> None:
     """The first half of `update`: the step of the inner optimizer, with the same arguments."""
     divisor, found_inf, on_host = decision.divisor, decision.found_inf, optimizer.host_updates
-    mains = [flat.main for flat in optimizer.flat_params]
+    mains, averages = [flat.main for flat in optimizer.flat_params], optimizer.averages
+    due = {flat.main: flat.average for flat in optimizer.flat_params if flat.average is not None}
+    if averages is not None and isinstance(optimizer.inner, FlatOptimizer):
+        optimizer.inner.due = due if averages.has_begun and found_inf is None else {}, averages.weight
     with profiled("update"):
         if on_host is not None:
             on_the_way = on_host.copy_grads(optimizer.flat_params, grads, divisor, found_inf)
@@ -261,6 +264,8 @@ def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecisio
     if on_host is not None:
         with profiled("update on the host"):
             on_host.update(on_the_way)
+    if averages is not None:
+        averages.update(due, lambda: decision.updated, found_inf)
 
 
 def write_model(optimizer: ShardedOptimizer) -> None:

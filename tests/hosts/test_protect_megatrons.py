@@ -216,7 +216,7 @@ def test_run_when_a_snapshot_would_lack_something_then_refused_on_all_ranks(
 
 
 def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    from megatron_distopt.hosts.protecting import leave_script
+    from megatron_distopt.hosts.patch_points import leave_script
     from tests.support.core_script import ScriptOfCore
 
     _with_every_snapshot()

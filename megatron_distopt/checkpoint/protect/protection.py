@@ -318,5 +318,6 @@ def _expected_nbytes(model: WholeModel) -> int:
     nbytes = 0
     for optimizer in (share.optimizer for share in model.shares):
         num_moments = len(optimizer.plan.choice.moments) if Precision.of(optimizer.config).is_full else 0
-        nbytes += sum(flat.main.nbytes for flat in optimizer.flat_params) * (1 + num_moments)
+        num_kept = 1 + num_moments + (optimizer.averages is not None)
+        nbytes += sum(flat.main.nbytes for flat in optimizer.flat_params) * num_kept
     return nbytes

@@ -22,6 +22,7 @@ from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.plain import is_plain
+from megatron_distopt.hosts.averaging import average_evaluation
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.fork_files import (
     RankState,
@@ -36,7 +37,7 @@ from megatron_distopt.hosts.megatron_2023.fork_files import (
     rank_state_dict,
     save_gathered,
 )
-from megatron_distopt.hosts.megatron_2023.forks import has_gates
+from megatron_distopt.hosts.megatron_2023.forks import EVALUATE_POINT, has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import expert_place, is_expert
 from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
 from megatron_distopt.hosts.saving import Saver, head_entry, hooks_of, options_of_run, protection_of
@@ -58,6 +59,7 @@ class ForkCheckpoints(BuiltOptimizer):
         self._has_whole_state = False
         #: Puts back what `load_state_dict` changed, until the tensors are there too.
         self._take_back: Callable[[], None] | None = None
+        average_evaluation([self], EVALUATE_POINT)
 
     def state_dict(self) -> dict[str, Any]:
         """What a gathered file lacks; with per-rank files all of this rank's state."""
@@ -100,10 +102,9 @@ class ForkCheckpoints(BuiltOptimizer):
 
         load_rank_state(self, raise_together(opened, self.everyone, "load"), state_dict)
         self._has_whole_state = True
-        self._take_loaded()
+        self._gather_written()
 
-    def _take_loaded(self) -> None:
-        """Collective: gathers the params of the state that was loaded."""
+    def _gather_written(self) -> None:
         self.written.forget()
         self.communication.gather()
         self.finish_param_gather()
@@ -115,10 +116,10 @@ class ForkCheckpoints(BuiltOptimizer):
     def _end_load(self) -> None:
         for hook in self.hooks:
             hook.loaded()
-        self._take_loaded()
+        self._gather_written()
 
     def _settle(self) -> None:
-        """Collective: before a snapshot."""
+        """Collective: before a snapshot, and before averages take the place of params."""
         self.finish_param_gather()
         raise_together(self.check_weights, self.everyone, "protect")
         self._settle_script()
@@ -173,7 +174,7 @@ class ForkCheckpoints(BuiltOptimizer):
             raise
         finally:
             self._take_back = None
-        self._take_loaded()
+        self._gather_written()
 
     def _check_adams(self, filename: str) -> None:
         choice = self.sharded.plan.choice
@@ -200,6 +201,7 @@ def _undo_of(optimizer: BuiltOptimizer) -> Callable[[], None]:
 
 def whole_model_of(optimizer: BuiltOptimizer) -> WholeModel:
     """How this rank's params lie in the whole model, by their attributes, the fork's groups and its arguments."""
+    optimizer.sharded.check_has_params("save or load")
     named, plan = optimizer.start.named, optimizer.start.plan
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
     expert = next((expert_place(param) for param in named.values() if is_expert(param)), (0, 1))

@@ -118,6 +118,8 @@ def plan_start(
     if any(buffer.is_ours for buffer in buffers):
         check_compatible(config, {Feature.FORK_EXPERTS: "a model with experts"})
     inner = _choose(base, config, args, device, named, buffers)
+    if not hasattr(HostDistributedOptimizer, GATHERS_STATE):
+        check_compatible(config, {Feature.PER_RANK_FILES: "per-rank files"})
     if inner.choice.updates_whole_params and not hasattr(HostDistributedOptimizer, GATHERS_STATE):
         raise ConfigError(
             f"{inner.choice.name} updates whole params, for whose state the per-rank files of this fork have no place. "

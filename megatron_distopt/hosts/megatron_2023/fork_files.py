@@ -20,6 +20,7 @@ from megatron.core import mpu
 from torch import Tensor
 
 from megatron_distopt.checkpoint import WholeModel
+from megatron_distopt.checkpoint.load import note_averages
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.checkpoint.param_groups import take_options
 from megatron_distopt.checkpoint.whole_model import load_loss_scale
@@ -157,6 +158,7 @@ def install_state(
     """Gives the inner optimizer its state back and rounds the loaded main params into the param buffers."""
     inner = optimizer.sharded.inner
     optimizer.sharded.forget_deferred_check()
+    note_averages([optimizer.sharded], are_loaded=False, is_told=optimizer.everyone.rank == 0)
     for group in inner.param_groups:
         restore_group(inner, group, step)
     for flat in optimizer.sharded.flat_params:

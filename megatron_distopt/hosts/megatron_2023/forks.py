@@ -18,13 +18,14 @@ PATCH_POINT = PatchPoint(
 )
 #: The parser, through which our flags enter and conflicts are found before anything is built.
 PARSER = PatchPoint("megatron.arguments", "parse_args", ("extra_args_provider",))
-#: What hosts/protecting.py replaces, both imported by value in the training module, or defined in it.
+#: What hosts/protecting.py and averaging.py replace, imported by value in the training module, or defined in it.
 LOAD_POINT = PatchPoint("megatron.checkpointing", "load_checkpoint", ("model", "optimizer", "opt_param_scheduler"))
 STEP_POINT = PatchPoint(
     "megatron.training",
     "train_step",
     ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
 )
+EVALUATE_POINT = PatchPoint("megatron.training", "evaluate", ("forward_step_func", "data_iterator", "model"))
 
 #: The script of a protected run.
 SCRIPT = LOAD_POINT, STEP_POINT

@@ -32,8 +32,8 @@ from megatron_distopt.hosts.megatron_2023.forks import (
     check_flags,
 )
 from megatron_distopt.hosts.megatron_2023.step import ForkSteps
-from megatron_distopt.hosts.patch_points import Replacement, Undo, substituted
-from megatron_distopt.hosts.protecting import leave_script, protect_script
+from megatron_distopt.hosts.patch_points import Replacement, Undo, leave_script, substituted
+from megatron_distopt.hosts.protecting import protect_script
 
 
 class DistributedOptimizer(ForkSteps, ForkCheckpoints):
@@ -100,7 +100,7 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
 
 
 def take_over(options: DistOptConfig) -> Undo:
-    """Replaces nothing; returns the undo of what a protected run replaces in the fork's script."""
+    """Replaces nothing; returns the undo of what a run may replace in the fork's script."""
     return leave_script
 
 

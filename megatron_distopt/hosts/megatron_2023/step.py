@@ -50,6 +50,7 @@ class ForkSteps(BuiltOptimizer):
                 "step was given a closure, and takes the fork's arguments and timers. Compute the loss before it, and "
                 "call step(args, timers)."
             )
+        self.sharded.check_has_params("step")
         phase = phases(args, timers)
         self.finish_param_gather()
         notice = self._look_between_steps()
@@ -109,6 +110,7 @@ class ForkSteps(BuiltOptimizer):
 
         One child calls it after every resume; main params that still round to the model's are more precise and stay.
         """
+        self.sharded.check_has_params("reload_model_params")
         self.finish_param_gather()
         for param in params_that_left(self.placed_params):
             param.bring_back(with_values=True)

@@ -40,8 +40,8 @@ from megatron_distopt.hosts.megatron_core.facts import (
 from megatron_distopt.hosts.megatron_core.host_config import Merged, check_model, check_parallel_state, merge_config
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.step import start_together
-from megatron_distopt.hosts.patch_points import Replacement, replaced_since
-from megatron_distopt.hosts.protecting import leave_script, protect_script
+from megatron_distopt.hosts.patch_points import Replacement, leave_script, replaced_since
+from megatron_distopt.hosts.protecting import protect_script
 from megatron_distopt.optimizer.inner import InnerChoice
 
 #: What `build` has merged and checked on all ranks, for the constructors that run inside it; the last one counts.

@@ -66,8 +66,10 @@ from megatron_distopt.hosts.megatron_core.step import StepCalls
 from megatron_distopt.hosts.patch_points import Replacement, rebind, replaced_since
 from megatron_distopt.hosts.saving import Saver, head_entry, is_of_other_class, options_of_run
 from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice, count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Where the text is in `sharded_state_dict()`; every other entry is one box.
 HEAD = "distopt"
@@ -108,7 +110,18 @@ class CheckpointCalls(StepCalls):
 
     def _settle(self) -> None:
         self.check_is_there("save")
+        self.wait_for_snapshot()
+        self._end_gathers()
         self._settle_script()
+
+    def _all_sharded(self) -> Sequence[ShardedOptimizer]:
+        return [optimizer.sharded for optimizer in self.ours()]
+
+    def _gather_written(self) -> None:
+        for optimizer in self.ours():
+            optimizer.written.forget()
+        for chunk in self._chunks():
+            chunk.start_param_sync(force_sync=True)
 
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other layout of the same model.
@@ -217,14 +230,12 @@ class CheckpointCalls(StepCalls):
         self._end_gathers()
 
     def _end_load(self) -> None:
-        for optimizer in self.ours():
-            optimizer.written.forget()
-            if optimizer.counts is not None:
-                optimizer.counts.show()
+        for counts in (optimizer.counts for optimizer in self.ours()):
+            if counts is not None:
+                counts.show()
         for hook in self.hooks:
             hook.loaded()
-        for chunk in self._chunks():
-            chunk.start_param_sync(force_sync=True)
+        self._gather_written()
 
     def save_parameter_state(self, filename: str) -> None:
         """Collective: `save`, into a folder beside the file that the host chose; or that file, if it is asked for."""
@@ -305,15 +316,22 @@ def look_at_loads() -> Callable[[], None]:
 
 def _load(original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
     ours = list(_entries_of_ours(sharded_state_dict))
-    if ours and exchange_together(lambda: _is_of_host(Path(checkpoint_dir)), Group.of(), "load")[0]:
-        for entry in ours:
-            entry.clear()
+    found = exchange_together(lambda: _found_in(Path(checkpoint_dir)), Group.of(), "load")[0] if ours else None
+    is_of_host, has_averages = found or (False, True)
+    for entry in ours:
+        for key in [key for key in entry if is_of_host or (kind_of(key) == AVERAGE and not has_averages)]:
+            del entry[key]
+        if is_of_host:
             entry[_FOLDER] = LocalNonpersistentObject(str(checkpoint_dir))
     return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
-def _is_of_host(path: Path) -> bool:
-    return recognises(path) and not any(key.startswith(f"{_PREFIX}.") for key in open_dcp(path).tensors)
+def _found_in(path: Path) -> tuple[bool, bool]:
+    """Whether a folder has state of the host's own, and whether it may have averages."""
+    is_known = recognises(path)
+    keys = list(open_dcp(path).tensors) if is_known else []
+    kinds = {key.removeprefix(f"{_PREFIX}.").partition(".")[0] for key in keys if key.startswith(f"{_PREFIX}.")}
+    return is_known and not kinds, AVERAGE in kinds or not is_known
 
 
 def _entries_of_ours(state: Any) -> Iterator[dict[str, Any]]:
@@ -463,7 +481,7 @@ def _not_begun(model: WholeModel) -> Iterator[Written]:
 
 
 def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
-    """What the inner optimizer keeps, or will keep, for every element of the params of this rank."""
+    """What is kept, or will be kept, for every element of the params of this rank beside main params."""
     kinds_by_name: dict[str, tuple[str, ...]] = {}
     for share in model.shares:
         optimizer = share.optimizer
@@ -472,6 +490,7 @@ def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
                 kind for flat in flat_params_of(optimizer, number) for kind in moments_of(optimizer.inner, flat.main)
             }
             found = tuple(sorted(kinds or moments_to_begin(optimizer, number)))
+            found += (AVERAGE,) if optimizer.averages is not None else ()
             kinds_by_name |= {share.placements[name].name: found for name in group.names}
     return kinds_by_name
 
@@ -493,7 +512,7 @@ def _loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
     tensors = {
         key: replace(record, chunks=tuple(Chunk(box, 0, 0, 0) for box in boxes.get(_whole_key(model, key), ())))
         for key, record in head.tensors.items()
-        if kind_of(key) in (MAIN, *kinds.get(model.canonical(name_of(key)), ()))
+        if kind_of(key) in (MAIN, AVERAGE, *kinds.get(model.canonical(name_of(key)), ()))
     }
 
     def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:

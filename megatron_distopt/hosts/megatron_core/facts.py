@@ -45,7 +45,7 @@ CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 #: What reads all state of a run that is resumed, see [Note: checkpoints of the host's own] in checkpoint.py.
 LOAD_POINT = PatchPoint("megatron.core.dist_checkpointing.serialization", "load", ("sharded_state_dict",))
 
-#: What hosts/protecting.py replaces in Megatron-LM's training script.
+#: What hosts/protecting.py and averaging.py replace in Megatron-LM's training script.
 SCRIPT_LOAD_POINT = PatchPoint(
     "megatron.training.checkpointing", "load_checkpoint", ("ddp_model|model", "optimizer", "opt_param_scheduler")
 )
@@ -54,6 +54,7 @@ SCRIPT_STEP_POINT = PatchPoint(
     "train_step",
     ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
 )
+EVALUATE_POINT = PatchPoint("megatron.training.training", "evaluate", ("forward_step_func", "data_iterator", "model"))
 #: The script of a protected run.
 SCRIPT = SCRIPT_LOAD_POINT, SCRIPT_STEP_POINT
 

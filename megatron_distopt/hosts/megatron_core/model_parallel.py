@@ -57,6 +57,7 @@ class OneOptimizer(Protocol):
 
 def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:
     """The model of which these optimizers, for example of dense and of expert params, update the part of this rank."""
+    optimizers[0].sharded.check_has_params("save or load")
     ranks = ranks_of(optimizers[0].model_chunks)
     chunks = list(dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks))
     names = global_names(chunks, ranks)

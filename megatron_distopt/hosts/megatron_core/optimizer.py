@@ -191,6 +191,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
 
     def check_between_steps(self) -> None:
         """Refuses params that left the host's buffers, groups with other params, and state that is not there."""
+        self.sharded.check_has_params("step")
         self._members.check()
         if self.counts is not None:
             self.counts.follow()
@@ -232,6 +233,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         Args:
             state_dict: the host's model state dict, or None for the model params as they are.
         """
+        self.sharded.check_has_params("reload_model_params")
         self.wait_for_snapshot()
         self.offloaded.check_is_there()
         self.written.forget()

@@ -54,6 +54,8 @@ class OffloadedState:
                 flat.main.move_to(device)
             elif flat.owns_memory:
                 flat.main.data = flat.main.data.to(device)
+            if flat.average is not None:
+                flat.average.data = flat.average.data.to(device)
         empty_cache(self._sharded.device)
 
     def check_is_there(self) -> None:

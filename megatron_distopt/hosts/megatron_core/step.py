@@ -19,9 +19,10 @@ from megatron_distopt.checkpoint import WholeModel
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import AccessError, HostError, LayoutError
+from megatron_distopt.hosts.averaging import average_evaluation
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
-from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, PATCH_POINT
+from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, EVALUATE_POINT, PATCH_POINT
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep, whole_model_of
 from megatron_distopt.hosts.protecting import ScriptCalls
 from megatron_distopt.hosts.report import announce, describe
@@ -77,10 +78,6 @@ class StepCalls(MegatronOptimizer, ScriptCalls):
 
     def _whole(self) -> WholeModel:
         return whole_model_of(self.ours())
-
-    def _settle(self) -> None:
-        """Collective: before a snapshot."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -231,6 +228,8 @@ def start_together(optimizers: Sequence[OneOptimizer]) -> None:
     for optimizer in waiting:
         optimizer.check_start_up()
         optimizer.is_started = True
+    if waiting:
+        average_evaluation(waiting, EVALUATE_POINT)
     if waiting and Group.of().rank == 0:
         sharded = [optimizer.sharded for optimizer in waiting]
         announce(describe("megatron-core", (PATCH_POINT, CLASS_POINT), sharded, sharded[0].loss_scale.scale.device))

@@ -220,6 +220,12 @@ class StateCalls(ProtectedCalls, Optimizer):
 
     def _end_load(self) -> None:
         self._after_load()
+        self._gather_written()
+
+    def _settle(self) -> None:
+        self._model.bring_up_to_date()
+
+    def _gather_written(self) -> None:
         self._model.gather.gather_now()
         self._model.params.forget()
 

@@ -26,6 +26,7 @@ from megatron_distopt.comm import (
     raise_together,
     try_collectives,
 )
+from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_environment, with_options
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
@@ -119,6 +120,7 @@ def distribute(
         merged = config_from_environment(os.environ, merged)
         for each in given:
             _check_unused(each, merged)
+        check_compatible(merged, {Feature.OWN_LOOP: "distribute(...)"})
         # Reverse of registration is roughly the order in which backward finishes gradients.
         named = dict(reversed(named_params(chunks).items()))
         for name, param in named.items():

@@ -230,6 +230,7 @@ class ShardedModel:
         raise_together(partial(self.params.follow, is_read=is_read), self.everyone, "params")
 
     def share(self) -> Share:
+        self.sharded.check_has_params("save or load")
         excluded = self._plan.step.excluded_from_norm
         return Share(self.sharded, self.placements, lambda name: not excluded(name), self._resting())
 

@@ -65,7 +65,7 @@ class TorchDistributedOptimizer(StateCalls):
     # --- what torch's class has
 
     @property
-    def sharded(self) -> ShardedOptimizer:
+    def sharded(self) -> ShardedOptimizer:  # type: ignore[override]
         """Updates what this rank owns."""
         return self._model.sharded
 
@@ -234,6 +234,7 @@ class TorchDistributedOptimizer(StateCalls):
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Refreshes all main params from the model params, also where they still round to them."""
+        self.sharded.check_has_params("reload_model_params")
         self.finish_param_gather()
         self._model.params.reload()
 
