@@ -109,8 +109,8 @@ class MatrixSpec:
     def blocks(self) -> tuple[MatrixBlock, ...]:
         """In the order of the param: one for each matrix, or one for all of them where their elements alternate.
 
-        >>> [block.in_param for block in MatrixSpec(6, 4, sizes=(4, 2)).blocks]
-        [Span(start=0, stop=16), Span(start=16, stop=24)]
+        >>> tuple(block.in_param for block in MatrixSpec(6, 4, sizes=(4, 2)).blocks)
+        (Span(start=0, stop=16), Span(start=16, stop=24))
         """
         shapes = self.shapes
         if len(shapes) > 1 and (self.dim == 1 or self.repeats > 1):
@@ -121,8 +121,8 @@ class MatrixSpec:
     def pieces(self, in_param: Span) -> Iterator[MatrixPiece]:
         """Cuts a stretch of the flattened param by matrix.
 
-        >>> [(each.matrix, each.in_param) for each in MatrixSpec(4, 3, sizes=(2, 2)).pieces(Span(4, 9))]
-        [(0, Span(start=4, stop=6)), (1, Span(start=6, stop=9))]
+        >>> dict((each.matrix, each.in_param) for each in MatrixSpec(4, 3, sizes=(2, 2)).pieces(Span(4, 9)))
+        {0: Span(start=4, stop=6), 1: Span(start=6, stop=9)}
         """
         sizes = (self.sizes or ((self.rows, self.cols)[self.dim],)) * self.repeats
         bands = [(number % (len(self.sizes) or 1), band) for number, band in enumerate(_one_after_the_other(sizes))]
