@@ -34,6 +34,9 @@ _DOCTOR_EXAMPLES = """examples:
 _PATCH = f"""Lets a fork find this package by itself: {len(BLOCK)} marked lines after its get_megatron_optimizer ask for
 installed packages that register an optimizer factory. The place is found by the syntax tree, so it works on a fork
 that has drifted. Exit status 0 if it can be or is done, 1 if not."""
+_COMPARE = """Runs the first iterations of a training with the host's optimizer and with this one, and says whether they
+are the same: to the bit, but for rounding, or from where on not. LAUNCH LINE is one of torchrun, deepspeed or python.
+No checkpoint is read or written. Writes compare.json and compare.png. Exit status 0 if they are the same, 1 if not."""
 _CHECKPOINT = """CKPT is the folder of a checkpoint, its manifest.json, an iteration, or the
 --save folder of a run, of which it takes the latest iteration. It may be in
 any format that convert reads. Needs no GPU, no process group, no Megatron."""
@@ -71,6 +74,7 @@ its iteration, and DST is then a new iteration with them."""
 _COMMANDS = {
     "doctor": ("doctor", "would training start here, and with what?", _DOCTOR),
     "patch": ("patch", "let a fork find this package by itself, or take that out again", _PATCH),
+    "compare": ("compare_command", "does a training stay as it is?", _COMPARE),
     "inspect": ("inspect", "what does a checkpoint hold?", _INSPECT + _CHECKPOINT),
     "verify": ("verify", "is a checkpoint whole?", _VERIFY + _CHECKPOINT),
     "diff": ("diff", "in what do two checkpoints or runs differ?", _DIFF),
@@ -88,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint; `diff` has 2 for a checkpoint that it cannot read.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if words[:1] == ["doctor"] and "--" in words else len(words)
+    end = words.index("--") if words[:1] in (["doctor"], ["compare"]) and "--" in words else len(words)
     parsed = _parser().parse_args(words[:end])
     parsed.launch = words[end + 1 :]
     status: int
@@ -99,15 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(answer.as_json() if parsed.json else answer.as_text(width))
         sys.stdout.flush()
         status = answer.status
-    except DistOptError as error:
+    except BrokenPipeError:  # such as `| head`: Python would say so again when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except (DistOptError, OSError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         status = parsed.refused
     except KeyboardInterrupt:
         print(f"{_PROGRAM}: interrupted", file=sys.stderr)
         status = _INTERRUPTED
-    except BrokenPipeError:  # such as `| head`: Python would say so again when it flushes at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
     return status
 
 
@@ -123,12 +127,16 @@ def _parser() -> argparse.ArgumentParser:
         of[name].set_defaults(module=module)
         if name != "patch":
             of[name].add_argument("--json", action="store_true", help="print one JSON document")
-    doctor, patch, diff, convert = of["doctor"], of["patch"], of["diff"], of["convert"]
+    doctor, patch, compare, diff, convert = (of[name] for name in ("doctor", "patch", "compare", "diff", "convert"))
     doctor.usage = f"{_PROGRAM} doctor [-h] [--json] [--no-trial] [FORK] [-- LAUNCH FLAGS ...]"
     doctor.epilog = _DOCTOR_EXAMPLES
     text = "import nothing of the fork: for a login node without its packages"
     doctor.add_argument("--no-trial", dest="has_trial", action="store_false", help=text)
     doctor.add_argument("fork", nargs="?", type=Path, metavar="FORK", help=_FORK)
+    compare.usage = f"{_PROGRAM} compare [-h] [--json] [--iterations N] [--keep-load] [--output DIR] -- LAUNCH LINE"
+    compare.add_argument("--iterations", type=_count, default=20, metavar="N", help="of each run (default 20)")
+    compare.add_argument("--keep-load", action="store_true", help="begin with the checkpoint that the line loads")
+    compare.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="for the two files (default .)")
     what = patch.add_mutually_exclusive_group(required=True)
     for action, meaning in (
         ("check", "say whether it can be done or is done, and print the difference"),

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
 from megatron_distopt.errors import ConfigError, DistOptError
-from megatron_distopt.plugin.install import install
+from megatron_distopt.hosts.recording import RECORD_VARIABLE, record_training
+from megatron_distopt.plugin.install import fix_host, install
 
 _USAGE = "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]"
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not target.is_module and not getattr(sys.flags, "safe_path", False):  # python 3.11 can leave both folders out
         sys.path[0] = os.path.dirname(script)  # python -m put the working directory there
     try:
+        if RECORD_VARIABLE in os.environ:
+            fix_host()  # the host with its own optimizer starts as it does with ours
+            record_training(os.environ[RECORD_VARIABLE])
         install()
     except DistOptError as error:
         sys.stderr.write(f"megatron_distopt: {error}\n")

@@ -1,0 +1,101 @@
+"""The launch line that `megatron-distopt compare` is given, and the trainings that it starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_distopt.config import Switch
+from megatron_distopt.errors import ConfigError, HostError, refusal
+from megatron_distopt.hosts.recording import RECORD_VARIABLE, RecordedRun
+
+_PACKAGE, _MODULE_FLAGS = __name__.partition(".")[0], ("-m", "--module")
+_LAUNCHER, _LAUNCHING = re.compile(r"torchrun|deepspeed|python[\d.]*"), re.compile(r"torch\.distributed\.(run|launch)")
+#: Flags by pattern: what a host's undistributed optimizer refuses, what writes files or ends a run, what loads.
+DISTRIBUTED = "use-distributed-optimizer|overlap-param-gather.*"
+WRITING = "(async-)?save.*|exit-.*|non-persistent-.*|tensorboard-dir|wandb-.*|distopt-(protect|log-digests|digest).*"
+LOADING = "load|pretrained-checkpoint|ckpt-step|use-checkpoint-args|universal-checkpoint"
+#: Variables of options that write files, or start a run anew.
+_LEFT_OUT = re.compile("MEGATRON_DISTOPT_(PROTECT_.*|LOG_DIGESTS|DIGEST_FILE)")
+_ERROR = re.compile(r"^(?:\[.*?\]:?\s*)*((?:\w+\.)*\w*(?:Error|Exception): \S.*|megatron_distopt: .*)", re.MULTILINE)
+
+
+def with_runner(words: Sequence[str]) -> list[str]:
+    """Puts our runner into a launch line where it is missing; refuses one without a training script."""
+    if any(flag in _MODULE_FLAGS and word == _PACKAGE for flag, word in pairwise(words)):
+        return list(words)
+    names = [Path(word).name for word in words]
+    first = next((place for place, name in enumerate(names) if _LAUNCHER.fullmatch(name)), len(words))
+    for place, (flag, word) in enumerate(pairwise(words[first:]), first + 1):
+        is_module = flag in _MODULE_FLAGS and not _LAUNCHING.fullmatch(word)
+        if is_module or word.endswith(".py"):
+            ours = [_PACKAGE, "-m"] if is_module else ["--module" if names[first] == "deepspeed" else "-m", _PACKAGE]
+            return [*words[:place], *ours, *words[place:]]
+    remedy = "Write the line itself after --, such as -- torchrun --nproc-per-node 8 pretrain_gpt.py ARGUMENTS"
+    raise ConfigError(refusal("launch line", words, "start a script by torchrun, deepspeed or python", remedy))
+
+
+def without(words: Sequence[str], flags: str) -> list[str]:
+    """Leaves out flags of the script that match a pattern, with their values."""
+    at, is_kept = words.index(_PACKAGE), True
+    kept = list(words[:at])
+    for word in words[at:]:
+        if word.startswith("--"):
+            is_kept = not re.fullmatch(f"--({flags})", word.partition("=")[0].replace("_", "-"))
+        kept += [word] * is_kept
+    return kept
+
+
+def plus(words: Sequence[str], *flags: str) -> list[str]:
+    """Adds flags of the script, which win because they are last, with underscores where the line has those."""
+    has_underscores = any(re.match(r"--\w+_\w", word) for word in words[words.index(_PACKAGE) :])
+    return [*words, *(re.sub(r"(?<=\w)-", "_", flag) if has_underscores else flag for flag in flags)]
+
+
+def train(scratch: Path, iterations: int, name: str, words: Sequence[str], switch: Switch) -> RecordedRun:
+    """Runs one training to its end, and shows how far it is; HostError where it ends before its time."""
+    folder, console = Path(tempfile.mkdtemp(dir=scratch)), Console(stderr=True, highlight=False)
+    environment = {name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)}
+    environment |= {"MEGATRON_DISTOPT": switch.value, RECORD_VARIABLE: str(folder)}
+    log, text, status, run = folder / "log", "", None, RecordedRun(folder)
+    with log.open("wb") as out:
+        process = subprocess.Popen(words, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        while status is None:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(0.5)
+            run, before = RecordedRun(folder), text
+            text = f"{name}: iteration {len(run.steps)} of {iterations}, loss {[math.nan, *run.values('loss')][-1]:.6f}"
+            if text != before:
+                console.print(text, end="\r" if console.is_terminal and status is None else "\n")
+    finally:
+        _end(process, folder)
+    if len(run.steps) < (iterations if status else 1):
+        lines = log.read_text("utf-8", errors="replace")
+        reason = (_ERROR.findall(lines) or lines.split("\n")[-2:-1] or ["no output"])[0].strip().rstrip(".")
+        found = f"{name}: ended with status {status} after {len(run.steps)} iterations. {reason}"
+        raise HostError(f"{found}. Try alone: MEGATRON_DISTOPT={switch.value} {shlex.join(words)}")
+    return run
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Ends a launcher and all that it has started, whose environment has the name of the folder."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10.0)
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if f"={folder}\0".encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    process.wait()
