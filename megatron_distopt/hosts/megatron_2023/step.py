@@ -50,7 +50,8 @@ class ForkSteps(BuiltOptimizer):
                 "step was given a closure, and takes the fork's arguments and timers. Compute the loss before it, and "
                 "call step(args, timers)."
             )
-        self.sharded.check_has_params("step")
+        if self.sharded.averages is not None:
+            self.sharded.check_has_params("step")
         phase = phases(args, timers)
         self.finish_param_gather()
         notice = self._look_between_steps()

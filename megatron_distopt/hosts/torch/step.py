@@ -82,7 +82,8 @@ def reduce_ahead(model: ShardedModel) -> None:
 
 def settle(model: ShardedModel) -> None:
     """Takes over what the user did to params and groups since the last step; what is wrong is raised in the step."""
-    model.sharded.check_has_params("step")
+    if model.sharded.averages is not None:
+        model.sharded.check_has_params("step")
     if model.protection is not None:
         model.protection.wait_for_copy()
     model.gather.finish()
