@@ -26,9 +26,10 @@ _LAUNCHER, _LAUNCHING = re.compile(r"torchrun|deepspeed|python[\d.]*"), re.compi
 DISTRIBUTED = "use-distributed-optimizer|overlap-param-gather.*"
 WRITING = "(async-)?save.*|exit-.*|non-persistent-.*|tensorboard-dir|wandb-.*|distopt-(protect|log-digests|digest).*"
 LOADING = "load|pretrained-checkpoint|ckpt-step|use-checkpoint-args|universal-checkpoint"
-#: Variables of options that write files, or start a run anew.
-_LEFT_OUT = re.compile("MEGATRON_DISTOPT_(PROTECT_.*|LOG_DIGESTS|DIGEST_FILE)")
-_ERROR = re.compile(r"^(?:\[.*?\]:?\s*)*((?:\w+\.)*\w*(?:Error|Exception): \S.*|megatron_distopt: .*)", re.MULTILINE)
+_LEFT_OUT = re.compile("MEGATRON_DISTOPT_(PROTECT_.*|LOG_DIGESTS|DIGEST_FILE)")  # variables that do so
+_ERROR = re.compile(
+    r"^(?:\[.*?\]:?\s*)*((?:\w+\.)*\w*(?:Error|Exception): \S.*|.*: error: .*|megatron_distopt: .*)", re.MULTILINE
+)
 
 
 def with_runner(words: Sequence[str]) -> list[str]:
@@ -59,7 +60,8 @@ def without(words: Sequence[str], flags: str) -> list[str]:
 
 def plus(words: Sequence[str], *flags: str) -> list[str]:
     """Adds flags of the script, which win because they are last, with underscores where the line has those."""
-    has_underscores = any(re.match(r"--\w+_\w", word) for word in words[words.index(_PACKAGE) :])
+    own = " ".join(words[words.index(_PACKAGE) :])
+    has_underscores = re.search(r"--\w+_\w", own) and not re.search(r"--\w+-\w", own)
     return [*words, *(re.sub(r"(?<=\w)-", "_", flag) if has_underscores else flag for flag in flags)]
 
 
@@ -77,14 +79,14 @@ def train(scratch: Path, iterations: int, name: str, words: Sequence[str], switc
                 status = process.wait(0.5)
             run, before = RecordedRun(folder), text
             text = f"{name}: iteration {len(run.steps)} of {iterations}, loss {[math.nan, *run.values('loss')][-1]:.6f}"
-            if text != before:
+            if text != before or (console.is_terminal and status is not None):
                 console.print(text, end="\r" if console.is_terminal and status is None else "\n")
     finally:
         _end(process, folder)
     if len(run.steps) < (iterations if status else 1):
         lines = log.read_text("utf-8", errors="replace")
         reason = (_ERROR.findall(lines) or lines.split("\n")[-2:-1] or ["no output"])[0].strip().rstrip(".")
-        found = f"{name}: ended with status {status} after {len(run.steps)} iterations. {reason}"
+        found = f"{name}: ended with status {status} after {len(run.steps)} calls of train_step. {reason}"
         raise HostError(f"{found}. Try alone: MEGATRON_DISTOPT={switch.value} {shlex.join(words)}")
     return run
 

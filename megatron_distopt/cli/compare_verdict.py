@@ -19,8 +19,7 @@ from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.recording import RecordedRun
 
 _FP32, _NORM = 2.0**-23, 2.0**-16  # from 1 to the next number; what sums of squares in fp32 are apart
-#: Runs may be so many times as far apart as the host's own optimizers are: one draw of noise is no bound.
-_AS_FAR = 4.0
+_AS_FAR = 4.0  # times as far apart as the host's own optimizers are: one draw of noise is no bound
 _STATE = "moments and other state that steps hand on, or at the host: two runs of its own may differ as well"
 _START = 0.0, "seed and checkpoint of the start"
 _FORWARD = "data, dropout and the forward pass: both had the same weights"
@@ -59,8 +58,7 @@ def judge(own: RecordedRun, ours: RecordedRun, hosts_other: RecordedRun | None =
 
 def apart_text(found: list[Difference]) -> str:
     """Writes how far two runs are apart at most."""
-    known = [each for each in found if math.isfinite(each.apart)]
-    loss, way = (max(each.apart for each in known if each.what == what) for what in ("loss", "weights"))
+    loss, way = (max(d.apart for d in found if d.what == what and d.apart < math.inf) for what in ("loss", "weights"))
     return f"losses are apart by at most {loss:.1e} of their value, weights by {way:.1e} of the way that they went"
 
 

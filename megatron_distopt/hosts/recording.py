@@ -10,7 +10,6 @@ import base64
 import functools
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_distopt.comm import Group
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import UnknownHostError
 from megatron_distopt.hosts.base import named_params
@@ -35,10 +35,8 @@ from megatron_distopt.hosts.megatron_2023.forks import STEP_POINT
 from megatron_distopt.hosts.megatron_core.facts import SCRIPT_STEP_POINT
 from megatron_distopt.hosts.patch_points import REMEDY
 
-#: Names the folder in which ranks write. It is no option: `megatron-distopt compare` alone sets it.
-RECORD_VARIABLE = "_MEGATRON_DISTOPT_RECORD"
-#: Elements of a rank's weights whose values are written in each step, and of one param at least.
-_SAMPLED, _OF_ONE = 8192, 32
+RECORD_VARIABLE = "_MEGATRON_DISTOPT_RECORD"  # the folder in which ranks write; no option, `compare` alone sets it
+_SAMPLED, _OF_ONE = 8192, 32  # elements whose values a rank writes in each step, and of one param at least
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,7 @@ def record_training(folder: str | Path) -> Undo:
 def _wrap(folder: Path, module: ModuleType) -> Undo:
     original = vars(module)["train_step"]
     recorder = _StepRecorder(folder, original)
-    ours = functools.wraps(original)(lambda *args, **kwargs: recorder.step(*args, **kwargs))  # noqa: PLW0108 - no method
-    vars(module)["train_step"] = ours
+    vars(module).update(train_step=functools.wraps(original)(lambda *a, **k: recorder.step(*a, **k)))  # noqa: PLW0108
     return lambda: vars(module).update(train_step=original)
 
 
@@ -102,9 +99,7 @@ class _StepRecorder:
     """Writes the file of this rank."""
 
     def __init__(self, folder: Path, train_step: Callable[..., Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)  # the launcher may have started this rank on another node
-        self._file = (folder / f"{int(os.environ.get('RANK', '0')):06}.jsonl").open("a", 1, encoding="utf-8")
-        self._train_step, self._params = train_step, dict[str, Parameter]()
+        self._folder, self._train_step, self._params = folder, train_step, dict[str, Parameter]()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step of the script, and writes what it computed."""
@@ -112,7 +107,7 @@ class _StepRecorder:
         if not self._params:
             self._begin(call["model"])
         started, optimizer, update = time.perf_counter(), call["optimizer"], call["optimizer"].step
-        seen: list[Any] = []
+        kept, seen = {"step": update} if "step" in vars(optimizer) else {}, list[Any]()
 
         def step(*args: Any, **kwargs: Any) -> Any:
             # The device reads them in passing, and the CPU waits for it after the step.
@@ -128,6 +123,9 @@ class _StepRecorder:
             result = self._train_step(*args, **kwargs)
         finally:
             del optimizer.step
+            vars(optimizer).update(kept)
+        if not seen:  # some scripts end in the middle of a step
+            return result
         bits, sample, (updated, norm, *_) = seen
         # Some Megatrons log a sum and a number of tokens, and stages before the last nothing.
         loss, *counts = torch.as_tensor([*result[0].values(), math.nan][0]).flatten().tolist()
@@ -142,6 +140,8 @@ class _StepRecorder:
         return result
 
     def _begin(self, chunks: Sequence[Module]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)  # the launcher may have started this rank on another node
+        self._file = (self._folder / f"{Group.of().rank:06}.jsonl").open("a", 1, encoding="utf-8")
         self._params = named_params(chunks)
         sizes = (
             (p.numel(), len(self._sample_of(p)), p.ndim > 1, torch.finfo(p.dtype).eps) for p in self._params.values()

@@ -7,10 +7,13 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,9 +26,11 @@ from megatron_distopt.cli.compare_verdict import differences, judge
 from megatron_distopt.cli.main import main
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import ConfigError, HostError
-from megatron_distopt.hosts.recording import RecordedRun, record_training
+from megatron_distopt.hosts import recording
+from megatron_distopt.hosts.recording import RecordedParam, RecordedRun, record_training
 from megatron_distopt.optimizer import step as step_module
-from tests.support.mini_fork import InstalledFork
+from tests.hosts.test_main_line import _STAND_INS, _WORDS
+from tests.support.mini_fork import FOLDER, InstalledFork, core_folder, free_port
 from tests.support.spawn import run_ranks
 
 # --- launch lines
@@ -62,19 +67,13 @@ def test_launch_line_when_it_starts_no_script_then_is_refused(line: str) -> None
         with_runner(line.split())
 
 
-def test_flags_when_left_out_then_go_with_their_values_and_the_launchers_stay() -> None:
+def test_flags_when_left_out_or_added_then_go_with_their_values_and_are_spelled_as_the_lines_own() -> None:
     line = "deepspeed --save_pid --module megatron_distopt a.py --save x y --lr 1 --load=z --save_interval 5 --loader q"
     words = without(line.split(), f"{WRITING}|{LOADING}")
     assert words == "deepspeed --save_pid --module megatron_distopt a.py --lr 1 --loader q".split()  # noqa: SIM905
-    line = f"torchrun {RUNNER} a.py --use_distributed_optimizer --overlap-param-gather --overlap-grad-reduce"
-    assert without(line.split(), DISTRIBUTED)[-1] == "--overlap-grad-reduce"
-    assert len(without(line.split(), DISTRIBUTED)) == 5
-
-
-def test_flags_when_added_then_are_spelled_as_the_line_spells_its_own() -> None:
-    line = f"torchrun --nproc_per_node 2 {RUNNER} a.py"
-    assert plus([*line.split(), "--train-iters", "5"], "--exit-interval", "3")[-2:] == ["--exit-interval", "3"]
-    assert plus([*line.split(), "--train_iters", "5"], "--exit-interval", "-3")[-2:] == ["--exit_interval", "-3"]
+    assert without([*words, "--use_distributed_optimizer", "--overlap-param-gather"], DISTRIBUTED) == words
+    assert plus([*words, "--a-b", "--a_b"], "--exit-interval", "3")[-2:] == ["--exit-interval", "3"]
+    assert plus([*words, "--train_iters", "5"], "--exit-interval", "-3")[-2:] == ["--exit_interval", "-3"]
 
 
 # --- verdicts
@@ -82,47 +81,25 @@ def test_flags_when_added_then_are_spelled_as_the_line_spells_its_own() -> None:
 SHAPES = {"decoder.fc1.weight": (64, 8), "decoder.fc2.weight": (8, 64), "decoder.fc1.bias": (64,)}
 
 
-def recorded(
-    folder: Path,
-    iterations: int = 5,
-    *,
-    lr: float = 1e-3,
-    noise: float = 0.0,
-    undecayed: str = "",
-    dtype: torch.dtype = torch.float32,
-    norms: dict[int, float] | None = None,
-    losses: dict[int, float] | None = None,
-    scale: float = 1.0,
-    start: float = 0.0,
-) -> RecordedRun:
+def recorded(folder: Path, iterations: int = 5, **changed: Any) -> RecordedRun:
     """A run of one rank whose updates have the size `lr`, written as the recorder writes it."""
-    generator = torch.Generator().manual_seed(0)
-    mains = {name: torch.randn(shape, generator=generator) * 0.02 + start for name, shape in SHAPES.items()}
-    epsilon = torch.finfo(dtype).eps
-    params = [
-        {"name": name, "numel": each.numel(), "sampled": each.numel(), "is_matrix": each.ndim > 1, "epsilon": epsilon}
-        for name, each in mains.items()
-    ]
-    lines: list[Any] = [params]
+    dtype, lr, noise = changed.get("dtype", torch.float32), changed.get("lr", 1e-3), changed.get("noise", 0.0)
+    noises, epsilon, start = torch.Generator().manual_seed(0), torch.finfo(dtype).eps, changed.get("start", 0.0)
+    mains = {name: torch.randn(shape, generator=noises) * 0.02 + start for name, shape in SHAPES.items()}
+    sizes = ((name, each.numel(), each.numel(), each.ndim > 1, epsilon) for name, each in mains.items())
+    lines: list[Any] = [[asdict(RecordedParam(*size)) for size in sizes]]
     for number in range(1, iterations + 1):
         weights = [each.to(dtype) for each in mains.values()]
         integers = [weight.view(torch.int16 if dtype is torch.bfloat16 else torch.int32) for weight in weights]
         values = torch.cat([weight.flatten().float() for weight in weights]).numpy()
-        lines.append(
-            {
-                "started": float(number),
-                "loss": (losses or {}).get(number, 7.0 - number / 10),
-                "norm": (norms or {}).get(number, 1.0),
-                "skipped": False,
-                "loss_scale": scale,
-                "memory": 1 << 30,
-                "bits": [int(each.sum(dtype=torch.int64)) for each in integers],
-                "sample": base64.b64encode(values.tobytes()).decode(),
-            }
-        )
+        line = {"started": float(number), "skipped": False, "loss_scale": changed.get("scale", 1.0), "memory": 1 << 30}
+        line |= {"loss": changed.get("losses", {}).get(number, 7.0 - number / 10)}
+        line |= {"norm": changed.get("norms", {}).get(number, 1.0)}
+        line |= {"sample": base64.b64encode(values.tobytes()).decode()}
+        lines.append(line | {"bits": [int(each.sum(dtype=torch.int64)) for each in integers]})
         for name, each in mains.items():
-            update = torch.randn(each.shape, generator=generator).sign() * lr
-            each.mul_(1 - 1e-4 * (name != undecayed)).sub_(update)
+            update = torch.randn(each.shape, generator=noises).sign() * lr
+            each.mul_(1 - 1e-4 * (name != changed.get("undecayed"))).sub_(update)
             each.mul_(1 + noise * torch.randn(each.shape, generator=torch.Generator().manual_seed(number)))
     folder.mkdir(exist_ok=True)
     (folder / "000000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -155,15 +132,12 @@ def test_verdict_when_one_thing_differs_then_names_it(
     assert all(each in sentence for each in says), sentence
 
 
-def test_verdict_when_the_hosts_own_optimizers_are_as_far_apart_then_is_the_same(tmp_path: Path) -> None:
-    own, other = recorded(tmp_path / "own"), recorded(tmp_path / "other", losses={2: 6.79})
+def test_verdict_when_runs_are_no_comparison_or_the_hosts_own_are_as_far_apart_then_says_so(tmp_path: Path) -> None:
+    own, still = recorded(tmp_path / "own"), recorded(tmp_path / "still", 1)
+    other = recorded(tmp_path / "other", losses={2: 6.79})
     assert judge(own, recorded(tmp_path / "near", losses={2: 6.78}), other)[0]
     assert not judge(own, recorded(tmp_path / "far", losses={2: 6.7}), other)[0]
     assert not judge(own, recorded(tmp_path / "wrong", lr=1.01e-3), other)[0]
-
-
-def test_verdict_when_nothing_was_updated_or_runs_are_unlike_then_is_refused(tmp_path: Path) -> None:
-    own, still = recorded(tmp_path / "own"), recorded(tmp_path / "one", 1)
     with pytest.raises(ConfigError, match="Write more --iterations"):
         judge(still, still)
     with pytest.raises(ConfigError, match="other ranks, params or iterations"):
@@ -172,11 +146,13 @@ def test_verdict_when_nothing_was_updated_or_runs_are_unlike_then_is_refused(tmp
 
 # --- the command
 
+Starts = list[tuple[str, str, Switch]]
+
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[str, str, Switch]]]:
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starts]:
     """Trainings that were started, each replaced by a recorded one; the environment says what fails and differs."""
-    starts: list[tuple[str, str, Switch]] = []
+    starts: Starts = []
 
     def fake(scratch: Path, iterations: int, name: str, words: Sequence[str], switch: Switch) -> RecordedRun:
         starts.append((name, " ".join(words), switch))
@@ -193,7 +169,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tu
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "names"),
+    "case",
     [
         ("--equal", 0, ["host's own", "ours"]),
         ("", 0, ["host's own", "ours", "the host's undistributed one"]),
@@ -203,13 +179,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tu
     ],
 )
 def test_command_when_runs_end_then_status_and_files_say_it(
-    started: list[tuple[str, str, Switch]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    flags: str,
-    status: int,
-    names: list[str],
+    started: Starts, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[str, int, list[str]]
 ) -> None:
+    flags, status, names = case
     line = f"torchrun a.py --save s --load l --tensorboard-dir t --use-distributed-optimizer {flags}"
     words = ["compare", "--iterations", "4", "--output", str(tmp_path / "out"), "--", *line.split()]
     assert main(words) == status
@@ -227,7 +199,7 @@ def test_command_when_runs_end_then_status_and_files_say_it(
 
 
 def test_command_when_the_flag_is_missing_then_our_run_gets_it_and_load_is_kept_if_asked(
-    started: list[tuple[str, str, Switch]], tmp_path: Path
+    started: Starts, tmp_path: Path
 ) -> None:
     line = "torchrun a.py --load l --save s --equal"
     assert main(["compare", "--keep-load", "--output", str(tmp_path), "--", *line.split()]) in (0, 1)
@@ -240,14 +212,14 @@ def test_command_when_the_flag_is_missing_then_our_run_gets_it_and_load_is_kept_
 # --- processes
 
 _SCRIPT = """
-import json, os, subprocess, sys, time
-folder, kind, pids = sys.argv[-3:]
-folder = os.environ["_MEGATRON_DISTOPT_RECORD"]
+import os, subprocess, sys, time
+kind, pids = sys.argv[-2:]
 if kind == "fails":
     raise ValueError("of the script")
 if kind == "hangs":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    open(pids, "w").write(f"{child.pid} {os.getpid()}")
+    open(pids + "_", "w").write(f"{child.pid} {os.getpid()}")
+    os.rename(pids + "_", pids)
     time.sleep(60)
 """
 
@@ -260,19 +232,18 @@ def _start(tmp_path: Path, kind: str) -> RecordedRun:
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("fails", "ValueError: of the script"), ("ends", "no output")])
-def test_training_when_it_records_nothing_then_the_error_has_its_reason_and_its_line(
-    tmp_path: Path, kind: str, reason: str
-) -> None:
-    with pytest.raises(HostError, match=rf"after 0 iterations. {reason}. Try alone: MEGATRON_DISTOPT=0 .*script.py"):
+def test_training_when_it_records_nothing_then_the_error_has_its_reason(tmp_path: Path, kind: str, reason: str) -> None:
+    with pytest.raises(HostError, match=rf"{reason}. Try alone: MEGATRON_DISTOPT=0 .*script.py"):
         _start(tmp_path, kind)
 
 
 def test_training_when_interrupted_then_no_process_is_left(tmp_path: Path) -> None:
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        if (tmp_path / "pids").exists():
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
     try:
         with pytest.raises(KeyboardInterrupt):
             _start(tmp_path, "hangs")
@@ -299,15 +270,12 @@ def _is_running(pid: str) -> bool:
 def _collect(rank: int, size: int, folder: Path) -> None:
     """Trains the small fork: its own optimizer, ours, and ours with something wrong in it."""
     fork = InstalledFork.imported()
-    os.environ["RANK"] = str(rank)
     update, stats = step_module.update_mains, step_module.local_stats
 
     def with_wrong_lr(inner: Any, *args: Any) -> None:
         for group in inner.param_groups:
             group["lr"] *= 1.01
-        update(inner, *args)
-        for group in inner.param_groups:
-            group["lr"] /= 1.01
+        update(inner, *args)  # the scheduler of the fork writes the next one
 
     def without_decay(inner: Any, mains: list[torch.Tensor], *args: Any) -> None:
         group = max(inner.param_groups, key=lambda each: each["weight_decay"])
@@ -319,10 +287,9 @@ def _collect(rank: int, size: int, folder: Path) -> None:
 
     wrong: dict[str, tuple[str, Any]] = {
         "lr": ("update_mains", with_wrong_lr),
-        "decay": ("update_mains", without_decay),
         "norm": ("local_stats", with_wrong_norm),
-        "ours": ("update_mains", update),
     }
+    wrong |= {"decay": ("update_mains", without_decay), "ours": ("update_mains", update)}
     for precision in ("fp32", "bf16"):
         words = ("--use-distributed-optimizer", "--train-iters", "4", "--weight-decay", "0.1", "--hidden-size", "32")
         words += ("--bf16",) * (precision == "bf16")
@@ -355,3 +322,77 @@ def test_small_fork_when_something_is_broken_then_the_verdict_finds_it(
     found, sentence = judge(own, ours)
     assert (found, what in sentence) == (is_same, True), sentence
     assert len(own.steps) == 4 and len(own.steps[0]) == 2
+
+
+def test_recorder_when_a_step_ends_early_or_the_optimizer_has_its_own_step_then_leaves_both(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = SimpleNamespace(get_loss_scale=lambda: torch.ones(1), step=(own := lambda: (True, None, None)))
+
+    def train_step(model: Any, optimizer: Any, ends: bool) -> tuple[dict[str, torch.Tensor]]:
+        if not ends:
+            optimizer.step()
+        return ({"lm loss": torch.tensor([6.0, 2.0])},)
+
+    module = ModuleType("training")
+    vars(module).update(train_step=train_step)
+    everyone = SimpleNamespace(of=lambda: SimpleNamespace(rank=0))
+    recording._wrap(tmp_path, module)
+    for ends in (True, False):
+        with mock.patch.object(recording, "Group", everyone):
+            module.train_step([model], optimizer, ends)
+        assert optimizer.step is own
+    run = RecordedRun(tmp_path)
+    assert (run.values("loss"), run.values("skipped"), len(run.bits(0))) == ([3.0], [0.0], 2)
+    assert math.isnan(run.values("norm")[0])
+
+
+# --- whole trainings; tests/hosts/test_main_line.py says how MEGATRON_LM_TREES names real Megatrons
+
+
+def compare(cwd: Path, output: Path, words: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+    """Starts the command on two ranks under torchrun."""
+    python_path = os.pathsep.join(
+        [environment.pop("PYTHONPATH", ""), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    )
+    environment |= {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "TMPDIR": str(output)}
+    environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "megatron_distopt.cli.main", "compare", "--iterations", "5", "--output"]
+    line = [
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        *words,
+        "--use-distributed-optimizer",
+        "--train-iters",
+        "9",
+    ]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, str(output), "--", *line], cwd=cwd, env={**os.environ, **environment}, **streams)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("native", ["", "1"])
+def test_small_fork_when_compared_then_is_the_same_and_says_which_optimizer_the_host_has(
+    tmp_path: Path, native: str
+) -> None:
+    variables = {"MINI_FORK_CORE": str(core_folder()), "MEGATRON_DISTOPT_ACCELERATOR": "torch"}
+    run = compare(FOLDER, tmp_path, ["pretrain.py", "--save", "never"], MINI_FORK_NATIVE=native, **variables)
+    text, errors = run.communicate()
+    assert run.returncode == 0, text + errors
+    assert ("undistributed optimizer is compared" in text) is (not native)
+    assert json.loads((tmp_path / "compare.json").read_text())["is_same"]
+    assert not (FOLDER / "never").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tree", [Path(tree) for tree in os.environ.get("MEGATRON_LM_TREES", "").split(":") if tree])
+@pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_main_line_when_compared_then_is_the_same(tree: Path, precision: tuple[str, ...], tmp_path: Path) -> None:
+    python_path = os.pathsep.join([str(_STAND_INS), str(tree)])
+    words = ["pretrain_gpt.py", *_WORDS[:-1], "--clip-grad", "1.0", *precision]
+    stand_ins = {"TORCH_COMPILE_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OWN_OPTIMIZER": "1"}
+    run = compare(tree, tmp_path, words, PYTHONPATH=python_path, **stand_ins)
+    text, errors = run.communicate()
+    assert run.returncode == 0, text + errors
