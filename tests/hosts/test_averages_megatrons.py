@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,10 +36,12 @@ FORKS = {
     "fp16": "--fp16 --initial-loss-scale 1024 --nan-at 2 0",
 }
 CORES = {
-    "fp32": EXACT.of(dp=2),
     "bf16, overlapped": BF16.of(dp=2, **OVERLAPPED),
+    "fp32": EXACT.of(dp=2),
     "experts": BF16.of(dp=2, num_experts=2, ep=2, fp32_norms=True),
 }
+#: How many of these run.
+CASES = [1, pytest.param(4, marks=pytest.mark.long)]
 
 
 class _Watched:
@@ -105,7 +109,7 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # --- a fork of 2023
 
 
-def _forks(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def _forks(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str, Any]:
     fork = InstalledFork.imported(file_layout="gathered")
     from megatron_distopt.checkpoint import load_checkpoint
     from megatron_distopt.hosts.megatron_2023.checkpoint import whole_model_of
@@ -121,7 +125,7 @@ def _forks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         return done
 
     with mock.patch.object(ForkSteps, "step", watched):
-        for number, (name, words) in enumerate(FORKS.items()):
+        for number, (name, words) in enumerate(islice(FORKS.items(), number_of_cases)):
             save = f"--save {folder / str(number)} --save-interval 4"
             run = fork.train(*f"{OURS} {words} {save}".split())
             params = lambda run=run: [param for chunk in run.model for param in chunk.parameters()]  # noqa: E731
@@ -196,8 +200,11 @@ def _evaluated(fork: InstalledFork) -> list[str]:
     return wrong + ([] if fork.training.evaluate is own else ["evaluate is still replaced"])
 
 
-def test_averages_when_in_a_fork_then_those_of_torch_in_model_checkpoint_and_evaluation(tmp_path: Path) -> None:
-    for found in run_ranks(_forks, 2, tmp_path):
+@pytest.mark.parametrize("number_of_cases", CASES)
+def test_averages_when_in_a_fork_then_those_of_torch_in_model_checkpoint_and_evaluation(
+    number_of_cases: int, tmp_path: Path
+) -> None:
+    for found in run_ranks(_forks, 2, tmp_path, number_of_cases):
         refusals = found.pop("refusals")
         assert {name: wrong for name, wrong in found.items() if wrong} == {}
         assert_mentions(refusals["no function"], "megatron.training.evaluate", "missing")
@@ -209,9 +216,9 @@ def test_averages_when_in_a_fork_then_those_of_torch_in_model_checkpoint_and_eva
 # --- megatron-core
 
 
-def _cores(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def _cores(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, case in CORES.items():
+    for name, case in islice(CORES.items(), number_of_cases):
         with exact_training(case, EMA_DECAY=str(DECAY)) as training:
             optimizer = training.optimizer
             watch = _Watched(optimizer._all_sharded())
@@ -234,6 +241,9 @@ def _cores(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_averages_when_in_megatron_core_then_those_of_torch_in_model_and_checkpoint(tmp_path: Path) -> None:
-    for found in run_ranks(_cores, 2, tmp_path, core=True):
+@pytest.mark.parametrize("number_of_cases", CASES)
+def test_averages_when_in_megatron_core_then_those_of_torch_in_model_and_checkpoint(
+    number_of_cases: int, tmp_path: Path
+) -> None:
+    for found in run_ranks(_cores, 2, tmp_path, number_of_cases, core=True):
         assert {name: wrong for name, wrong in found.items() if wrong} == {}

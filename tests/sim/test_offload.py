@@ -40,6 +40,7 @@ CHOICES = {
         exp_avg_sq_dtype="bfloat16",
         offload_fraction=0.5,
     ),
+    "averages": Choice(_CUT, bucket_size=BUCKET, offload_fraction=0.5, ema_decay=0.75),
 }
 
 
@@ -50,7 +51,7 @@ class _Run:
         self.device, self.rank = device, rank
         self.model = Params(default=torch.bfloat16).to(device)
         given = torch.optim.AdamW(self.model.groups(), lr=2.0**-6)
-        options = {"accelerator": "torch", "bucket_size": 128, "clip_grad": 1.0, **options}
+        options = {"accelerator": "torch", "bucket_size": 128, "clip_grad": 1.0, "ema_decay": 0.75, **options}
         self.optimizer: TorchDistributedOptimizer = distribute(
             self.model, given, main_params_dtype="remainder", **options
         )
@@ -63,8 +64,9 @@ class _Run:
 
     def end(self) -> list[Tensor]:
         params = [param.detach().cpu() for param in self.model.parameters()]
+        averages = [flat.average.cpu() for flat in self.optimizer.sharded.flat_params if flat.average is not None]
         self.optimizer.release()
-        return params
+        return [*params, torch.cat(averages)]
 
 
 def _uninterrupted(rank: int) -> list[Tensor]:
@@ -117,6 +119,7 @@ def _held(rank: int, choice: Choice) -> Held:
         accelerator="torch",
         bucket_size=choice.bucket_size,
         offload_fraction=choice.offload_fraction,
+        ema_decay=choice.ema_decay,
         main_params_dtype=choice.main_params_dtype,
         exp_avg_dtype=choice.exp_avg_dtype,
         exp_avg_sq_dtype=choice.exp_avg_sq_dtype,
@@ -139,7 +142,8 @@ def _held(rank: int, choice: Choice) -> Held:
 
 
 def _state(sharded: Any, flat: FlatParam) -> list[Tensor]:
-    state = [flat.main, *(each for each in sharded.inner.state[flat.main].values() if torch.is_tensor(each))]
+    averages = [] if flat.average is None else [flat.average]
+    state = [flat.main, *averages, *(each for each in sharded.inner.state[flat.main].values() if torch.is_tensor(each))]
     return [part for each in state for part in memory_of(each)]
 
 
@@ -174,6 +178,7 @@ def test_plan_when_state_is_on_the_host_then_every_byte_is_where_a_real_optimize
         memory = held.memory
         assert (planned.param_nbytes, planned.grad_nbytes) == (memory.param_nbytes, memory.grad_nbytes)
         assert (planned.main_nbytes, planned.moment_nbytes) == (memory.main_nbytes, memory.moment_nbytes)
+        assert planned.average_nbytes == memory.average_nbytes
         assert planned.host_nbytes == memory.host_nbytes == held.host_storages > 0
         assert planned.staging_nbytes == held.pinned_storages >= memory.staging_nbytes
         on_device = memory.param_nbytes + memory.grad_nbytes + memory.state_nbytes - memory.host_nbytes
