@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import pairwise
 from multiprocessing import forkserver
 from typing import Any, NoReturn
 from unittest import mock
@@ -31,9 +32,14 @@ def enter(process: int) -> None:
 
 
 def _fork_server(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Forks what multiprocessing would start anew, from which workers are forked then."""
+    """Forks what multiprocessing would start anew, from which workers are forked then.
+
+    It has no other descriptors: a socket of an agent that has ended would not be closed to the others.
+    """
     process = os.fork()
     if not process:
+        for last, following in pairwise([*sorted({0, 1, 2, *descriptors}), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(last + 1, following)
         exec(arguments[-1], {})
         os._exit(0)
     return process
