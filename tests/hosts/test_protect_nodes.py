@@ -254,14 +254,14 @@ def test_nodes_when_there_are_three_then_two_lost_ones_cost_the_disk_and_one_los
 def test_run_when_fifty_workers_and_nodes_are_killed_at_random_then_it_ends_as_if_nothing_had_happened(
     nodes: MortalNodes, tmp_path: Path
 ) -> None:
-    plan = Plan(str(tmp_path / "whole"), 600)
+    plan = Plan(str(tmp_path / "whole"), 450)
     expected = Job(nodes, plan, name="unkilled").start().end()
     plan = replace(plan, folder=str(tmp_path / "run"), options=PROTECT, pause=0.1, waits=False)
     job, draw = Job(nodes, plan, restarts=100).start(), random.Random(0)
     killed_at = 0.0
     for _ in range(50):
         wait_until(lambda since=killed_at: len(job.processes(since)) == 4, job)
-        time.sleep(draw.uniform(0.0, 3.0))
+        time.sleep(draw.uniform(0.0, 2.0))
         processes, killed_at = job.processes(killed_at), time.time()
         if draw.random() < 0.2:
             job.lose(1)

@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from multiprocessing import forkserver
 from typing import Any, NoReturn
@@ -40,7 +41,8 @@ def _fork_server(executable: str, arguments: Sequence[str], descriptors: Sequenc
     if not process:
         for last, following in pairwise([*sorted({0, 1, 2, *descriptors}), os.sysconf("SC_OPEN_MAX")]):
             os.closerange(last + 1, following)
-        exec(arguments[-1], {})
+        with suppress(SystemExit):
+            exec(arguments[-1], {})
         os._exit(0)
     return process
 
