@@ -69,7 +69,7 @@ def train(scratch: Path, iterations: int, name: str, words: Sequence[str], switc
     """Runs one training to its end, and shows how far it is; HostError where it ends before its time."""
     folder, console = Path(tempfile.mkdtemp(dir=scratch)), Console(stderr=True, highlight=False)
     environment = {name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)}
-    environment |= {"MEGATRON_DISTOPT": switch.value, RECORD_VARIABLE: str(folder)}
+    environment |= {"MEGATRON_DISTOPT": switch.value, RECORD_VARIABLE: str(folder), "TMPDIR": str(scratch)}
     log, text, status, run = folder / "log", "", None, RecordedRun(folder)
     with log.open("wb") as out:
         process = subprocess.Popen(words, env=environment, stdout=out, stderr=out, start_new_session=True)
