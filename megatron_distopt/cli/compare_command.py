@@ -17,7 +17,7 @@ from typing import Any
 from rich.text import Text
 
 from megatron_distopt.cli.compare_launch import DISTRIBUTED, LOADING, WRITING, plus, train, with_runner, without
-from megatron_distopt.cli.compare_verdict import Difference, apart_text, differences, judge
+from megatron_distopt.cli.compare_verdict import Deviation, apart_text, differences, judge
 from megatron_distopt.cli.show import Answer, rows
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import HostError
@@ -75,7 +75,7 @@ def _figures(run: RecordedRun) -> dict[str, list[Any]]:
     return {what: run.values(what) for what in _VALUES} | {_TIMES: times, _MEMORY: memory}
 
 
-def _tables(figures: _Figures, found: Sequence[Difference]) -> list[Any]:
+def _tables(figures: _Figures, found: Sequence[Deviation]) -> list[Any]:
     """A line for each iteration, then one number of each run."""
     apart = {(each.iteration, each.what): f"{each.apart:.1e}" if each.apart else "0" for each in found}
     runs = figures.values()
@@ -92,7 +92,7 @@ def _tables(figures: _Figures, found: Sequence[Difference]) -> list[Any]:
     return [rows(cells), rows([["", *figures], *([name, *values] for name, values in totals.items())])]
 
 
-def _picture(figures: _Figures, found: Sequence[Difference]) -> bytes:
+def _picture(figures: _Figures, found: Sequence[Deviation]) -> bytes:
     """Draws losses, differences, milliseconds and memory as PNG; ImportError without matplotlib."""
     from matplotlib.figure import Figure
 

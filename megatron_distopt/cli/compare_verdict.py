@@ -27,7 +27,7 @@ _GRADS = "the sum of gradients over ranks and their norm: both had the same weig
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """How far two runs are apart in one iteration."""
 
     iteration: int
@@ -52,23 +52,23 @@ def judge(own: RecordedRun, ours: RecordedRun, hosts_other: RecordedRun | None =
         if each.exceeds(explained.get(each.what, 0.0)):
             amount = f"{each.what} apart by {each.apart:.1e}, of which rounding explains {each.limit:.1e}"
             return False, f"Not the same, first at iteration {each.iteration}: {amount}. Look at {each.look}."
-    by = "the host's own two optimizers are" if any(map(Difference.exceeds, found)) else "rounding explains"
+    by = "the host's own two optimizers are" if any(map(Deviation.exceeds, found)) else "rounding explains"
     return True, f"Equal but for rounding: {apart_text(found)}, as far as {by}."
 
 
-def apart_text(found: list[Difference]) -> str:
+def apart_text(found: list[Deviation]) -> str:
     """Writes how far two runs are apart at most."""
     loss, way = (max(d.apart for d in found if d.what == what and d.apart < math.inf) for what in ("loss", "weights"))
     return f"losses are apart by at most {loss:.1e} of their value, weights by {way:.1e} of the way that they went"
 
 
-def differences(one: RecordedRun, other: RecordedRun) -> list[Difference]:
+def differences(one: RecordedRun, other: RecordedRun) -> list[Deviation]:
     """All that is compared, by iteration and there in the order in which a step computes it. Refuses unlike runs."""
     if (one.params, len(one.steps)) != (other.params, len(other.steps)):
         got = "other ranks, params or iterations than the host's own"
         raise ConfigError(refusal("run", got, "be the same training", "Start both lines alone and compare their logs"))
     equal = [one.bits(number) == other.bits(number) for number in range(len(one.steps))]
-    found = list[Difference]()
+    found = list[Deviation]()
     for number, is_equal in enumerate(equal):
         if number and equal[number - 1] and not is_equal:
             found.append(_of_update(one, other, number))
@@ -76,7 +76,7 @@ def differences(one: RecordedRun, other: RecordedRun) -> list[Difference]:
     return found
 
 
-def _of_step(one: RecordedRun, other: RecordedRun, number: int, *, is_equal: bool) -> list[Difference]:
+def _of_step(one: RecordedRun, other: RecordedRun, number: int, *, is_equal: bool) -> list[Deviation]:
     """What a step computed, which began with equal weights or not."""
     epsilon, growth = max(param.epsilon for param in one.params), 1 + number / 20
     weights, others, start = one.weights(number), other.weights(number), one.weights(0)
@@ -90,10 +90,10 @@ def _of_step(one: RecordedRun, other: RecordedRun, number: int, *, is_equal: boo
         ("gradient norm", norm, _NORM if is_equal else drift, _GRADS if is_equal else _STATE),
         ("loss scale", scale, 0.0, "what counts as overflow"),
     )
-    return [Difference(number + 1, *row) for row in table]
+    return [Deviation(number + 1, *row) for row in table]
 
 
-def _of_update(one: RecordedRun, other: RecordedRun, number: int) -> Difference:
+def _of_update(one: RecordedRun, other: RecordedRun, number: int) -> Deviation:
     """What the update before did, which began with equal weights."""
     before, after, others = one.weights(number - 1), one.weights(number), other.weights(number)
     rounded = 2 * _FP32 * np.maximum(np.abs(before), np.abs(after))
@@ -111,7 +111,7 @@ def _of_update(one: RecordedRun, other: RecordedRun, number: int) -> Difference:
     look = f"weight decay and param group of {listed([*wrong])}"
     if not 0 < len(wrong) <= is_matrix.sum() / 2:
         look = "learning rate, clipping and the rule of the update: many params differ"
-    return Difference(number + 1, "update", float(max(of_all, *by_param)), 1.0, look)
+    return Deviation(number + 1, "update", float(max(of_all, *by_param)), 1.0, look)
 
 
 def _relative(one: float, other: float) -> float:
