@@ -78,16 +78,15 @@ def _figures(run: RecordedRun) -> dict[str, list[Any]]:
 def _tables(figures: _Figures, found: Sequence[Deviation]) -> list[Any]:
     """A line for each iteration, then one number of each run."""
     apart = {(each.iteration, each.what): f"{each.apart:.1e}" if each.apart else "0" for each in found}
-    runs = figures.values()
     cells = [["iteration", "loss", "ours", *(f"{what} apart" for what in _SHOWN), "ms", "ours"]]
     for number in range(found[-1].iteration):
-        losses = [f"{run['loss'][number]:.6f}" for run in runs]
-        times = ["".join(f"{each:.0f}" for each in run[_TIMES][number:][:1]) or "-" for run in runs]
+        losses = [f"{run['loss'][number]:.6f}" for run in figures.values()]
+        times = ["".join(f"{each:.0f}" for each in run[_TIMES][number:][:1]) or "-" for run in figures.values()]
         cells.append([f"{number + 1}", *losses, *(apart[number + 1, what] for what in _SHOWN), *times])
     totals = {
-        "milliseconds, median": [f"{median(run[_TIMES] or [0.0]):.0f}" for run in runs],
-        "peak memory of a rank, GiB": [f"{max(run[_MEMORY]):.2f}" for run in runs],
-        "skipped steps": [f"{sum(run['skipped']):g}" for run in runs],
+        "milliseconds, median": [f"{median(run[_TIMES] or [0.0]):.0f}" for run in figures.values()],
+        "peak memory of a rank, GiB": [f"{max(run[_MEMORY]):.2f}" for run in figures.values()],
+        "skipped steps": [f"{sum(run['skipped']):g}" for run in figures.values()],
     }
     return [rows(cells), rows([["", *figures], *([name, *values] for name, values in totals.items())])]
 
@@ -103,8 +102,9 @@ def _picture(figures: _Figures, found: Sequence[Deviation]) -> bytes:
         for (name, values), style in zip(lines.items(), ("-", "--", ":"), strict=False):
             numbers = range(len(values)) if title == _MEMORY else range(1, len(values) + 1)
             panel.plot(numbers, values, style, marker=".", label=name)
-        scale, bottom = "log" if title == _APART else "linear", 0 if title in (_TIMES, _MEMORY) else None
-        panel.set(title=title, yscale=scale, ylim=(bottom, None))
+        from_zero = (0, 1.3 * max(map(max, lines.values()))) if title in (_TIMES, _MEMORY) else (None, None)
+        panel.set(title=title, yscale="log" if title == _APART else "linear", ylim=from_zero)
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.legend()
     figure.savefig(file := BytesIO(), format="png", dpi=90)
     return file.getvalue()
