@@ -24,6 +24,7 @@ from megatron_distopt.checkpoint.manifest import no_collection
 from megatron_distopt.checkpoint.save import Contribution, Saving, Written, begin, contribution_of, should_have_appeared
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.comm.alive import begin_thread
 from megatron_distopt.device import CPU, mark, pinned
 from megatron_distopt.errors import CheckpointError
 
@@ -131,8 +132,7 @@ class BackgroundSaver:
         copied: list[Contribution] = []
         saving = begin(folder, self._everyone, lambda: copied.append(self._copied(model)))
         task = self._task = _Task(saving)
-        task.thread = threading.Thread(target=task.run, args=(copied[0],), name="megatron_distopt save", daemon=True)
-        task.thread.start()
+        task.thread = begin_thread(task.run, "save", copied[0])
 
     def _copied(self, model: WholeModel) -> Contribution:
         contribution = contribution_of(model)

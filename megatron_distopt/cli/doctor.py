@@ -72,7 +72,7 @@ def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True
     """Finds out what can be known before a job is started; a `fork` of None is what this Python would import."""
     tree, found, findings = None, None, list[Finding]()
     try:
-        tree = importable_host(Path.cwd(), sys.path) if fork is None else fork_at(fork)
+        tree = importable_host([str(Path.cwd()), *sys.path]) if fork is None else fork_at(fork)
         found = survey(tree)
         findings += describe_fork(found, tree)
     except DistOptError as error:

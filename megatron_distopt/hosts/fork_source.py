@@ -79,12 +79,12 @@ def fork_at(folder: Path) -> SourceTree:
     raise UnknownHostError(f"{found}. {rule}. Write the path of your Megatron's checkout.")
 
 
-def importable_host(working_directory: Path, path: Sequence[str]) -> SourceTree:
-    """The Megatron that `import megatron` finds from the folder where training starts; without roots if there is none.
+def importable_host(path: Sequence[str]) -> SourceTree:
+    """The Megatron that `import megatron` finds where `sys.path` is `path`; without roots if there is none.
 
     megatron-core alone is a namespace package, which has several places or none of its own.
     """
-    spec = PathFinder.find_spec(_PACKAGE, [str(working_directory), *path])
+    spec = PathFinder.find_spec(_PACKAGE, path)
     with suppress(ValueError):  # a module without a spec is in sys.modules
         spec = spec or find_spec(_PACKAGE)  # an editable installation
     places = spec.submodule_search_locations if spec is not None else None

@@ -31,7 +31,7 @@ from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError, refusal
 from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, apply, script_undos
-from megatron_distopt.hosts.saving import ProtectedCalls, tensors_beside
+from megatron_distopt.hosts.saving import ProtectedCalls, untrained_tensors
 
 _log = logging.getLogger("megatron_distopt")
 _LEAVE_OUT = "leave --distopt-protect-every (MEGATRON_DISTOPT_PROTECT_EVERY) out"
@@ -168,7 +168,7 @@ class ScriptRun:
                 remedy = f"Write --global-batch-size {was}, at any number of ranks that divides it"
                 raise ConfigError(refusal("global_batch_size", got, f"stay {was} as before the restart", remedy))
             is_cut_otherwise = iteration == 0 and not is_same_model_parallel
-            if is_cut_otherwise and any(isinstance(each, Parameter) for each in tensors_beside(chunks).values()):
+            if is_cut_otherwise and any(isinstance(each, Parameter) for each in untrained_tensors(chunks).values()):
                 got, rule = "frozen params and no checkpoint on disk", "keep its tensor- and pipeline-parallel size"
                 remedy = "Start at the sizes of the run before, or load a checkpoint that has them"
                 raise CheckpointError(refusal("restart from memory", got, rule, remedy))
@@ -235,7 +235,7 @@ class ScriptRun:
 
 def _versions(chunks: Sequence[Module]) -> dict[str, int]:
     """How often everything was changed that the host's checkpoints have of the model, and snapshots have not."""
-    return {name: tensor._version for name, tensor in tensors_beside(chunks).items()}
+    return {name: tensor._version for name, tensor in untrained_tensors(chunks).items()}
 
 
 def _one_copy() -> Group:

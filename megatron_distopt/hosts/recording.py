@@ -82,7 +82,7 @@ def record_training(folder: str | Path) -> Undo:
     why, after = ("each step is recorded", "megatron-distopt compare reads it"), functools.partial(_wrap, Path(folder))
     points = SCRIPT_STEP_POINT, STEP_POINT
     fixes = [Fix(point.module, rf"^def {point.attribute}\b", *why, after=after) for point in points]
-    needed = needed_fixes(importable_host(Path(sys.path[0] or "."), sys.path), fixes)
+    needed = needed_fixes(importable_host(sys.path), fixes)
     if not needed:
         raise UnknownHostError(f"{' or '.join(map(str, points))} is to be recorded, and is not here. {REMEDY}.")
     return apply_fixes(needed)

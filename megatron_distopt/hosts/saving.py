@@ -88,7 +88,7 @@ def protection_of(
     return protection
 
 
-def tensors_beside(chunks: Iterable[Module]) -> dict[str, Tensor]:
+def untrained_tensors(chunks: Iterable[Module]) -> dict[str, Tensor]:
     """What a model has beside the params that train, by name: frozen params and persistent buffers."""
     found: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):

@@ -253,7 +253,8 @@ def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecisio
     """The first half of `update`: the step of the inner optimizer, with the same arguments."""
     divisor, found_inf, on_host = decision.divisor, decision.found_inf, optimizer.host_updates
     mains, averages = [flat.main for flat in optimizer.flat_params], optimizer.averages
-    due = {flat.main: flat.average for flat in optimizer.flat_params if flat.average is not None}
+    averaged = optimizer.flat_params if averages is not None else ()
+    due = {flat.main: flat.average for flat in averaged if flat.average is not None}
     if averages is not None and isinstance(optimizer.inner, FlatOptimizer):
         optimizer.inner.due = due if averages.has_begun and found_inf is None else {}, averages.weight
     with profiled("update"):

@@ -10,7 +10,6 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_distopt.comm import show_presence
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, fixes_from, switch_from
@@ -84,7 +83,7 @@ def install(config: DistOptConfig | None = None) -> Installation:
             # A launch script keeps its --distopt flags: they are parsed and ignored. A host without a parser is not
             # imported, because nothing is to happen where the package is switched off.
             with suppress(UnknownHostError):
-                if recognise(importable_host(Path(sys.path[0] or "."), sys.path).has).parser is not None:
+                if recognise(importable_host(sys.path).has).parser is not None:
                     undos.append(apply(flags_of(find_host())))
         undos.append(show_presence("" if is_active else SWITCHED_OFF))
     except Exception:
@@ -99,7 +98,7 @@ def fix_host() -> Undo:
     """Repairs what keeps the host from starting and has nothing to do with its optimizer, see hosts/fixes.py."""
     if not fixes_from(os.environ):
         return lambda: None
-    return apply_fixes(needed_fixes(importable_host(Path(sys.path[0] or "."), sys.path)))
+    return apply_fixes(needed_fixes(importable_host(sys.path)))
 
 
 def flags_of(host: Generation) -> list[Patch]:

@@ -178,11 +178,11 @@ def test_fork_when_its_folder_megatron_is_somebody_elses_then_refused(tmp_path: 
 
 def test_importable_host_when_the_working_directory_has_one_then_it_comes_first(tmp_path: Path) -> None:
     here, there = per_rank_2023(tmp_path / "here"), core(tmp_path / "there" / "site-packages")
-    tree = importable_host(here, [str(there)])
+    tree = importable_host([str(here), str(there)])
     assert tree.roots == (here.resolve(),)
-    tree = importable_host(tmp_path, [str(there), str(here)])
+    tree = importable_host([str(tmp_path), str(there), str(here)])
     assert tree.roots == (here.resolve(),)  # a package comes before a namespace, wherever it lies
-    tree = importable_host(tmp_path, [str(there)])
+    tree = importable_host([str(tmp_path), str(there)])
     assert tree.roots == (there.resolve(),)
     assert survey(tree).generation is MEGATRON_CORE
 
@@ -191,11 +191,11 @@ def test_importable_host_when_there_is_none_then_unknown(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "megatron", raising=False)
     with pytest.raises(UnknownHostError):
-        survey(importable_host(tmp_path, []))
+        survey(importable_host([str(tmp_path)]))
 
 
 def test_survey_when_read_from_the_installed_megatron_core_then_its_patch_point_is_free() -> None:
-    tree = importable_host(Path("/"), sys.path)
+    tree = importable_host(["/", *sys.path])
     if not tree.has("megatron.core.optimizer"):
         pytest.skip("megatron-core is not installed")
     found = survey(tree)

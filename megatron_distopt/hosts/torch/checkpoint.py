@@ -24,7 +24,7 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import CheckpointError, ConfigError, refusal
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
-from megatron_distopt.hosts.saving import ProtectedCalls, Saver, tensors_beside
+from megatron_distopt.hosts.saving import ProtectedCalls, Saver, untrained_tensors
 from megatron_distopt.hosts.torch.model import FIRST_RANK, ShardedModel
 
 
@@ -183,17 +183,17 @@ class StateCalls(ProtectedCalls, Optimizer):
         self._end_load()
 
     def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
-        super().protect(step, lambda: {"state": state(), "beside": self._changed_beside()})
+        super().protect(step, lambda: {"state": state(), "beside": self._changed_untrained()})
 
-    def _changed_beside(self) -> dict[str, Tensor]:
+    def _changed_untrained(self) -> dict[str, Tensor]:
         """Buffers, whose changes torch's norms do not count, and frozen params that were changed since a start."""
-        found = tensors_beside(self._model.chunks)
+        found = untrained_tensors(self._model.chunks)
         is_new = {name: self._versions.get(name) != tensor._version for name, tensor in found.items()}
         return {name: each for name, each in found.items() if is_new[name] or not isinstance(each, Parameter)}
 
     @torch.no_grad()
     def resume(self, newer_than: int = -1) -> Resumed | None:
-        resumed, found = super().resume(newer_than), tensors_beside(self._model.chunks)
+        resumed, found = super().resume(newer_than), untrained_tensors(self._model.chunks)
         if resumed is not None:
             saved = resumed.state["beside"]
             is_cut_otherwise = not resumed.is_same_size and self._model.data.size != self._model.everyone.size

@@ -271,11 +271,6 @@ class ParamUpdate:
     def state(self) -> tuple[StoredValues, StoredValues, StoredValues]:
         return self.main, self.first, self.second
 
-    @property
-    def rounded(self) -> Tensor | None:
-        """The model param that the update writes, if any."""
-        return self.main.model if isinstance(self.main, RemainderValues) else self.model
-
     def write(self, start: int, stop: int, main: Tensor, first: Tensor, second: Tensor) -> None:
         """Rounds fp32 values [stop - start] into the stored state, and those of the main param into the model param."""
         noise = None
