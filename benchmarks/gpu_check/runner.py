@@ -14,11 +14,18 @@ from pathlib import Path
 
 from peers.crew import Crew, Member
 
-from gpu_check import ROOT, correctness, hosts, interruptions, memory, speed
+from gpu_check import ROOT, correctness, hosts, interruptions, memory, speed, state
 from gpu_check.checks import SUBJECTS, Check, Outcome, Status, Where
 from gpu_check.machine import CPU, Machine, rank_counts
 
-CHECKS: tuple[Check, ...] = (*correctness.CHECKS, *interruptions.CHECKS, *hosts.CHECKS, *memory.CHECKS, *speed.CHECKS)
+CHECKS: tuple[Check, ...] = (
+    *correctness.CHECKS,
+    *interruptions.CHECKS,
+    *state.CHECKS,
+    *hosts.CHECKS,
+    *memory.CHECKS,
+    *speed.CHECKS,
+)
 NO_TIME = "no time was left; more with --minutes"
 #: Importing torch, starting the device and meeting the others.
 _START_SECONDS = 150.0
