@@ -64,18 +64,18 @@ class Picture:
 def _draw_bars(
     title: str, label: str, draw_panel: Callable[[Any, Mapping[str, Any]], None], figure: Any, result: Mapping[str, Any]
 ) -> None:
-    """A panel for each number of ranks, a row for each contestant."""
-    figure.set_size_inches(9.2, 3.2)
-    panels = figure.subplots(1, len(result["ranks"]), sharey=True)
+    """A panel for each number of ranks, a row for each contestant; narrow, so that it can be read on a phone."""
+    figure.set_size_inches(5.2, 5.4)
+    panels = figure.subplots(len(result["ranks"]), 1)
     for axes, entry in zip(panels, result["ranks"], strict=True):
         draw_panel(axes, entry)
         axes.set_title(f"{entry['ranks']} ranks, {entry['numel'] / 1e6:.0f} M parameters", fontsize=9)
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-    names = [text.get_text() for text in panels[0].get_yticklabels()]
-    panels[0].set_yticks(range(len(names)), [NAMES[name] for name in names])
-    panels[0].invert_yaxis()
+        names = [text.get_text() for text in axes.get_yticklabels()]
+        axes.set_yticks(range(len(names)), [NAMES[name] for name in names])
+        axes.invert_yaxis()
     figure.suptitle(title, fontsize=10)
 
 
@@ -171,8 +171,8 @@ def _starts(steps: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(begins))
 
 
-_TIME = "Time of a training step: median and range of the rounds, lower is better"
-_MEMORY = "Memory of a rank: held between steps (dark) and peak of a step (light), lower is better"
+_TIME = "Time of a training step, lower is better:\nmedian and range of the rounds"
+_MEMORY = "Memory of a rank, lower is better:\nheld between steps (dark) and peak of a step (light)"
 PICTURES = (
     Picture("train", "train", partial(_draw_bars, _TIME, "ms", _draw_seconds)),
     Picture("memory", "memory", partial(_draw_bars, _MEMORY, "bytes per parameter", _draw_bytes)),
