@@ -1,4 +1,4 @@
-"""Digests of a run: checksums of gradients, main params and moments by param, which `megatron-distopt diff` compares.
+"""Digests of a run: checksums by param of gradients and of all that is kept, which `megatron-distopt diff` compares.
 
 [Note: digest] The digest of a tensor is the sum over its elements of (bits of the value, as an integer) times (a weight
 of the element's place in the whole param), mod 2**64. Integers add up to the same in any order, so ranks and pieces are
@@ -31,19 +31,19 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.checkpoint.manifest import key_of, kind_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, shards_of
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together, sum_over
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer.inner import count_updates, moments_of
+from megatron_distopt.optimizer.inner import count_updates
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.step import StepDecision
 from megatron_distopt.version import VERSION
 
-#: The kind of the reduced gradient; main params are of the kind `MAIN`, moments of the inner optimizer's name for them.
+#: The kind of the reduced gradient; main params and what else is kept have the kinds that they have in checkpoints.
 GRADS = "grad"
 #: What a digest is of: kind, and name of the param in the whole model.
 DigestKey: TypeAlias = tuple[str, str]
@@ -110,21 +110,21 @@ def _made_weights(dim: int, start: int, stop: int, device: torch.device) -> Tens
 def local_digests(model: WholeModel, *, of_grads: bool) -> dict[DigestKey, Tensor]:
     """What this rank adds to the digests of the model, of which each element is counted on one rank. int64 0-D each.
 
-    Either of gradients as they were reduced, neither divided nor clipped, or of main params and moments, of the values
-    that they stand for.
+    Either of gradients as they were reduced, neither divided nor clipped, or of main params, averages and moments, of
+    the values that they stand for.
     """
     sums, device = dict[DigestKey, Tensor](), model.shares[0].optimizer.device
     at_once = _AT_ONCE_ON_CPU if device.type == CPU else _AT_ONCE
     written = ((share, *each) for share in model.shares for each in shards_of(share.optimizer))
     for share, flat, shard in (each for each in written if each[0].writes(each[2].name)):
         placement, whole = share.placements[shard.name], shard.in_param
-        state = {MAIN: flat.main, **moments_of(share.optimizer.inner, flat.main)}
         for start in range(whole.start, whole.stop, at_once):
             for piece in placement.pieces(Span(start, min(start + at_once, whole.stop))):
                 owned = OwnedPiece(share, flat, shard, placement, piece)
-                for kind, tensor in ({GRADS: flat.grad} if of_grads else state).items():
-                    key = kind, placement.name
-                    part = digest_of(as_plain(owned.view(tensor)), piece.in_global.offsets).to(device)
+                grads = [(key_of(GRADS, placement.name), owned.view(flat.grad))] if of_grads else None
+                for name, tensor in grads or owned.tensors():
+                    key = kind_of(name), placement.name
+                    part = digest_of(as_plain(tensor), piece.in_global.offsets).to(device)
                     sums[key] = sums[key] + part if key in sums else part
     return sums
 

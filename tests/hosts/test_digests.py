@@ -44,6 +44,7 @@ CASES = {
     "low precision": Case({"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}),
     "rounded at random": Case({"main_params_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"}),
     "nan is skipped": Case({"nonfinite": "skip"}, overflows=(2, 5)),
+    "averaged": Case({"nonfinite": "skip", "ema_decay": 0.75}, overflows=(1, 5)),
 }
 
 
@@ -144,6 +145,12 @@ def _of_other_runs(rank: int, folder: Path) -> dict[str, Any]:
     other.end()
     dist.barrier()
     found["other"] = read_run(folder / "other")
+    # Another decay of averages.
+    decay = Training(CASES["averaged"], rank, folder / "decay", ema_decay=0.5)
+    decay.steps(0, STEPS)
+    decay.end()
+    dist.barrier()
+    found["decay"] = read_run(folder / "decay")
     # Without the option there is no file; and one that cannot be written stops all ranks.
     Training(Case(), rank, folder / "off", log_digests=None).steps(0, 2)
     found["off"] = (folder / "off").exists()
@@ -190,6 +197,7 @@ def test_digests_when_a_step_is_made_then_params_and_state_change_and_a_skipped_
         assert is_skipped or number not in CASES[name].overflows
         changed = differing(steps[number - 1], steps[number])
         assert {name for kind, name in changed if kind in STATE} == (set() if is_skipped else trained)
+        assert {name for kind, name in changed if kind == "main_average"} <= (set() if is_skipped else trained)
 
 
 def test_digests_when_the_number_of_ranks_is_another_then_the_same_weights_have_the_same(
@@ -208,6 +216,18 @@ def test_digests_when_another_run_sees_other_data_then_they_part_there(found: li
     assert 0 not in parted
     added = {name for _, name in other.steps[6].digests} - {name for _, name in other.steps[2].digests}
     assert added == {"frozen.weight"}
+
+
+def test_digests_when_averages_have_another_decay_then_only_these_part(found: list[dict[str, Any]]) -> None:
+    averaged = found[0]["averaged"].straight
+    kinds = {number: {kind for kind, _ in step.digests} for number, step in averaged.steps.items()}
+    assert [number for number in kinds if "main_average" in kinds[number]] == [*range(2, STEPS + 1)], (
+        "step 1 is skipped"
+    )
+    parted = _parted(averaged, found[0]["decay"])
+    # The first average is a copy.
+    assert [*parted] == [*range(3, STEPS + 1)]
+    assert {kind for keys in parted.values() for kind, _ in keys} == {"main_average"}
 
 
 def test_digests_when_not_asked_for_or_not_writable_then_no_file_or_all_stop(found: list[dict[str, Any]]) -> None:
