@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.nn import Module, Parameter, ParameterDict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import AccessError, ConfigError
+from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
@@ -177,6 +180,7 @@ def _results(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
         found["Muon"] = _trained(CASES["bf16"], pair, given=_muon)[0]
         found["Adafactor"] = _trained(CASES["bf16"], pair, given=_adafactor)[0]
         found["refusals"] = _refusals(pair)
+        found["torch's checkpoints"] = _torchs_checkpoints(pair, rank, folder / "torch's")
     for name, other in {"fp32": 1, "remainder": 2}.items():
         sizes = (1, 2, 4) if size == 4 else (other,)
         found[f"checkpoints, {name}"] = _checkpoints(CASES[name], groups, rank, folder / name, sizes)
@@ -223,6 +227,42 @@ def _refusals(group: Any) -> list[str]:
     with pytest.raises(ConfigError, match="averaged_params"):
         _optimizer(model, (F32, {"ema_eval": True}), group)
     return wrong
+
+
+def _torchs_checkpoints(group: Any, rank: int, folder: Path) -> list[str]:
+    """torch.distributed.checkpoint refuses one without averages; asked for a part, a new optimizer begins them anew."""
+    model, wrong = Params(), list[str]()
+    without = _optimizer(model, (F32, {"ema_decay": None}), group)
+    _step(without, model, 0)
+    dcp.save({"optim": without.state_dict()}, checkpoint_id=folder, process_group=group)
+    without.release()
+    for num_steps in (2, 0):
+        model = Params()
+        optimizer = _optimizer(model, CASES["fp32"], group)
+        for number in range(num_steps):
+            _step(optimizer, model, number + 1)
+        averages, state = _whole(optimizer, "average"), {"optim": optimizer.state_dict()}
+        before = _moments(optimizer)
+        with pytest.raises(dcp.CheckpointException, match=r"(?s)Missing key.*main_average"):
+            dcp.load(state, checkpoint_id=folder, process_group=group)
+        if not _same(averages, _whole(optimizer, "average")) or not _same(before, _moments(optimizer)):
+            wrong.append(f"a refused load changes something after {num_steps} steps")
+        part = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(state, checkpoint_id=folder, planner=part, process_group=group)
+        said = _said(partial(optimizer.load_state_dict, state["optim"]))
+        if said != (["begin anew"] if rank == 0 and not num_steps else []):
+            wrong.append(f"said of a part after {num_steps} steps: {said}")
+        _step(optimizer, model, 3)
+        if _same(_whole(optimizer, "main"), _whole(optimizer, "average")) is not (not num_steps):
+            wrong.append(f"averages of a part after {num_steps} steps")
+        optimizer.release()
+    return wrong
+
+
+def _moments(optimizer: TorchDistributedOptimizer) -> dict[str, Tensor]:
+    flat_params = enumerate(optimizer.sharded.flat_params)
+    kept = ((number, moments_of(optimizer.sharded.inner, flat.main)) for number, flat in flat_params)
+    return {f"{kind} {number}": as_plain(each).clone() for number, of in kept for kind, each in of.items()}
 
 
 def _checkpoints(case: Case, groups: list[Any], rank: int, folder: Path, sizes: tuple[int, ...]) -> list[str]:
