@@ -126,7 +126,7 @@ def _result(outcome: Outcome) -> str:
 
 def _speed(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for each in outcomes:
-        if each.check in ("step", "train") and each.figures.get("contestants"):
+        if each.check in ("step", "forms", "train") and each.figures.get("contestants"):
             yield from ("", f"### {each.title.capitalize()}: {_ranks(each.ranks)}", "")
             yield from _times(each)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from peers.ranks import exchange
 from peers.report import OURS, Rounds, is_ours, median_seconds
 from peers.step_readings import FLOOR_NBYTES, TOLERANCE, StepReading
 from peers.step_readings import read as read_step
-from peers.steppers import StepEntry, StepSetting
+from peers.steppers import Ours, StepEntry, StepSetting
 from peers.train_contestants import FORWARD_BACKWARD
 from peers.train_readings import WARM_UP, Pace, TrainReading, losses_apart
 from peers.train_readings import read as read_training
@@ -25,6 +26,7 @@ from torch import Tensor
 from gpu_check.checks import Check, Found, Place, Where, WrongError
 from gpu_check.machine import CPU, empty_cache, seconds_of
 from gpu_check.peers import step_peers, train_peers
+from gpu_check.state import FORMS
 
 _GIB = 1 << 30
 _MOST_ROUNDS = 7
@@ -139,6 +141,25 @@ def step(place: Place) -> Found:
     return Found(f"{said} ({FLOOR_NBYTES} bytes an element); {peers}", figures)
 
 
+def forms(place: Place) -> Found:
+    """The same step with state in low precision, which a device updates in several passes."""
+    setting, readings = step_setting(place), list[StepReading]()
+    entries = [StepEntry(OURS, Ours)]
+    for name, (main, moments) in FORMS.items():
+        options = {"main_params_dtype": main, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+        entries.append(StepEntry(f"{OURS}, {name}", partial(Ours, **options)))
+    for number in _rounds(place):
+        for entry in _turns(place, entries, readings):
+            readings.append(read_step(entry, setting, number + 1, 3, [], partial(seconds_of, place.device)))
+    rounds = Rounds(readings)
+    contestants = _contestants(place, rounds, dict.fromkeys(rounds.of), math.inf)
+    ours = statistics.median(contestants[0]["seconds"])
+    over = {each["name"]: statistics.median(each["seconds"]) / ours for each in contestants[1:] if each["seconds"]}
+    said = ", ".join(f"{name.removeprefix('ours, ')} {ratio:.2f}" for name, ratio in over.items())
+    figures = {"numel": setting.numel, "contestants": contestants}
+    return Found(f"over state in fp32, {1e3 * ours:.3g} ms for {setting.numel / 1e6:.1f} M elements: {said}", figures)
+
+
 # Whole training steps
 
 
@@ -178,5 +199,6 @@ def train(place: Place) -> Found:
 CHECKS = (
     Check("bandwidth", "how fast a copy is", bandwidth, "speed", Where.ONE),
     Check("step", "an optimizer step, compared with peers", step, "speed", Where.ONE, limit=240),
+    Check("forms", "an optimizer step of state in low precision", forms, "speed", Where.ONE, limit=120),
     Check("train", "training steps, compared with peers", train, "speed", Where.ENDS, limit=180),
 )

@@ -26,7 +26,7 @@ from megatron_distopt import distribute
 
 _DECAY = 0.9
 #: By name of a form: the dtypes of main params and of both moments.
-_FORMS = {
+FORMS = {
     "remainder": ("remainder", "float32"),
     "remainder, bf16": ("remainder", "bfloat16"),
     "remainder, fp16": ("remainder", "float16"),
@@ -82,7 +82,7 @@ def low_precision(place: Place) -> Found:
     start = values_of(Given(torch.bfloat16).to(place.device))
     wanted = _trained(place, torch.bfloat16)
     found = {}
-    for name, (main, moments) in _FORMS.items():
+    for name, (main, moments) in FORMS.items():
         place.say(name)
         options = {"main_params_dtype": main, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
         values = _trained(place, torch.bfloat16, **options)

@@ -104,7 +104,7 @@ def _picture(figures: _Figures, found: Sequence[Deviation]) -> bytes:
             panel.plot(numbers, values, style, marker=".", label=name)
         from_zero = (0, 1.3 * max(map(max, lines.values()))) if title in (_TIMES, _MEMORY) else (None, None)
         panel.set(title=title, yscale="log" if title == _APART else "linear", ylim=from_zero)
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         panel.legend()
     figure.savefig(file := BytesIO(), format="png", dpi=90)
     return file.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -78,7 +77,8 @@ def train(scratch: Path, iterations: int, name: str, words: Sequence[str], switc
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(0.5)
             run, before = RecordedRun(folder), text
-            text = f"{name}: iteration {len(run.steps)} of {iterations}, loss {[math.nan, *run.values('loss')][-1]:.6f}"
+            last = "".join(f", loss {loss:.6f}" for loss in run.values("loss")[-1:])
+            text = f"{name}: iteration {len(run.steps)} of {iterations}{last}"
             if text != before or (console.is_terminal and status is not None):
                 console.print(text, end="\r" if console.is_terminal and status is None else "\n")
     finally:

@@ -22,7 +22,7 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import FULL, 
 from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, PlainValues, RemainderValues
 
 #: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
-_STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 22
+_STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 23
 _MOMENTS = _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 
 
