@@ -219,22 +219,25 @@ class DistOptConfig:
     )
     offload_fraction: float = option(
         0.0,
-        "the part of the optimizer state of 16-bit params, by buckets, that is kept in the host's memory and updated "
-        "there; 0 for none",
+        "the part of the optimizer state of 16-bit params, by buckets, that the host keeps and updates; 0 for none",
         FRACTION,
     )
     ema_decay: float | None = option(None, "decay of fp32 averages of the main params, such as 0.999", FRACTION)
     ema_eval: bool = option(False, "a Megatron evaluates the averages of the params in place of the params")
     bucket_size: int | None = option(
         None,
-        "elements of a bucket; none for one bucket a buffer, or for a size that suits the model where communication "
-        "is overlapped",
+        "elements of a bucket; none for one a buffer, or where communication is overlapped for a size that suits",
         at_least(1),
     )
     reduce_dtype: str | None = option(
         None,
-        "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for fp32",
-        one_of("bfloat16", "float16"),
+        "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for fp32. With float32 "
+        "and int8 each node adds up its own and sends the sum once; on one node these change nothing",
+        one_of("float32", "bfloat16", "float16", "int8"),
+    )
+    reduce_exact: str = option(
+        "router,gate",
+        "parts of the names, between dots, of params that go in fp32 with reduce_dtype int8, as 1-D ones do",
     )
     overlap_grad_reduce: bool | None = option(
         None,
@@ -270,14 +273,11 @@ class DistOptConfig:
         _PROTECT_EVERY,
     )
     protect_folder: str | None = option(
-        None,
-        "where each node keeps them, in memory; none for a folder below /dev/shm with the name of torchrun's job "
-        "(--rdzv-id)",
+        None, "where each node keeps them, in memory; none for a folder below /dev/shm named by torchrun's --rdzv-id"
     )
     protect_timeout: float = option(
         20.0,
-        "seconds without a sign of life after which the other ranks of a protected run end, so that torchrun starts "
-        "them anew",
+        "seconds without a sign of life after which the other ranks of a protected run end, for torchrun's restart",
         Rule("a finite number of at least 1", lambda value: math.isfinite(value) and value >= 1),
     )
     #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes it.

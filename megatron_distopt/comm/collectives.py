@@ -11,7 +11,7 @@ number it would round twice, so the bucket is divided first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import pairwise
+from megatron_distopt.comm.codes import FormOfNode, sum_over_nodes
 from megatron_distopt.comm.groups import Group, carrier_of, named_losses
 from megatron_distopt.comm.pending import Done, Pending, profiled, run_in_turn
-from megatron_distopt.comm.shared_memory import SUM, lane_of
+from megatron_distopt.comm.shared_memory import SUM, lane_of, nodes_of
 from megatron_distopt.errors import ConfigError, refusal
 
 # torch 2.13 renamed them; the old names warn there, and older releases have only those.
@@ -35,6 +36,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _PAIRWISE_OVER = "gloo"
 #: Backends whose launches cost the CPU and the device something, and which average by themselves.
 _LIKE_NCCL = ("nccl",)
+#: Reduce dtypes that do not matter on one node.
+_BETWEEN_NODES = (torch.float32, torch.int8)
 #: torch's backend of ranks that do not exist: its collectives send nothing.
 _FAKE = "fake"
 
@@ -46,8 +49,11 @@ class Reduction:
     # number by which grads are divided before they are added up: a pass over the buffer, or see [Note: average in the
     # collective]. An fp16 sum of n gradients overflows at an n times smaller loss scale than their average.
     divide_by: int = 1
-    # in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None for their own dtype
+    # in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None for their own dtype.
+    # float32 and int8 are about what is sent between nodes, see [Note: carriers] in codes.py
     reduce_dtype: torch.dtype | None = None
+    coded: frozenset[str] = frozenset()  # names of params that int8 may round; others go in fp32
+    lacking: frozenset[str] = frozenset()  # words of the option `reduce_exact` that no name on this rank has
 
 
 #: Grads are added up as they are.
@@ -64,7 +70,11 @@ def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) 
     """Describes how buckets on a device are communicated in a group; after the group's first collective."""
     carrier, is_shared = carrier_of(device, group), shares_memory(device, group)
     short = ""
-    if how.reduce_dtype is not None:
+    if how.reduce_dtype in _BETWEEN_NODES:
+        members = nodes_of(group).members
+        form = "fp32" if len(members) == 1 else dtype_name(how.reduce_dtype)
+        short = f", grads in {form} between {len(members)} node(s) of {'+'.join(str(len(each)) for each in members)}"
+    elif how.reduce_dtype is not None:
         short = f", grads in {dtype_name(how.reduce_dtype)}" + is_shared * " as messages"
     if carrier != _PAIRWISE_OVER:
         return carrier + short
@@ -72,7 +82,13 @@ def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) 
 
 
 def reduce_scatter(
-    bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE, *, overlapped: bool = False
+    bucket: Tensor,
+    shard: Tensor,
+    group: Group,
+    how: Reduction = AS_THEY_ARE,
+    *,
+    codes: FormOfNode | None = None,
+    overlapped: bool = False,
 ) -> Pending:
     """Collective: adds up `bucket` over the group; this rank's part is written into `shard`.
 
@@ -81,6 +97,7 @@ def reduce_scatter(
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
         group: of the ranks that take part; its collectives run in the order in which they are called.
         how: see `Reduction`.
+        codes: with int8; None to send fp32.
         overlapped: only begins; `bucket` must not be touched until the returned collective has been waited for.
     """
     op = _operation(bucket, group, how)
@@ -88,7 +105,7 @@ def reduce_scatter(
         return Done()
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         dtype = how.reduce_dtype
-        act = pairwise.reduce_scatter if dtype is None else partial(pairwise.sum_by_messages, dtype=dtype)
+        act = pairwise.reduce_scatter if dtype is None else partial(_sum_over_nodes, dtype=dtype, codes=codes)
         return run_in_turn(act, bucket, shard, group, overlapped)
     if how.reduce_dtype is not None:
         pending: Pending = pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype)
@@ -96,6 +113,18 @@ def reduce_scatter(
             pending.wait()
         return pending
     return _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=overlapped) or Done()
+
+
+def _sum_over_nodes(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype, codes: FormOfNode | None) -> None:
+    """Collective: `sum_over_nodes` where something is sent between nodes in another form, or less often, than else."""
+    num_nodes = len(nodes_of(group).members)
+    if num_nodes > 1 and (num_nodes < group.size or codes):
+        numbers = pairwise.AsNumbers(torch.float32 if dtype is torch.int8 else dtype)
+        sum_over_nodes(bucket, shard, group, codes or (lambda node: numbers))
+    elif dtype in _BETWEEN_NODES:
+        pairwise.reduce_scatter(bucket, shard, group)
+    else:
+        pairwise.sum_by_messages(bucket, shard, group, dtype)
 
 
 def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.RedOpType:
@@ -131,19 +160,21 @@ def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
         yield
 
 
-def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE) -> None:
+def reduce_grads(
+    buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE, codes: Sequence[FormOfNode | None] = ()
+) -> None:
     """Collective: reduce-scatters every bucket of the grad buffer, in order.
 
     Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is read anyway
     (`divisor` in optimizer/sharded.py), so no pass over the buffer is spent on a division, and a 16-bit gradient does
-    not lose small values to a division before it is added up.
+    not lose small values to a division before it is added up. `codes` are those of each bucket, with int8.
     """
     if group.size == 1 and how.divide_by == 1:
         return
     with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
         for number, (whole, shard) in enumerate(buffer.reduces):
             with profiled(f"reduce-scatter {number}"):
-                reduce_scatter(whole, shard, group, how)
+                reduce_scatter(whole, shard, group, how, codes=codes[number] if codes else None)
 
 
 def gather_params(buffer: ShardedBuffer, group: Group) -> None:
@@ -216,7 +247,12 @@ def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY
     Raises:
         ConfigError: the backend does not have one of them, or gives a wrong result.
     """
-    if group.size == 1 or device.type == "meta" or carrier_of(device, group) == _FAKE:
+    if group.size == 1 or device.type == "meta":
+        return
+    if how.reduce_dtype in _BETWEEN_NODES and carrier_of(device, group) != _PAIRWISE_OVER:
+        got, rule = f"{dtype_name(how.reduce_dtype)} over {carrier_of(device, group)}", "go over gloo, on CPUs"
+        raise ConfigError(refusal("reduce_dtype", got, rule, "Write reduce_dtype='bfloat16', or leave it out"))
+    if carrier_of(device, group) == _FAKE:
         return
     numbers = torch.full((group.size,), float(how.divide_by), device=device)
     shard = numbers[group.rank : group.rank + 1]

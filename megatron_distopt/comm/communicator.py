@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_distopt.buffers import CompactBuffer, ShardedBuffer
 from megatron_distopt.comm.agree import exchange
+from megatron_distopt.comm.codes import AsCodes, FormOfNode, Run, runs_of
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
@@ -55,6 +56,7 @@ class Transfer:
     whole: Tensor  # 1-D
     shard: Tensor  # 1-D, this rank's part of `whole`
     names: frozenset[str]  # of the params in it
+    runs: Sequence[Sequence[Run]] = ()  # of grads that are sent as codes
 
 
 class Launches:
@@ -72,7 +74,7 @@ class Launches:
         under_way: launched and not yet waited for.
     """
 
-    def __init__(self, kind: str, begin: Callable[[Tensor, Tensor], Pending], group: Group) -> None:
+    def __init__(self, kind: str, begin: Callable[..., Pending], group: Group) -> None:
         self._kind, self._begin, self._group = kind, begin, group
         self.transfers: list[Transfer] = []
         self.number_of: dict[str, int] = {}
@@ -94,11 +96,11 @@ class Launches:
         self.order = [*reversed(numbers), *self.order] if backwards else [*self.order, *numbers]
         self.is_agreed = False
 
-    def launch(self, number: int) -> None:
-        """Collective: begins one of them."""
+    def launch(self, number: int, **how: Any) -> None:
+        """Collective: begins one of them; `how` are further arguments for what launches it."""
         transfer = self.transfers[number]
         with profiled(f"begin {self._kind} {number}"):
-            self.under_way[number] = self._begin(transfer.whole, transfer.shard)
+            self.under_way[number] = self._begin(transfer.whole, transfer.shard, **how)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Waits for some that are under way; they remain listed there."""
@@ -202,6 +204,7 @@ class Communicator:
 
     Attributes:
         group, overlaps_grads, overlaps_params: as given.
+        count_updates: of the optimizer, for what is rounded at random; None where it does not count.
         is_paused: whether more backward passes follow before buckets may be launched, see `no_sync`.
     """
 
@@ -217,6 +220,8 @@ class Communicator:
         self.group, self._how = group, how
         self.overlaps_grads, self.overlaps_params = overlap_grads, overlap_params
         self.is_paused = False
+        self.count_updates: Callable[[], int | None] = lambda: None
+        self._num_sums = 0  # of steps
         self._grad_buffers: list[ShardedBuffer] = []
         self._param_buffers: list[ShardedBuffer] = []
         self._grads = Launches("reduce-scatter", partial(reduce_scatter, group=group, how=how, overlapped=True), group)
@@ -250,10 +255,13 @@ class Communicator:
         self._met, self._is_met_by_reads = [], False
         self._grad_buffers += grads
         self._param_buffers += params
+        coded = self._how.coded
         reduces = [
-            Transfer(buffer, *bucket, frozenset(slot.name for slot in slots) - frozen)
+            Transfer(
+                buffer, *bucket, frozenset(each.name for each in slots) - frozen, runs_of(buffer.layout, at, coded)
+            )
             for buffer in grads
-            for bucket, slots in zip(buffer.reduces, buffer.layout.slots_of_bucket, strict=True)
+            for at, (bucket, slots) in enumerate(zip(buffer.reduces, buffer.layout.slots_of_bucket, strict=True))
         ]
         self._grads.add(reduces)
         self._arrivals.add([transfer.names for transfer in reduces])
@@ -267,6 +275,12 @@ class Communicator:
                 gathers.append(Transfer(buffer, *bucket, names))
         # A buffer lies in the order of backward, so forward begins at its end.
         self._params.add(gathers, backwards=True)
+
+    def _codes(self, transfer: Transfer) -> FormOfNode | None:
+        if not transfer.runs:
+            return None
+        count = self.count_updates()
+        return partial(AsCodes, transfer.runs, self._num_sums if count is None else count)
 
     # --- grads
 
@@ -328,8 +342,9 @@ class Communicator:
         if self.group.size > 1:
             self._check_alone()
             _last_launcher[self.group.own_handle] = ref(self)
-        wait_for_streams(self._streams.pop(number, ()), self._grads.transfers[number].whole.device)
-        self._grads.launch(number)
+        transfer = self._grads.transfers[number]
+        wait_for_streams(self._streams.pop(number, ()), transfer.whole.device)
+        self._grads.launch(number, codes=self._codes(transfer))
 
     def _check_alone(self) -> None:
         """Refuses to reduce while another communicator has buckets under way in the group.
@@ -370,6 +385,7 @@ class Communicator:
         if not self._grads.is_agreed:
             self._grads.agree(self._arrivals.order())
         self._arrivals.begin_step()
+        self._num_sums += 1
 
     def reduce_now(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Collective: reduces grads without overlap; none of these buckets may be under way.
@@ -380,7 +396,9 @@ class Communicator:
         if self.group.size > 1:
             self._check_alone()
         for buffer in buffers:
-            reduce_grads(buffer, self.group, self._how)
+            codes = [self._codes(each) for each in self._grads.transfers if each.buffer is buffer]
+            reduce_grads(buffer, self.group, self._how, codes)
+        self._num_sums += 1
 
     # --- params
 

@@ -16,7 +16,7 @@ reduce-scatter by one rounding of each other summand, and not by one at every ad
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.comm.groups import Group, Message, carrier_of, others, receive, send, wait
-from megatron_distopt.comm.shared_memory import GATHER, SUM, lane_of
+from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, lane_of
 from megatron_distopt.device import keep_for_current_stream
 
 #: Memory for received messages. One half is added up while the other one is filled; it is given back afterwards.
@@ -43,17 +43,34 @@ def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
     if lane is None:
         sum_by_messages(bucket, shard, group)
         return
-    # Every rank writes a row for every other rank into a half of the segment, beginning with the rank after itself.
-    shares, ranks = bucket.view(group.size, -1), others(group)
+    ranks = [*others(group), group.rank]
+    sum_in_memory(bucket.view(group.size, -1), {rank: [rank] for rank in ranks}, group.rank, lane)
+
+
+def sum_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lane: Lane) -> None:
+    """Collective of the ranks of a lane: each has their sums in the shares that it carries.
+
+    Args:
+        shares: [number, elements].
+        carried: by rank, in the order of the sums, which shares it carries; each share is carried by one of them.
+        own: this rank.
+        lane: over these ranks.
+    """
+    # Every rank writes the shares that others carry into a half of its segment.
+    numbers = range(len(shares))
+    handed = {rank: [share for share in numbers if share not in carried[rank]] for rank in carried}
+    most = max(map(len, handed.values()))
     with lane.lock:
-        for chunk in _chunks_of(shard.numel(), shard.element_size() * len(ranks), lane.half_nbytes):
-            own = shard[chunk]
-            rows = _rows(lane.begin(), own, len(ranks))
-            for rank in ranks:
-                rows[(rank - group.rank - 1) % group.size].copy_(shares[rank][chunk])
+        for chunk in _chunks_of(shares.shape[1], shares.element_size() * most, lane.half_nbytes):
+            like = shares[0][chunk]
+            for row, share in zip(_rows(lane.begin(), like, len(handed[own])), handed[own], strict=True):
+                row.copy_(shares[share][chunk])
             lane.publish()
-            parts = [_rows(lane.read(rank), own, len(ranks))[(group.rank - rank - 1) % group.size] for rank in ranks]
-            _add_up(parts, own)
+            received = {rank: _rows(lane.read(rank), like, len(handed[rank])) for rank in carried if rank != own}
+            for share in carried[own]:
+                into = shares[share][chunk]
+                parts = [into if rank == own else received[rank][handed[rank].index(share)] for rank in carried]
+                sum_into(parts, into)
 
 
 def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
@@ -80,6 +97,24 @@ def _rows(half: Tensor, like: Tensor, num_rows: int) -> Tensor:
     return half[:nbytes].view(like.dtype).view(num_rows, -1)
 
 
+@dataclass(frozen=True)
+class AsNumbers:
+    """How a chunk of an owner's shard is sent: as numbers of a dtype, in a message of bytes."""
+
+    dtype: torch.dtype
+    unit = 1  # elements: chunks are multiples of this
+    rounds_own = False  # whether the owner's own summand is rounded as well
+
+    def nbytes(self, owner: int, chunk: slice) -> int:
+        return self.dtype.itemsize * int(chunk.stop - chunk.start)
+
+    def write(self, values: Tensor, owner: int, chunk: slice) -> Tensor:
+        return values.to(self.dtype).view(torch.uint8)
+
+    def read(self, message: Tensor, owner: int, chunk: slice) -> Tensor:
+        return message.view(self.dtype)
+
+
 def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype | None = None) -> None:
     """Collective: `reduce_scatter` wherever the ranks are.
 
@@ -87,26 +122,45 @@ def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dt
         bucket, shard: as there; fp32 with a dtype.
         dtype: in which values are sent, see [Note: sum in a reduce dtype].
     """
-    shares, ranks = bucket.view(group.size, -1), others(group)
-    message_dtype, num_copies = (shard.dtype, 1) if dtype is None else (dtype, 2)  # what is sent is a copy as well
-    nbytes_each = message_dtype.itemsize * len(ranks) * num_copies
-    chunks = list(_chunks_of(shard.numel(), nbytes_each, SCRATCH_NBYTES // _NUM_HALVES))
+    ranks = others(group)
+    exchange_sums(bucket, shard, ranks, [*ranks, group.rank], AsNumbers(dtype or shard.dtype), group)
+
+
+def exchange_sums(
+    bucket: Tensor, shard: Tensor, owners: Sequence[int], sources: Sequence[int], form: AsNumbers, group: Group
+) -> None:
+    """Sends shards of a bucket to their owners, and adds up the own one from its sources.
+
+    Args:
+        owners: other ranks, whose shards this rank sends.
+        sources: ranks in the order of the sum, this one among them; as many on all ranks.
+        form: in which shards are sent, with the same chunks on all ranks.
+    """
+    shares, peers = bucket.view(group.size, -1), [rank for rank in sources if rank != group.rank]
+    num_copies = 1 if form.dtype is shard.dtype else 2  # what is sent is a copy as well
+    nbytes_each = form.dtype.itemsize * form.unit * len(peers) * num_copies
+    chunks = list(_chunks_of(shard.numel(), nbytes_each, SCRATCH_NBYTES // _NUM_HALVES, form.unit))
     halves = min(_NUM_HALVES, len(chunks))
-    scratch = shard.new_empty(halves, len(ranks), chunks[0].stop, dtype=message_dtype)
-    under_way: deque[tuple[Tensor, Tensor, list[Message], list[Tensor], list[Message]]] = deque()
+    row_nbytes = max(form.nbytes(group.rank, chunk) for chunk in chunks)
+    scratch = shard.new_empty(halves, len(peers), row_nbytes, dtype=torch.uint8)
+    under_way: deque[tuple[slice, dict[int, Tensor], list[Message], list[Tensor], list[Message]]] = deque()
 
     def add_up_first() -> None:
-        own, parts, received, _, sent = under_way.popleft()
+        chunk, parts, received, _, sent = under_way.popleft()
         wait(received)
-        _add_up(list(parts), own)
+        values = {rank: form.read(part, group.rank, chunk) for rank, part in parts.items()}
+        own = values[group.rank] = shard[chunk]
+        if form.rounds_own:
+            values[group.rank] = form.read(form.write(own, group.rank, chunk), group.rank, chunk)
+        sum_into([values[rank] for rank in sources], own)
         wait(sent)
 
     for number, chunk in enumerate(chunks):
-        parts = scratch[number % halves][:, : chunk.stop - chunk.start]
-        received = [receive(parts[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(ranks)]
-        leaving = [shares[rank][chunk].to(message_dtype) for rank in ranks]
-        sent = [send(leaving[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(ranks)]
-        under_way.append((shard[chunk], parts, received, leaving, sent))
+        rows = scratch[number % halves, :, : form.nbytes(group.rank, chunk)]
+        received = [receive(rows[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(peers)]
+        leaving = [form.write(shares[owner][chunk], owner, chunk) for owner in owners]
+        sent = [send(each, owner, _SUM_TAG + number, group) for owner, each in zip(owners, leaving, strict=True)]
+        under_way.append((chunk, dict(zip(peers, rows, strict=True)), received, leaving, sent))
         if len(under_way) == halves:
             add_up_first()
     while under_way:
@@ -122,15 +176,16 @@ def gather_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
     wait(sent)
 
 
-def _chunks_of(numel: int, nbytes_each: int, nbytes: int) -> Iterator[slice]:
+def _chunks_of(numel: int, nbytes_each: int, nbytes: int, unit: int = 1) -> Iterator[slice]:
     """Cuts a shard into chunks, so that `nbytes` hold one of them.
 
     Args:
         numel: of the shard.
-        nbytes_each: that an element takes.
+        nbytes_each: that `unit` elements take.
         nbytes: that a chunk may take.
+        unit: every chunk but the last one is a multiple of this.
     """
-    step = max(nbytes // nbytes_each, 1)
+    step = max(nbytes // nbytes_each, 1) * unit
     for start in range(0, numel, step):
         yield slice(start, min(start + step, numel))
 
@@ -152,7 +207,7 @@ class RoundedSum:
         # Both were allocated on the stream that began, which does not wait for the exchange.
         keep_for_current_stream(self.sent)
         keep_for_current_stream(self.received)
-        _add_up([self.received[rank] for rank in others(self.group)], self.shard)
+        sum_into([*(self.received[rank] for rank in others(self.group)), self.shard], self.shard)
 
 
 def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype) -> RoundedSum:
@@ -166,15 +221,15 @@ def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.
     return RoundedSum(work, sent, received, shard, group)
 
 
-def _add_up(parts: Sequence[Tensor], own: Tensor) -> None:
-    """Adds parts to this rank's own in the dtype of its own, see [Note: order of the sum]; `parts` are not changed."""
-    in_blocks = len(parts) > 1 and own.device.type == "cpu"
-    numel = max(_BLOCK_NBYTES // own.element_size(), 1) if in_blocks else own.numel()
-    for first, *middle, last in zip(*(torch.split(each, numel) for each in (*parts, own)), strict=True):
-        total = first.to(last.dtype)
+def sum_into(parts: Sequence[Tensor], into: Tensor) -> None:
+    """Adds up parts, at least two, in their order and in the dtype of `into`, which may be one of them; they stay."""
+    in_blocks = len(parts) > 2 and into.device.type == "cpu"
+    numel = max(_BLOCK_NBYTES // into.element_size(), 1) if in_blocks else into.numel()
+    for first, *middle, last, out in zip(*(torch.split(each, numel) for each in (*parts, into)), strict=True):
+        total = first.to(out.dtype)
         for part in middle:
             total = torch.add(total, part) if total is first else total.add_(part)
-        torch.add(total, last, out=last)
+        torch.add(total, last, out=out)
 
 
 # --- tensors that go from some ranks of a group to some others, each between one pair; see layout/owners.py

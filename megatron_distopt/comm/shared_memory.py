@@ -2,9 +2,10 @@
 
 [Note: shared memory] A message on one machine is copied twice by the kernel and wakes three threads, so with small
 buckets, or with more ranks than cores, messages gain little over gloo's own collectives. A group's first collective
-finds out whether every rank can map a segment of every other one; if one cannot, all take messages. A segment is
-anonymous (memfd), found by process and file descriptor, recognised by a secret, and freed with its process. Ranks in
-different network namespaces count as on different machines, so that a network between them can be simulated.
+finds out whether every rank can map a segment of every other one; if one cannot, all take messages, and those that can
+are a node (codes.py). A segment is anonymous (memfd), found by process and file descriptor, recognised by a secret, and
+freed with its process. Ranks in different network namespaces count as on different machines, so that a network between
+them can be simulated.
 
 Each chunk is a *turn*: a rank writes its half, publishes it, and reads those of all others. The two halves alternate.
 A rank that has published a turn has read the turn before, so once all ranks have published, the half of the turn before
@@ -23,7 +24,8 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, finalize
 
@@ -106,12 +108,12 @@ class Lane:
     """One collective over a group whose ranks share memory. It does not keep the group.
 
     Args:
-        segments: by rank.
+        segments: by rank of the group, of those that take part.
         collective: `SUM` or `GATHER`.
         group: of the ranks.
     """
 
-    def __init__(self, segments: Sequence[_Segment], collective: int, group: Group) -> None:
+    def __init__(self, segments: Mapping[int, _Segment], collective: int, group: Group) -> None:
         self.lock = threading.Lock()
         self._segments, self._collective = segments, collective
         # The timeout that was given to init_process_group or new_group.
@@ -121,7 +123,7 @@ class Lane:
         self._names = [group.global_rank(rank) for rank in range(group.size)]
         self._written = _LINE * (1 + collective)
         self._turn = 0  # that has begun on this rank
-        self.half_nbytes = (len(segments[0].memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
+        self.half_nbytes = (len(segments[group.rank].memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
 
     def begin(self) -> Tensor:
         """Begins a turn and returns this rank's half, uint8. The turn before must have been read from all ranks."""
@@ -172,49 +174,66 @@ class Lane:
 
 
 @dataclass(eq=False)
-class _Meeting:
-    """Whether the ranks of a group share memory, found out once."""
+class GroupNodes:
+    """The ranks of a group by node, found out once; any partition gives right sums, if all ranks know the same one."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that finds it out
-    # by collective; empty where they cannot share memory, None before that is known
-    lanes: Sequence[Lane] | None = None
+    # of each node, upwards; nodes in the order of their first ranks; empty before that is known
+    members: tuple[tuple[int, ...], ...] = ()
+    lanes: Sequence[Lane] = ()  # by collective, over this rank's node, where it has several ranks
 
 
 #: By group, and by whether this rank allowed shared memory.
-_meetings: WeakKeyDictionary[ProcessGroup, dict[bool, _Meeting]] = WeakKeyDictionary()
-_meetings_lock = threading.Lock()
+_nodes: WeakKeyDictionary[ProcessGroup, dict[bool, GroupNodes]] = WeakKeyDictionary()
+_nodes_lock = threading.Lock()
 
 
 def lane_of(group: Group, collective: int) -> Lane | None:
-    """The lane of a collective; None where the ranks send messages.
+    """The lane of a collective over all ranks; None where some of them send messages. Collective as `nodes_of`."""
+    nodes = nodes_of(group)
+    return nodes.lanes[collective] if nodes.lanes and len(nodes.members) == 1 else None
+
+
+def nodes_of(group: Group) -> GroupNodes:
+    """Which ranks of a group share memory.
 
     Collective where the group asks for the first time, or for the first time after `allow_shared_memory`.
     """
-    with _meetings_lock:
+    with _nodes_lock:
         is_allowed = _is_allowed.get(group.own_handle, True)
-        meeting = _meetings.setdefault(group.own_handle, {}).setdefault(is_allowed, _Meeting())
-    with meeting.lock:
-        if meeting.lanes is None:
-            segments = _meet(group, is_allowed)
-            meeting.lanes = [Lane(segments, each, group) for each in (SUM, GATHER)] if segments else []
-        return meeting.lanes[collective] if meeting.lanes else None
+        nodes = _nodes.setdefault(group.own_handle, {}).setdefault(is_allowed, GroupNodes())
+    with nodes.lock:
+        if not nodes.members:
+            segments, members = _meet(group, is_allowed)
+            nodes.lanes = [Lane(segments, each, group) for each in (SUM, GATHER)] if len(segments) > 1 else []
+            nodes.members = members
+    return nodes
 
 
-def _meet(group: Group, is_allowed: bool) -> list[_Segment]:
-    """Collective: maps the segments of all ranks; returns none, on all ranks, where one rank cannot map one."""
+def _meet(group: Group, is_allowed: bool) -> tuple[dict[int, _Segment], tuple[tuple[int, ...], ...]]:
+    """Collective: maps the segments of ranks; returns those of this rank's node, by rank, and the ranks of each node.
+
+    A rank that cannot share memory with exactly those that share memory with it is a node of its own.
+    """
     secret = secrets.randbits(62)
     own = _new_segment(secret) if is_allowed else -1
+    segments: dict[int, _Segment] = {}
     try:
         said = swap(_numbers(os.getpid(), own, secret, _network()), _MEET_TAG, group)
-        try:
-            segments = [_segment_of(*map(int, each)) for each in said]
-        except Exception:  # noqa: BLE001 - the other ranks wait for an answer, and messages work in every case
-            segments = []
-        answers = swap(_numbers(len(segments)), _MEET_TAG, group)
+        for rank, numbers in enumerate(said):
+            # The other ranks wait for an answer, and messages work in every case.
+            with suppress(Exception):
+                segments[rank] = _segment_of(*map(int, numbers))
+        answers = swap(_numbers(*(rank in segments for rank in range(group.size))), _MEET_TAG, group)
     finally:
         if own >= 0:
             os.close(own)
-    return segments if all(int(answer) == group.size for answer in answers) else []
+    maps = [tuple(rank for rank in range(group.size) if answer[rank]) for answer in answers]
+    nodes = [
+        ranks if own in ranks and all(maps[rank] == ranks for rank in ranks) else (own,)
+        for own, ranks in enumerate(maps)
+    ]
+    return {rank: segments[rank] for rank in nodes[group.rank] if rank in segments}, tuple(dict.fromkeys(nodes))
 
 
 def _numbers(*values: int) -> Tensor:

@@ -21,11 +21,14 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
 from megatron_distopt.comm import Field, Group, compare, exchange, is_initialized, meet, profiled, raise_together
+from megatron_distopt.comm.collectives import Reduction, try_collectives
+from megatron_distopt.comm.shared_memory import allow_shared_memory
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, Switch, switch_from
-from megatron_distopt.errors import ConfigError, LayoutError
+from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.report import announce
 from megatron_distopt.layout import BufferLayout, ParamSpec
+from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import StepPlan
@@ -107,15 +110,37 @@ def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None
         raise ConfigError(f"bucket_size is {config.bucket_size} and {rule}. Write {write}, or leave it out.")
 
 
-def reduce_dtype_of(config: DistOptConfig, grad_dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The dtype in which grads are communicated, None for their own; grads in 16 bits must not be rounded further."""
+def reduction_of(
+    config: DistOptConfig, named: Mapping[str, Parameter], grad_dtypes: Iterable[torch.dtype], divide_by: int = 1
+) -> Reduction:
+    """How grads are communicated; grads in 16 bits must not be rounded further."""
     if config.reduce_dtype is None:
-        return None
+        return Reduction(divide_by)
     short = [dtype for dtype in grad_dtypes if dtype is not torch.float32]
     if short:
         check_compatible(config, {Feature.SHORT_GRADS: f"keeping gradients in {dtype_name(short[0])}"})
-    reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype)
-    return reduce_dtype
+    exact = set(config.reduce_exact.replace(",", " ").split())
+    large = {name for name, param in named.items() if param.dim() > 1 and param.numel() >= BLOCK_NUMEL}
+    coded = frozenset(name for name in large if not exact.intersection(name.split(".")))
+    lacking = frozenset(exact.difference(*(name.split(".") for name in named)))
+    is_coded = config.reduce_dtype == "int8"
+    return Reduction(divide_by, getattr(torch, config.reduce_dtype), coded if is_coded else frozenset(), lacking)
+
+
+def begin_communication(
+    config: DistOptConfig, how: Reduction, device: torch.device, everyone: Group, groups: Sequence[Group]
+) -> None:
+    """Collective: checks what ranks find out together about how grads are reduced in `groups`, the dense ones first."""
+    if config.reduce_exact != DistOptConfig().reduce_exact:
+        unknown = sorted(frozenset.intersection(*exchange(how.lacking, everyone)))
+        is_coded = config.reduce_dtype == "int8"
+        if unknown or not is_coded:
+            rule = "be parts of names of params" if is_coded else "come with reduce_dtype='int8'"
+            got = repr(unknown[0] if is_coded else config.reduce_exact)
+            raise ConfigError(refusal("reduce_exact", got, rule, "Leave it out, or write reduce_exact='router,embed'"))
+    for group in dict.fromkeys(groups):
+        allow_shared_memory(group, config.shared_memory)
+    raise_together(lambda: try_collectives(device, groups[0], how), everyone)
 
 
 def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

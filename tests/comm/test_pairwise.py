@@ -88,7 +88,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
                 patch.setattr(pairwise, "SCRATCH_NBYTES", nbytes)
                 patch.setattr(shared_memory, "SHARED_NBYTES", nbytes)
                 _cases(rank, numel, f"{way}, {name}", found)
-    found["kept"] = len(shared_memory._meetings)
+    found["kept"] = len(shared_memory._nodes)
     found["overlapped"] = _overlapped(Group.of(), rank)
     found["refused"] = _refused(Group.of())
     found["permitted"] = _permitted(rank)

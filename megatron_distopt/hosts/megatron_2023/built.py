@@ -23,16 +23,14 @@ from megatron_distopt.comm import (
     Communicator,
     Field,
     Group,
-    allow_shared_memory,
     compare,
     exchange,
     gather_params,
     raise_together,
     reduce_grads,
-    try_collectives,
 )
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.hosts.base import compare_ranks, timed
+from megatron_distopt.hosts.base import begin_communication, compare_ranks, timed
 from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam, RemainderWatch
 from megatron_distopt.hosts.megatron_2023.decisions import Start, num_microbatches_of, plan_start
 from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT
@@ -43,7 +41,7 @@ from megatron_distopt.hosts.saving import StepHook
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.watch import Watch, tell_of_grads
 from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.inner import is_torchs
+from megatron_distopt.optimizer.inner import count_updates, is_torchs
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
@@ -86,9 +84,8 @@ class BuiltOptimizer(ScriptCalls, HostDistributedOptimizer):
         )
         # Ranks try collectives with these options; the rest of what is compared is not known yet.
         compare([Field("options", decided.plan.config.described())], self.everyone)
-        for group in dict.fromkeys((decided.data, *(buffer.group for buffer in decided.buffers))):
-            allow_shared_memory(group, decided.plan.config.shared_memory)
-        raise_together(lambda: try_collectives(decided.device, decided.data, decided.how), self.everyone)
+        groups = [decided.data, *(buffer.group for buffer in decided.buffers)]
+        begin_communication(decided.plan.config, decided.how, decided.device, self.everyone, groups)
         start = raise_together(decided.overlapping, self.everyone)
         MegatronOptimizer.__init__(
             self,
@@ -107,7 +104,7 @@ class BuiltOptimizer(ScriptCalls, HostDistributedOptimizer):
         sharded = [each for buffer in self.grad_buffers for each in buffer.sharded]
         self.sharded = ShardedOptimizer(sharded, self.start.plan)
         self.optimizer = self.sharded.inner
-        self.communication = Communication(self.start, self.grad_buffers, models)
+        self.communication = Communication(self.start, self.grad_buffers, models, self.sharded.inner)
         self.grad_scaler, self.fp16, self.bf16, self.params_dtype = grad_scaler, fp16, bf16, params_dtype
         self.protection: Protection | None = None
         #: Called around each step and after a load; none without options that ask for them.
@@ -192,7 +189,7 @@ class Communication:
     share some groups and not others cannot wait for each other in different ones.
     """
 
-    def __init__(self, start: Start, buffers: Sequence[GradBuffer], models: Sequence[Module]) -> None:
+    def __init__(self, start: Start, buffers: Sequence[GradBuffer], models: Sequence[Module], inner: Optimizer) -> None:
         self._how = start.how
         self._dense = [buffer for buffer in buffers if not buffer.plan.is_ours]
         self._experts = [buffer for buffer in buffers if buffer.plan.is_ours]
@@ -205,6 +202,7 @@ class Communication:
             overlap_params=start.overlap.params,
             num_microbatches=num_microbatches_of(),
         )
+        self._communicator.count_updates = partial(count_updates, inner)
         self._communicator.add(
             [buffer.sharded[0] for buffer in self._dense],
             [sharded for buffer in self._dense for sharded in buffer.sharded],

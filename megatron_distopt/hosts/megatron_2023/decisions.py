@@ -24,7 +24,7 @@ from megatron_distopt.comm import Group, Reduction, shares_memory
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduce_dtype_of
+from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduction_of
 from megatron_distopt.hosts.inner_optimizers import (
     MUON,
     FusedWeights,
@@ -49,6 +49,7 @@ from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, check_flag
 from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan, dense_group, plan_grad_buffers
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
+from megatron_distopt.layout.buckets import alignment_for
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
@@ -92,7 +93,8 @@ class Start:
 
         `late` params, to whose gradients the fork adds after backward, get buckets of their own, at the end.
         """
-        buffers = tuple(_in_buckets(buffer, self.overlap, late) for buffer in self.buffers)
+        unit = alignment_for(reduce_dtype=self.plan.config.reduce_dtype)
+        buffers = tuple(_in_buckets(buffer, self.overlap, late, unit) for buffer in self.buffers)
         return dataclasses.replace(self, buffers=buffers)
 
 
@@ -145,7 +147,7 @@ def plan_start(
             or not tensor_parallel.param_is_not_tensor_parallel_duplicate(named[name])
         ),
     )
-    how = Reduction(divide_by, reduce_dtype_of(config, [buffer.dtype for buffer in buffers]))
+    how = reduction_of(config, named, [buffer.dtype for buffer in buffers], divide_by)
     return Start(named, buffers, data, device, plan, how, inner.host_groups)
 
 
@@ -259,7 +261,7 @@ def _why_not(config: DistOptConfig, data: Group, device: torch.device, args: obj
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str]) -> BufferPlan:
+def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str], alignment_numel: int) -> BufferPlan:
     """Cuts a buffer of one bucket into buckets; params keep the fork's order, which is roughly that of backward."""
     if overlap.bucket_size is None or plan.is_ours:
         return plan
@@ -271,5 +273,6 @@ def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str]) -
         last=[spec for spec in specs if spec.name in late],
         num_shards=plan.group.size,
         bucket_size=overlap.bucket_size(plan.layout.numel),
+        alignment_numel=alignment_numel,
     )
     return dataclasses.replace(plan, layout=layout)

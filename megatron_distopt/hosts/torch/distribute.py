@@ -16,21 +16,19 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.comm import (
-    Field,
-    Group,
-    ProcessGroup,
-    Reduction,
-    allow_shared_memory,
-    compare,
-    raise_together,
-    try_collectives,
-)
+from megatron_distopt.comm import Field, Group, ProcessGroup, compare, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_environment, with_options
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, refusal
-from megatron_distopt.hosts.base import as_torch_groups, check_bucket_size, compare_ranks, named_params, reduce_dtype_of
+from megatron_distopt.hosts.base import (
+    as_torch_groups,
+    begin_communication,
+    check_bucket_size,
+    compare_ranks,
+    named_params,
+    reduction_of,
+)
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.torch.model import ModelPlan, ShardedModel, check_trained, name_groups, plan_sets
@@ -143,7 +141,7 @@ def distribute(
                 _check_whole(placement(name, named[name]), choice.name)
         scale = make_loss_scale(merged, device)
         step = StepPlan(groups, choice, merged, scale, lambda: everyone, data.size, excluded_from_norm)
-        how = Reduction(reduce_dtype=reduce_dtype_of(merged, [each.grad_dtype for each in sets]))
+        how = reduction_of(merged, named, [each.grad_dtype for each in sets])
         plan = ModelPlan(chunks, named, torch_groups, sets, step, data, device, how, placement, broadcast_buffers)
         return plan, given
 
@@ -151,8 +149,7 @@ def distribute(
     plan, given = raise_together(planned, everyone)
     _compare(plan, everyone)
     own = plan.step.config
-    allow_shared_memory(data, own.shared_memory)
-    raise_together(lambda: try_collectives(plan.device, data, plan.how), everyone)
+    begin_communication(own, plan.how, plan.device, everyone, [data])
     sharded = ShardedModel(plan)
     if everyone.rank == 0:
         groups = f"groups     {sharded_over(plan.device, data, plan.how)}"

@@ -46,6 +46,7 @@ from megatron_distopt.hosts.torch.grads import Grads
 from megatron_distopt.hosts.torch.params import Params
 from megatron_distopt.layout import BufferLayout, Placement, default_bucket_size, lay_out
 from megatron_distopt.layout.buckets import alignment_for
+from megatron_distopt.optimizer.inner import count_updates
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
@@ -108,7 +109,7 @@ def plan_sets(named: Mapping[str, Parameter], config: DistOptConfig, num_shards:
         bucket_size = config.bucket_size
         if bucket_size is None and (config.overlap_grad_reduce or config.overlap_param_gather):
             bucket_size = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
-        alignment = alignment_for(*astuple(Precision.of(config)))
+        alignment = alignment_for(*astuple(Precision.of(config)), reduce_dtype=config.reduce_dtype)
         layout = lay_out(specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment)
         sets.append(ParamSet(members, layout, dtype, torch.float32 if config.grads_in_fp32 else dtype))
     return tuple(sets)
@@ -140,6 +141,7 @@ class ShardedModel:
         self.had_same_values = len(set(exchange(sums, data))) == 1  # what each rank drew for itself differs in sums
         share_initial([*(buffer.param for buffer in buffers), *outside], data, plan.device)
         self.sharded = ShardedOptimizer(buffers, plan.step)
+        self.communicator.count_updates = partial(count_updates, self.sharded.inner)
         self.params = Params(chunks, plan.torch_groups, self.sharded)
         self._take_over(plan.sets, buffers, slots)
         with_buffers = {
