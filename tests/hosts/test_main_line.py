@@ -14,8 +14,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -52,11 +52,13 @@ class Curves:
 
     losses: Mapping[int, str]  # by iteration, every bit as hexadecimal digits
     params: str  # checksum of the first rank's
+    validations: Sequence[str] = field(default=(), compare=False)  # losses, as `losses`
 
     @classmethod
     def read(cls, path: Path) -> Curves:
         record = json.loads(path.read_text())
-        return cls({int(at): loss for at, loss in record["losses"].items()}, record["params"])
+        losses = {int(at): loss for at, loss in record["losses"].items()}
+        return cls(losses, record["params"], record["validations"])
 
 
 def _train(tree: Path, curves: Path, *words: str, ranks: int = 2, own: bool = False) -> Curves:
@@ -105,6 +107,19 @@ def test_losses_when_the_norm_never_scales_then_equal_the_hosts_undistributed(
 def test_losses_when_the_host_overlaps_then_stay(tree: Path, whole: Curves, tmp_path: Path) -> None:
     overlaps = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
     assert _train(tree, tmp_path / "curves", _OURS, *overlaps) == whole
+
+
+def test_validation_when_of_averages_then_a_decay_of_0_is_without_and_training_stays(
+    tree: Path, whole: Curves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_DISTOPT_EMA_EVAL", "yes")
+    for decay in ("0", "0.9"):
+        monkeypatch.setenv("MEGATRON_DISTOPT_EMA_DECAY", decay)
+        averaged = _train(tree, tmp_path / decay, _OURS)
+        assert averaged == whole
+        assert len(averaged.validations) == len(whole.validations) >= 2
+        are_same = [one == other for one, other in zip(averaged.validations, whole.validations, strict=True)]
+        assert all(are_same) if decay == "0" else not any(are_same)
 
 
 def _takes_boxes(tree: Path) -> bool:

@@ -169,11 +169,13 @@ class _Curves:
     def __init__(self, path: str) -> None:
         self.path = path
         self.losses: dict[int, str] = {}
+        self.validations: list[str] = []
         self.model: list[torch.nn.Module] = []
 
     def watch(self, module: Any) -> None:
         """Wraps the functions of the host's training loop."""
         module.training_log = self._log(module.training_log)
+        module.evaluate = self._evaluate(module.evaluate)
         module.setup_model_and_optimizer = self._set_up(module.setup_model_and_optimizer)
         module.train = self._train(module.train)
 
@@ -189,6 +191,15 @@ class _Curves:
             return function(*args, **kwargs)
 
         return training_log
+
+    def _evaluate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self.validations.append(float(result[0]["lm loss"]).hex())
+            return result
+
+        return evaluate
 
     def _set_up(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -216,7 +227,7 @@ class _Curves:
             for _, param in chunk.named_parameters():
                 digest.update(param.detach().contiguous().view(torch.uint8).numpy().tobytes())
         with open(f"{self.path}.{dist.get_rank()}", "w") as file:
-            json.dump({"losses": self.losses, "params": digest.hexdigest()}, file)
+            json.dump({"losses": self.losses, "params": digest.hexdigest(), "validations": self.validations}, file)
 
 
 if not hasattr(typing, "override"):  # 0.17 and newer declare Python 3.12
