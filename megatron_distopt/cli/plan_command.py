@@ -81,6 +81,8 @@ _MOMENTS = ("float32", "bfloat16", "int8")
 _GIB = 1 << 30
 #: Hours of a month, seconds from a failure to the next step, and bytes a second that each rank sends to its buddy.
 _MONTH_HOURS, _RESTART_SECONDS, _SENT_PER_SECOND = 720, 120, 10**9
+#: Nanoseconds of a core to write and read an element, by `python benchmarks/slow_networks.py --conversion`.
+_CONVERSION_NS = {"float32": 0.0, "bfloat16": 0.5, "int8": 6.4}
 
 
 def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -319,6 +321,26 @@ def _protection(plan: ProtectionPlan, chosen: ProtectionChoice) -> Iterator[tupl
     yield "without", f"{plan.lost_hours_from_disk:,.2f} h a month: {each.format(chosen.save_interval)}"
 
 
+def seconds_at(gigabits: float, stage: StagePlan) -> dict[str, float]:
+    """By reduce dtype, of a stage's gradients in a step, where each rank is a node and has a link of so many Gbit/s."""
+    sent = stage.sent["reduce-scatter"].nbytes / (stage.choice.widths.reduce or stage.choice.widths.grad)
+    sending = {name: 8e-9 * sent * REDUCE_NBYTES[name] / gigabits for name in _CONVERSION_NS}
+    return {name: seconds + 1e-9 * stage.numel * _CONVERSION_NS[name] for name, seconds in sending.items()}
+
+
+def _eight_bits(stage: StagePlan) -> Iterator[tuple[str, str]]:
+    one, no = seconds_at(1, stage), seconds_at(math.inf, stage)
+    found = {
+        name: (one[name] - no[name] - one["int8"] + no["int8"]) / (no["int8"] - no[name])
+        for name in one
+        if name != "int8"
+    }
+    pay = " and ".join(f"{rate:.1f} Gbit/s over {name}" for name, rate in found.items())
+    yield "pay below", f"{pay}; on a faster network leave them out"
+    yield "at 1 Gbit/s", ", ".join(f"{seconds:,.2f} s in {name}" for name, seconds in one.items())
+    yield "because", f"a core takes {_CONVERSION_NS['int8']:g} ns to write and read an element"
+
+
 def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> BufferLayout:
     """Lays out a buffer in the reverse order of registration, as `distribute` does."""
     specs, bucket_size = [param.spec for param in reversed(params)], choice.bucket_size
@@ -360,6 +382,9 @@ def answer(parsed: argparse.Namespace) -> Answer:
         parts.append(titled("what fits", rows(_fits(plans, shown, memory_nbytes))))
     elif len(plans) == 1:
         parts.append(titled("one step of the fullest stage", rows(_step(_fullest(plans[0])))))
+    if coded := [stages for stages in shown if stages[0].choice.reduce_dtype == "int8" and stages[0].choice.cut.dp > 1]:
+        title = "8 bits between nodes of one rank, gradients of a step; the first choice"
+        parts.append(titled(title, rows(_eight_bits(_fullest(coded[0])))))
     protection = protections[plans.index(shown[0])] if shown else None
     if chosen is not None and protection is not None:
         title = f"protection every {plural(chosen.protect_every, 'step')}; the first choice"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
 import pytest
 
-from tests.support.plan_command import BUCKET, SIZES, Output, document, refused, run
+from megatron_distopt.cli import plan_command
+from megatron_distopt.cli.plan_model import Choice, ParallelSizes
+from tests.support.plan_command import BUCKET, GPT, SIZES, Output, document, refused, run
 
 
 def choices_shown(lines: Sequence[str]) -> list[dict[str, str]]:
@@ -49,6 +52,25 @@ def test_plan_when_grads_are_rounded_on_their_way_then_an_element_sends_4_bytes_
         2 * shares,
     ]
     assert {stage["collectives"]["all-gather"]["nbytes"] for stage in stages} == {2 * shares}
+
+
+def test_plan_when_grads_are_sent_in_8_bits_then_it_says_below_which_bandwidth_that_takes_less_time(
+    capsys: Output,
+) -> None:
+    words = (*SIZES, "--dp", 2, "--bucket-size", BUCKET)
+    _, lines, _ = run(capsys, *words, "--reduce-dtype", "none", "int8")
+    [line] = [line for line in lines if line.strip().startswith("pay below")]
+    rates = dict(zip(("float32", "bfloat16"), map(float, re.findall(r"([\d.]+) Gbit/s", line)), strict=True))
+    stage = plan_command.plan_stage(GPT, Choice(ParallelSizes(2), reduce_dtype="int8", bucket_size=BUCKET), 0)
+    for name, rate in rates.items():
+        slower, faster = (plan_command.seconds_at(rate * factor, stage) for factor in (0.9, 1.1))
+        assert slower["int8"] < slower[name] and faster["int8"] > faster[name]
+    # Half of the elements in 4, 2 and 1 bytes of 8 ns each.
+    one, none = (plan_command.seconds_at(gigabits, stage) for gigabits in (1, math.inf))
+    for name, nbytes in {"float32": 4, "bfloat16": 2, "int8": 1}.items():
+        assert one[name] - none[name] == pytest.approx(nbytes * 8e-9 * stage.numel / 2, rel=0.01)  # padding
+    assert "pay below" not in "\n".join(run(capsys, *words, "--reduce-dtype", "bfloat16")[1])
+    assert "pay below" not in "\n".join(run(capsys, *SIZES, "--dp", 1, "--reduce-dtype", "int8")[1])
 
 
 def test_memory_when_it_is_short_then_remainders_come_before_the_host_and_that_before_rounded_moments(
