@@ -1,6 +1,7 @@
-"""One rank of overlap.py: a process that is given orders and answers with readings.
+"""One rank of overlap.py or slow_networks.py: a process that is given orders and answers with readings.
 
     python -m peers.overlap_rank PLACE     PLACE is JSON: rank, size, interface, address, store, ours, model
+                                           and, where a node has several ranks, local_size
 
 [Note: without communication] Where the store is a file, the rank is in torch's fake process group: every collective
 returns at once, whatever it would have brought. What such a step takes is what the same contestant needs for forward,
@@ -33,11 +34,12 @@ import peers.environment  # noqa: F401 - for the path; its variables are inherit
 from megatron_distopt.comm import collectives
 from peers import fork_step
 from peers.crew import answer, orders
-from peers.train_contestants import FORWARD, FORWARD_BACKWARD, ZeroRedundancy, train_entries
+from peers.train_contestants import FORWARD, FORWARD_BACKWARD, REDUCING_ENTRIES, ZeroRedundancy, train_entries
 from peers.train_readings import WARM_UP, Pace, read
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting
 
+_ALONE = (FORWARD, FORWARD_BACKWARD)
 #: Of a collective: a peer that fails on one rank alone leaves the other one waiting.
 TIME_LIMIT = timedelta(minutes=3)
 _NAMES = ("reduce_scatter_single", "reduce_scatter_tensor", "all_gather_single", "all_gather_into_tensor")
@@ -53,7 +55,8 @@ _SKIPPED_SECONDS = 0.1
 def main() -> None:
     place = json.loads(sys.argv[1])
     rank, size, is_mute = place["rank"], place["size"], not place["store"].startswith("tcp:")
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    local_size = place.get("local_size", size)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank % local_size, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
     os.environ.update({name: str(value) for name, value in ranks.items()}, GLOO_SOCKET_IFNAME=place["interface"])
     torch.set_num_threads(1)
     if is_mute:
@@ -63,11 +66,12 @@ def main() -> None:
         dist.init_process_group("fake", store=store, rank=rank, world_size=size, timeout=TIME_LIMIT)
     else:
         dist.init_process_group("gloo", init_method=place["store"], rank=rank, world_size=size, timeout=TIME_LIMIT)
-    entries = {entry.name: entry for entry in (FORWARD, FORWARD_BACKWARD, *train_entries(place["ours"]))}
+    entries = {entry.name: entry for entry in (*_ALONE, *train_entries(place["ours"]), *REDUCING_ENTRIES)}
     setting = TrainSetting(**place["model"], rank=rank, size=size)
     for order in orders():
         if "probe_seconds" in order:
-            answer({"gigabits": reached(rank, place["address"], order["probe_seconds"])})
+            server = 1 if local_size == size else local_size
+            answer({"gigabits": reached(rank, server, place["address"], order["probe_seconds"])})
             continue
         entry, number = entries[order["contestant"]], order["number"]
         entry = muted(entry) if is_mute else entry
@@ -82,14 +86,16 @@ def main() -> None:
 # What the link reaches
 
 
-def reached(rank: int, address: str, seconds: float) -> float:
-    """Collective: payload of plain TCP from rank 0 to rank 1 at its address, 10**9 bits a second; 0 on the sender."""
-    if rank == 0:
+def reached(rank: int, server: int, address: str, seconds: float) -> float:
+    """Collective: payload of plain TCP from rank 0 to a server at its address, 10**9 bits a second; 0 on others."""
+    if rank != server:
         dist.barrier()
+    if rank == 0:
         with socket.create_connection((address, _PROBE_PORT), timeout=_PROBE_TIME_LIMIT) as connection:
             piece, end = bytes(_PIECE_NBYTES), time.perf_counter() + seconds + _SKIPPED_SECONDS
             while time.perf_counter() < end:
                 connection.sendall(piece)
+    if rank != server:
         return 0.0
     with socket.create_server((address, _PROBE_PORT)) as server:
         server.settimeout(_PROBE_TIME_LIMIT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from ast import literal_eval
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -143,9 +144,32 @@ class FullyShard(TorchTrainer):
         super().__init__(model, torch_adam(fused=True)(groups_of(model)), has_autocast=False)
 
 
+class Compressed(DataParallel):
+    """DistributedDataParallel that computes in fp32, with a hook of torch's that sends less.
+
+    Its bf16 hook refuses everything but NCCL and XCCL, so the 16 bits are those of fp16. PowerSGD begins collectives as
+    others end: with several buckets in another order on each rank, which gloo does not survive, so it has one bucket.
+    """
+
+    def __init__(self, setting: TrainSetting, hook: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        super().__init__(setting if hook == "fp16" else replace(setting, bucket_size=setting.numel))
+        self._has_autocast = False
+        if hook == "fp16":
+            self._model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+        else:
+            # Its first two steps are not compressed.
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            self._model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
 #: This package as it exchanges between machines, also where its ranks could share memory.
 MESSAGES = "ours, messages"
 BOTH_OVERLAPS = "ours, both overlaps"
+
+_OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 FORWARD = TrainEntry("forward alone", Forward, trains=False)
 FORWARD_BACKWARD = TrainEntry("forward and backward alone", ForwardBackward, trains=False)
@@ -164,6 +188,20 @@ ENTRIES: tuple[TrainEntry, ...] = (
     TrainEntry("DeepSpeed ZeRO-2, bf16 wire", partial(DeepSpeedZero, stage=2, wire="bf16")),
     TrainEntry("torch DDP + ZeroRedundancy", ZeroRedundancy),
     TrainEntry("torch FSDP2", FullyShard),
+)
+
+FP32, BF16, INT8 = "ours, fp32", "ours, bf16", "ours, int8"
+#: Those of slow_networks.py.
+REDUCING_ENTRIES: tuple[TrainEntry, ...] = (
+    TrainEntry(FP32, Ours),
+    TrainEntry("ours, fp32 once a node", partial(Ours, reduce_dtype="float32")),
+    TrainEntry(BF16, partial(Ours, reduce_dtype="bfloat16")),
+    TrainEntry(INT8, partial(Ours, reduce_dtype="int8")),
+    TrainEntry("ours, bf16, both overlaps", partial(Ours, reduce_dtype="bfloat16", **_OVERLAPS)),
+    TrainEntry("ours, int8, both overlaps", partial(Ours, reduce_dtype="int8", **_OVERLAPS)),
+    TrainEntry("torch DDP, fp16 hook", partial(Compressed, hook="fp16")),
+    TrainEntry("torch DDP, PowerSGD of rank 4", partial(Compressed, hook="PowerSGD")),
+    TrainEntry("DeepSpeed ZeRO-1, bf16 wire", partial(DeepSpeedZero, stage=1, wire="bf16")),
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import Embedding, LayerNorm, Linear, Module, ModuleList
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
@@ -25,6 +26,7 @@ class TrainSetting:
     rank: int  # of the data-parallel group, which is all ranks
     size: int
     device: str = "cpu"  # of this rank
+    computes_in_fp32: bool = False  # whatever its params have, as processors without instructions for bf16 need it
 
     @property
     def numel(self) -> int:
@@ -75,14 +77,28 @@ class Transformer(Module):
         return cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), wanted.flatten())
 
 
-def transformer(setting: TrainSetting, dtype: torch.dtype = torch.bfloat16) -> Transformer:
+class InFp32(Module):
+    """A module that computes with fp32 copies of its params."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        copies = {name: param.float() for name, param in self.module.named_parameters()}
+        result: Tensor = functional_call(self.module, copies, (tokens,))
+        return result
+
+
+def transformer(setting: TrainSetting, dtype: torch.dtype = torch.bfloat16) -> Module:
     """The same values on all ranks and for all contestants: those of bf16, whatever the dtype."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = Transformer(setting)
         for embedding in (model.embedding, model.position):
             torch.nn.init.normal_(embedding.weight, std=0.02)
-    return model.bfloat16().to(dtype).to(setting.device)
+    model = model.bfloat16().to(dtype).to(setting.device)
+    return InFp32(model) if setting.computes_in_fp32 else model
 
 
 def batch(setting: TrainSetting, step: int) -> Tensor:
