@@ -39,9 +39,17 @@ def by_torch_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
     collectives._all_gather(bucket, shard, group=group.handle)
 
 
+def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
+    pairwise.reduce_scatter(bucket, shard, group, pairwise.alone(group))
+
+
+def gather_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
+    pairwise.all_gather(bucket, shard, group, pairwise.alone(group))
+
+
 WAYS: dict[str, dict[str, Way]] = {
-    "reduce-scatter": {"ours": pairwise.reduce_scatter, "messages": pairwise.sum_by_messages, "torch": by_torch_sum},
-    "all-gather": {"ours": pairwise.all_gather, "messages": pairwise.gather_by_messages, "torch": by_torch_gather},
+    "reduce-scatter": {"ours": pairwise.reduce_scatter, "messages": sum_by_messages, "torch": by_torch_sum},
+    "all-gather": {"ours": pairwise.all_gather, "messages": gather_by_messages, "torch": by_torch_gather},
 }
 
 

@@ -1,33 +1,21 @@
-"""Sums of gradients over several nodes: added up inside each node first, then sent once by each node.
-
-[Note: carriers] Of each shard, one rank of each node is the carrier: of a shard of the node's own ranks the owner, of
-one of another node the rank whose place is the owner's place there, modulo the node's size. First a node's ranks hand
-each other what they have for its carriers, in full precision, in memory that they share. Then a carrier sends the
-node's sum to the owner, who adds up one summand from each node in fp32. So a link between nodes carries a gradient once
-for each other node, whatever the ranks of a node, and what is rounded for it is rounded once.
-
-[Note: order of both sums] Upwards, from the first rank and from the first node, whoever is the owner. So a sum has
-the same bits in any buckets; in 16 bits it has not, because the owner's node does not round its own summand.
+"""Gradients as numbers of 8 bits, in which nodes send their sums to each other.
 
 [Note: 8 bits] A block of 128 neighbouring elements has one scale, a power of two, in which its values are from -127 to
 127. They are rounded up or down at random, by the place of the element, the step and the node: the expectation is the
-sum, to 1/512 of a scale, and a run can be repeated. The owner's node rounds like the others, so that the owner does not
-matter. A block with inf or NaN arrives as NaN. A block of which an element belongs to a param that is not rounded, or
-to two params, is sent in fp32, in the same message.
+sum, to 1/512 of a scale, and a run can be repeated. A block with inf or NaN arrives as NaN. A block of which an element
+belongs to a param that is not rounded, or to two params, is sent in fp32, in the same message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_distopt.buffers.random_bits import random_bytes
-from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.pairwise import AsNumbers, exchange_sums, sum_in_memory
-from megatron_distopt.comm.shared_memory import SUM, nodes_of
+from megatron_distopt.comm.pairwise import AsNumbers
 from megatron_distopt.layout.buckets import BLOCK_NUMEL, BufferLayout
 
 #: Bits of fp32: of its mantissa, where its exponent counts from, and the exponent and the bits of infinity.
@@ -38,35 +26,6 @@ _BITS, _OFFSET, _LEAST = 7, 128.0, 20
 _CACHED_NUMEL = 1024 * BLOCK_NUMEL
 #: An odd number, by which the random bits of nodes differ.
 _NODE_FACTOR = 0x3D4D51CB
-
-#: From the number of the node that sends, the form in which it does.
-FormOfNode = Callable[[int], AsNumbers]
-
-
-def sum_over_nodes(bucket: Tensor, shard: Tensor, group: Group, form_of: FormOfNode) -> None:
-    """Collective: a reduce-scatter over the CPUs of several nodes, see [Note: carriers].
-
-    Args:
-        bucket: 1-D fp32; outside `shard` its values have no meaning afterwards.
-        shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
-        form_of: in which sums are sent between nodes.
-    """
-    nodes = nodes_of(group)
-    place_of = {rank: place for ranks in nodes.members for place, rank in enumerate(ranks)}
-    number, own = next((number, ranks) for number, ranks in enumerate(nodes.members) if group.rank in ranks)
-
-    def carrier(owner: int, ranks: tuple[int, ...]) -> int:
-        return owner if owner in ranks else ranks[place_of[owner] % len(ranks)]
-
-    carried = {rank: [owner for owner in range(group.size) if carrier(owner, own) == rank] for rank in own}
-    if nodes.lanes:
-        sum_in_memory(bucket.view(group.size, -1), carried, group.rank, nodes.lanes[SUM])
-    owners = [owner for owner in carried[group.rank] if owner not in own]
-    sources = [carrier(group.rank, ranks) for ranks in nodes.members]
-    exchange_sums(bucket, shard, owners, sources, form_of(number), group)
-
-
-# --- 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +57,7 @@ def runs_of(layout: BufferLayout, bucket: int, coded: frozenset[str]) -> list[li
 class AsCodes(AsNumbers):
     """Sums as codes, see [Note: 8 bits]: run by run the exponents of scales and the codes, or values in fp32.
 
-    Args:
-        runs: by owner, see `runs_of`.
-        step: and the number of the node that sends, by which random bits differ.
+    `runs` are those of each owner; random bits differ by `step` and by the `node` that sends.
     """
 
     unit, rounds_own = BLOCK_NUMEL, True
@@ -110,11 +67,11 @@ class AsCodes(AsNumbers):
         self._runs, self._count = runs, step + node * _NODE_FACTOR
 
     def nbytes(self, owner: int, chunk: slice) -> int:
-        return sum(_nbytes(part, place) for part, place in self._parts(owner, chunk))
+        return sum(nbytes for *_, nbytes in self._parts(owner, chunk))
 
     def write(self, values: Tensor, owner: int, chunk: slice) -> Tensor:
         message: list[Tensor] = []
-        for part, place in self._parts(owner, chunk):
+        for part, place, _ in self._parts(owner, chunk):
             if place is None:
                 message.append(values[part].view(torch.uint8))
             else:
@@ -125,25 +82,24 @@ class AsCodes(AsNumbers):
     def read(self, message: Tensor, owner: int, chunk: slice) -> Tensor:
         parts = list(self._parts(owner, chunk))
         values = message.new_empty(chunk.stop - chunk.start, dtype=torch.float32)
-        for (part, place), sent in zip(parts, torch.split(message, [_nbytes(*each) for each in parts]), strict=True):
+        for (part, place, _), sent in zip(parts, torch.split(message, [each[2] for each in parts]), strict=True):
             if place is None:
                 values[part].view(torch.uint8).copy_(sent)
             else:
                 _decode(sent, values[part].view(-1, BLOCK_NUMEL))
         return values
 
-    def _parts(self, owner: int, chunk: slice) -> Iterator[tuple[slice, int | None]]:
-        """Slices of a chunk, which begins with a block, and as of runs their places."""
+    def _parts(self, owner: int, chunk: slice) -> Iterator[tuple[slice, int | None, int]]:
+        """Slices of a chunk, which begins with a block; the places of their first elements; the bytes they take."""
         for run in self._runs[owner]:
-            stop = min(run.stop, chunk.stop)
-            for start in range(max(run.start, chunk.start), stop, _CACHED_NUMEL):
-                part = slice(start - chunk.start, min(start + _CACHED_NUMEL, stop) - chunk.start)
-                yield part, None if run.place is None else run.place + start - run.start
-
-
-def _nbytes(part: slice, place: int | None) -> int:
-    numel = int(part.stop - part.start)
-    return 4 * numel if place is None else numel + numel // BLOCK_NUMEL
+            end = min(run.stop, chunk.stop)
+            for start in range(max(run.start, chunk.start), end, _CACHED_NUMEL):
+                numel = min(_CACHED_NUMEL, end - start)
+                part = slice(start - chunk.start, start - chunk.start + numel)
+                if run.place is None:
+                    yield part, None, 4 * numel
+                else:
+                    yield part, run.place + start - run.start, numel + numel // BLOCK_NUMEL
 
 
 def _encode(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,19 +11,23 @@ number it would round twice, so the bucket is divided first.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import pairwise
-from megatron_distopt.comm.codes import FormOfNode, sum_over_nodes
+from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.groups import Group, carrier_of, named_losses
+from megatron_distopt.comm.pairwise import FormOfNode
 from megatron_distopt.comm.pending import Done, Pending, profiled, run_in_turn
 from megatron_distopt.comm.shared_memory import SUM, lane_of, nodes_of
 from megatron_distopt.errors import ConfigError, refusal
@@ -38,6 +42,9 @@ _PAIRWISE_OVER = "gloo"
 _LIKE_NCCL = ("nccl",)
 #: Reduce dtypes that do not matter on one node.
 _BETWEEN_NODES = (torch.float32, torch.int8)
+#: Of torchrun: the number of a rank, its number on its node, and how many ranks that has.
+_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_by_launcher: WeakKeyDictionary[ProcessGroup, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
 #: torch's backend of ranks that do not exist: its collectives send nothing.
 _FAKE = "fake"
 
@@ -50,9 +57,10 @@ class Reduction:
     # collective]. An fp16 sum of n gradients overflows at an n times smaller loss scale than their average.
     divide_by: int = 1
     # in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None for their own dtype.
-    # float32 and int8 are about what is sent between nodes, see [Note: carriers] in codes.py
+    # float32 and int8 are about what is sent between nodes, see [Note: carriers] there
     reduce_dtype: torch.dtype | None = None
     coded: frozenset[str] = frozenset()  # names of params that int8 may round; others go in fp32
+    codes: FormOfNode | None = None  # of one bucket, with int8; None to send fp32
     lacking: frozenset[str] = frozenset()  # words of the option `reduce_exact` that no name on this rank has
 
 
@@ -71,7 +79,7 @@ def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) 
     carrier, is_shared = carrier_of(device, group), shares_memory(device, group)
     short = ""
     if how.reduce_dtype in _BETWEEN_NODES:
-        members = nodes_of(group).members
+        members = _members(device, group, how) or ()
         form = "fp32" if len(members) == 1 else dtype_name(how.reduce_dtype)
         short = f", grads in {form} between {len(members)} node(s) of {'+'.join(str(len(each)) for each in members)}"
     elif how.reduce_dtype is not None:
@@ -82,13 +90,7 @@ def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) 
 
 
 def reduce_scatter(
-    bucket: Tensor,
-    shard: Tensor,
-    group: Group,
-    how: Reduction = AS_THEY_ARE,
-    *,
-    codes: FormOfNode | None = None,
-    overlapped: bool = False,
+    bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE, *, overlapped: bool = False
 ) -> Pending:
     """Collective: adds up `bucket` over the group; this rank's part is written into `shard`.
 
@@ -97,34 +99,45 @@ def reduce_scatter(
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
         group: of the ranks that take part; its collectives run in the order in which they are called.
         how: see `Reduction`.
-        codes: with int8; None to send fp32.
         overlapped: only begins; `bucket` must not be touched until the returned collective has been waited for.
     """
     op = _operation(bucket, group, how)
     if group.size == 1:
         return Done()
+    dtype = bucket.dtype if how.reduce_dtype in (None, torch.int8) else how.reduce_dtype
+    members = _members(bucket.device, group, how)
+    form_of = how.codes or (lambda node: pairwise.AsNumbers(dtype))
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        dtype = how.reduce_dtype
-        act = pairwise.reduce_scatter if dtype is None else partial(_sum_over_nodes, dtype=dtype, codes=codes)
+        act = partial(pairwise.reduce_scatter, members=members, form_of=form_of)
         return run_in_turn(act, bucket, shard, group, overlapped)
-    if how.reduce_dtype is not None:
-        pending: Pending = pairwise.begin_rounded_sum(bucket, shard, group, how.reduce_dtype)
-        if not overlapped:
-            pending.wait()
+    if members is None or len(members) == 1:
+        return _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=overlapped) or Done()
+    pending = pairwise.begin_reduce_scatter(bucket, group, members, form_of)
+    if overlapped:
         return pending
-    return _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=overlapped) or Done()
+    pending.wait()
+    return Done()  # nothing is added up twice
 
 
-def _sum_over_nodes(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype, codes: FormOfNode | None) -> None:
-    """Collective: `sum_over_nodes` where something is sent between nodes in another form, or less often, than else."""
-    num_nodes = len(nodes_of(group).members)
-    if num_nodes > 1 and (num_nodes < group.size or codes):
-        numbers = pairwise.AsNumbers(torch.float32 if dtype is torch.int8 else dtype)
-        sum_over_nodes(bucket, shard, group, codes or (lambda node: numbers))
-    elif dtype in _BETWEEN_NODES:
-        pairwise.reduce_scatter(bucket, shard, group)
-    else:
-        pairwise.sum_by_messages(bucket, shard, group, dtype)
+def _members(device: torch.device, group: Group, how: Reduction) -> Sequence[Sequence[int]] | None:
+    """The ranks of each node, which add up first; none where nobody knows, and None without a reduce dtype."""
+    if how.reduce_dtype is None:
+        return None
+    nodes = nodes_of(group).members if carrier_of(device, group) == _PAIRWISE_OVER else _nodes_by_launcher(group)
+    return nodes if len(nodes) > 1 or how.reduce_dtype in _BETWEEN_NODES else pairwise.alone(group)
+
+
+def _nodes_by_launcher(group: Group) -> tuple[tuple[int, ...], ...]:
+    """The ranks of a group by node as torchrun says, none where it does not; collective at the group's first call."""
+    if group.own_handle not in _by_launcher:
+        said = exchange([os.environ.get(name, "") for name in _VARIABLES], group)
+        nodes: dict[tuple[int, int], list[int]] = {}
+        if all(each.isdecimal() for of_rank in said for each in of_rank):
+            for number, (rank, local_rank, size) in enumerate(said):
+                nodes.setdefault((int(rank) - int(local_rank), int(size)), []).append(number)
+        is_right = all(len(ranks) <= size for (_, size), ranks in nodes.items())
+        _by_launcher[group.own_handle] = tuple(map(tuple, nodes.values())) if is_right else ()
+    return _by_launcher[group.own_handle]
 
 
 def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.RedOpType:
@@ -174,7 +187,7 @@ def reduce_grads(
     with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
         for number, (whole, shard) in enumerate(buffer.reduces):
             with profiled(f"reduce-scatter {number}"):
-                reduce_scatter(whole, shard, group, how, codes=codes[number] if codes else None)
+                reduce_scatter(whole, shard, group, replace(how, codes=codes[number]) if codes else how)
 
 
 def gather_params(buffer: ShardedBuffer, group: Group) -> None:
@@ -249,9 +262,9 @@ def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY
     """
     if group.size == 1 or device.type == "meta":
         return
-    if how.reduce_dtype in _BETWEEN_NODES and carrier_of(device, group) != _PAIRWISE_OVER:
-        got, rule = f"{dtype_name(how.reduce_dtype)} over {carrier_of(device, group)}", "go over gloo, on CPUs"
-        raise ConfigError(refusal("reduce_dtype", got, rule, "Write reduce_dtype='bfloat16', or leave it out"))
+    if how.reduce_dtype in _BETWEEN_NODES and not _members(device, group, how):
+        rule, remedy = "know the nodes of ranks", "Start with torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE"
+        raise ConfigError(refusal("reduce_dtype", dtype_name(how.reduce_dtype), rule, remedy + ", or leave it out"))
     if carrier_of(device, group) == _FAKE:
         return
     numbers = torch.full((group.size,), float(how.divide_by), device=device)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_distopt.buffers import CompactBuffer, ShardedBuffer
 from megatron_distopt.comm.agree import exchange
-from megatron_distopt.comm.codes import AsCodes, FormOfNode, Run, runs_of
+from megatron_distopt.comm.codes import AsCodes, Run, runs_of
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
@@ -40,6 +40,7 @@ from megatron_distopt.comm.collectives import (
     reduce_scatter,
 )
 from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.pairwise import FormOfNode
 from megatron_distopt.comm.pending import Pending, profiled
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError
@@ -96,11 +97,11 @@ class Launches:
         self.order = [*reversed(numbers), *self.order] if backwards else [*self.order, *numbers]
         self.is_agreed = False
 
-    def launch(self, number: int, **how: Any) -> None:
-        """Collective: begins one of them; `how` are further arguments for what launches it."""
+    def launch(self, number: int, **more: Any) -> None:
+        """Collective: begins one of them; with `more` arguments."""
         transfer = self.transfers[number]
         with profiled(f"begin {self._kind} {number}"):
-            self.under_way[number] = self._begin(transfer.whole, transfer.shard, **how)
+            self.under_way[number] = self._begin(transfer.whole, transfer.shard, **more)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Waits for some that are under way; they remain listed there."""
@@ -221,10 +222,11 @@ class Communicator:
         self.overlaps_grads, self.overlaps_params = overlap_grads, overlap_params
         self.is_paused = False
         self.count_updates: Callable[[], int | None] = lambda: None
-        self._num_sums = 0  # of steps
+        self._num_sums = 0  # of steps that have ended
+        self._step: int | None = None  # the number of this one, once it is known
         self._grad_buffers: list[ShardedBuffer] = []
         self._param_buffers: list[ShardedBuffer] = []
-        self._grads = Launches("reduce-scatter", partial(reduce_scatter, group=group, how=how, overlapped=True), group)
+        self._grads = Launches("reduce-scatter", partial(reduce_scatter, group=group, overlapped=True), group)
         self._params = Launches("all-gather", partial(all_gather, group=group, overlapped=True), group)
         self._arrivals = Arrivals(num_microbatches or (lambda: 1))
         #: By bucket, the streams on which its gradients were added up: branches of a model may have streams.
@@ -279,8 +281,10 @@ class Communicator:
     def _codes(self, transfer: Transfer) -> FormOfNode | None:
         if not transfer.runs:
             return None
-        count = self.count_updates()
-        return partial(AsCodes, transfer.runs, self._num_sums if count is None else count)
+        if self._step is None:  # once, because on a device this waits for the last update
+            count = self.count_updates()
+            self._step = self._num_sums if count is None else count
+        return partial(AsCodes, transfer.runs, self._step)
 
     # --- grads
 
@@ -344,7 +348,7 @@ class Communicator:
             _last_launcher[self.group.own_handle] = ref(self)
         transfer = self._grads.transfers[number]
         wait_for_streams(self._streams.pop(number, ()), transfer.whole.device)
-        self._grads.launch(number, codes=self._codes(transfer))
+        self._grads.launch(number, how=replace(self._how, codes=self._codes(transfer)))
 
     def _check_alone(self) -> None:
         """Refuses to reduce while another communicator has buckets under way in the group.
@@ -385,7 +389,7 @@ class Communicator:
         if not self._grads.is_agreed:
             self._grads.agree(self._arrivals.order())
         self._arrivals.begin_step()
-        self._num_sums += 1
+        self._num_sums, self._step = self._num_sums + 1, None
 
     def reduce_now(self, buffers: Sequence[ShardedBuffer]) -> None:
         """Collective: reduces grads without overlap; none of these buckets may be under way.
@@ -398,7 +402,7 @@ class Communicator:
         for buffer in buffers:
             codes = [self._codes(each) for each in self._grads.transfers if each.buffer is buffer]
             reduce_grads(buffer, self.group, self._how, codes)
-        self._num_sums += 1
+        self._num_sums, self._step = self._num_sums + 1, None
 
     # --- params
 

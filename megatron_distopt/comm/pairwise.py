@@ -4,61 +4,115 @@ gloo's `reduce_scatter_tensor` and `all_gather_into_tensor` reach a quarter of w
 (`benchmarks/collectives.py`). Here every rank hands every other rank its part at once, and adds up what it receives:
 through memory that they share on one machine, as messages where they are on several.
 
-[Note: order of the sum] Rank r's shard is added up from rank r-1 downwards, around the ring, its own part last, each
-sum rounded to the dtype. The result is the same in every run and by either way, whatever arrives first, and bit for bit
-what gloo's own ring gives.
+[Note: carriers] Where there are several nodes, a node's ranks may add up first. Of each shard, one rank of each node is
+the carrier: of a shard of the node's own ranks the owner, of one of another node the rank whose place is the owner's
+place there, modulo the node's size. A node's ranks hand each other what they have for its carriers, in full precision.
+Then a carrier sends the node's sum to the owner, who adds up one summand from each node in fp32. So a link between
+nodes carries a gradient once for each other node, whatever the ranks of a node, and it is rounded once. Where each rank
+counts as a node of its own, that is an exchange between all pairs, and where all are on one node it is in its memory.
 
-[Note: sum in a reduce dtype] fp32 grads may be communicated in 16 bits, which are half the bytes. They are added up in
-fp32 in the same order. A rank's own part is not sent, so it is not rounded. The result differs from an fp32
-reduce-scatter by one rounding of each other summand, and not by one at every addition.
+[Note: order of the sum] Rank r's shard is added up from rank r-1 downwards, around the ring, its own part last, each
+sum rounded to the dtype; so are nodes, and ranks of a node. The result is the same in every run and by either way,
+whatever arrives first, and bit for bit what gloo's own ring gives. Codes are added up from the first node upwards, and
+the owner's node rounds its own sum as well, so that the owner, and with it the buckets, do not matter.
+
+[Note: sum in a reduce dtype] fp32 grads may be communicated in 16 bits, which are half the bytes, or in 8 (codes.py).
+They are added up in fp32 in the same order. In 16 bits a rank's own part is not sent, so it is not rounded. The result
+differs from an fp32 reduce-scatter by one rounding of each other summand, and not by one at every addition.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm.groups import Group, Message, carrier_of, others, receive, send, wait
-from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, lane_of
-from megatron_distopt.device import keep_for_current_stream
+from megatron_distopt.comm.groups import Group, Message, carrier_of, receive, send
+from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, nodes_of
+from megatron_distopt.device import fence, keep_for_current_stream, new_stream, on_stream
 
 #: Memory for received messages. One half is added up while the other one is filled; it is given back afterwards.
 SCRATCH_NBYTES = 16 << 20
 _NUM_HALVES = 2
+#: By device, where sums inside a node wait for what other ranks send, so that backward need not.
+_side_stream = cache(new_stream)
 #: Of a sum of more than two parts, so that it stays in the cache until the last one is added.
 _BLOCK_NBYTES = 128 << 10
 #: These differ from each other, and from the small tags of other messages in the same group.
 _SUM_TAG, _GATHER_TAG = 1 << 28, 1 << 29
 
 
-def reduce_scatter(bucket: Tensor, shard: Tensor, group: Group) -> None:
-    """Collective: see `collectives.reduce_scatter`; what lies outside `shard` stays as it was."""
-    lane = lane_of(group, SUM)
-    if lane is None:
-        sum_by_messages(bucket, shard, group)
-        return
-    ranks = [*others(group), group.rank]
-    sum_in_memory(bucket.view(group.size, -1), {rank: [rank] for rank in ranks}, group.rank, lane)
+def reduce_scatter(
+    bucket: Tensor,
+    shard: Tensor,
+    group: Group,
+    members: Sequence[Sequence[int]] | None = None,
+    form_of: FormOfNode | None = None,
+) -> None:
+    """Collective: see `collectives.reduce_scatter`; what lies outside `shard` has no meaning afterwards.
 
-
-def sum_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lane: Lane) -> None:
-    """Collective of the ranks of a lane: each has their sums in the shares that it carries.
-
-    Args:
-        shares: [number, elements].
-        carried: by rank, in the order of the sums, which shares it carries; each share is carried by one of them.
-        own: this rank.
-        lane: over these ranks.
+    `members` are the ranks of each node, which add up first: all where they share memory, or else none. Between nodes
+    sums are sent in the form of `form_of`, or in their own dtype.
     """
-    # Every rank writes the shares that others carry into a half of its segment.
-    numbers = range(len(shares))
-    handed = {rank: [share for share in numbers if share not in carried[rank]] for rank in carried}
+    nodes = nodes_of(group)
+    members = members or (nodes.members if len(nodes.members) == 1 else alone(group))
+    carried, between = _plan(bucket, members, group, form_of)
+    if len(carried) > 1:
+        _sum_in_memory(between.shares, carried, group.rank, nodes.lanes[SUM])
+    between.add_up()
+
+
+def alone(group: Group) -> Sequence[Sequence[int]]:
+    """Each rank as a node of its own."""
+    return [(rank,) for rank in range(group.size)]
+
+
+def begin_reduce_scatter(
+    bucket: Tensor, group: Group, members: Sequence[Sequence[int]], form_of: FormOfNode
+) -> UnderWay:
+    """Collective: begins `reduce_scatter` by the backend; takes up to twice the bucket as scratch memory."""
+    carried, between = _plan(bucket, members, group, form_of)
+    wait_for_grads = fence(bucket.device)
+    with torch.no_grad(), on_stream(_side_stream(bucket.device), bucket.device):
+        wait_for_grads()
+        if len(carried) > 1:
+            sends = {rank: shares for rank, shares in carried.items() if rank != group.rank}
+            inside = replace(between, sends=sends, sums=carried[group.rank], sources=list(carried))
+            replace(inside, form=AsNumbers(bucket.dtype)).begin().wait()
+        return between.begin()
+
+
+def _plan(
+    bucket: Tensor, members: Sequence[Sequence[int]], group: Group, form_of: FormOfNode | None
+) -> tuple[dict[int, list[int]], Sums]:
+    """The shares that each rank of this node carries, and the sums over nodes; see [Note: carriers]."""
+    place_of = {rank: place for ranks in members for place, rank in enumerate(ranks)}
+    node, own = next((node, ranks) for node, ranks in enumerate(members) if group.rank in ranks)
+    form = form_of(node) if form_of else AsNumbers(bucket.dtype)
+
+    def carrier(owner: int, ranks: Sequence[int]) -> int:
+        return owner if owner in ranks else ranks[place_of[owner] % len(ranks)]
+
+    def order(last: int, number: int) -> Iterable[int]:
+        return range(number) if form.rounds_own else ((last - 1 - each) % number for each in range(number))
+
+    carried: dict[int, list[int]] = {own[place]: [] for place in order(place_of[group.rank], len(own))}
+    for share in range(group.size):
+        carried[carrier(share, own)].append(share)
+    sends = {owner: [owner] for owner in carried[group.rank] if owner not in own}
+    sources = [carrier(group.rank, members[number]) for number in order(node, len(members))]
+    return carried, Sums(bucket.view(group.size, -1), sends, [group.rank], sources, form, group)
+
+
+def _sum_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lane: Lane) -> None:
+    """Collective of a node: each rank has its sums in the shares that it carries, in the order of `carried`."""
+    # By rank, the shares that others carry, which it writes into a half of its segment.
+    handed = {rank: [share for share in range(len(shares)) if share not in carried[rank]] for rank in carried}
     most = max(map(len, handed.values()))
     with lane.lock:
         for chunk in _chunks_of(shares.shape[1], shares.element_size() * most, lane.half_nbytes):
@@ -70,25 +124,31 @@ def sum_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int
             for share in carried[own]:
                 into = shares[share][chunk]
                 parts = [into if rank == own else received[rank][handed[rank].index(share)] for rank in carried]
-                sum_into(parts, into)
+                _sum_into(parts, into)
 
 
-def all_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
-    """Collective: see `collectives.all_gather`."""
-    shares = bucket.view(group.size, -1)
+def all_gather(bucket: Tensor, shard: Tensor, group: Group, members: Sequence[Sequence[int]] | None = None) -> None:
+    """Collective: see `collectives.all_gather`; as in [Note: carriers] the other way, `members` being each node's."""
+    nodes = nodes_of(group)
+    carried, between = _plan(bucket, members or nodes.members, group, None)
+    shares, own = between.shares, carried[group.rank]
     if shares[group.rank].data_ptr() != shard.data_ptr():
         shares[group.rank].copy_(shard)
-    lane = lane_of(group, GATHER)
-    if lane is None:
-        gather_by_messages(bucket, shard, group)
+    outgoing = [Parcel(rank, shard) for rank in between.sources if rank != group.rank]
+    begin_travel(outgoing, [Parcel(owner, shares[owner]) for owner in between.sends], _GATHER_TAG, group).wait()
+    if len(carried) == 1:
         return
+    lane = nodes.lanes[GATHER]
     with lane.lock:
-        for chunk in _chunks_of(shard.numel(), shard.element_size(), lane.half_nbytes):
-            own = shard[chunk]
-            _rows(lane.begin(), own, 1)[0].copy_(own)
+        nbytes_each = shard.element_size() * max(map(len, carried.values()))
+        for chunk in _chunks_of(shard.numel(), nbytes_each, lane.half_nbytes):
+            for row, share in zip(_rows(lane.begin(), shard[chunk], len(own)), own, strict=True):
+                row.copy_(shares[share][chunk])
             lane.publish()
-            for rank in others(group):
-                shares[rank][chunk].copy_(_rows(lane.read(rank), own, 1)[0])
+            for rank in (each for each in carried if each != group.rank):
+                rows = _rows(lane.read(rank), shard[chunk], len(carried[rank]))
+                for row, share in zip(rows, carried[rank], strict=True):
+                    shares[share][chunk].copy_(row)
 
 
 def _rows(half: Tensor, like: Tensor, num_rows: int) -> Tensor:
@@ -115,113 +175,74 @@ class AsNumbers:
         return message.view(self.dtype)
 
 
-def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype | None = None) -> None:
-    """Collective: `reduce_scatter` wherever the ranks are.
-
-    Args:
-        bucket, shard: as there; fp32 with a dtype.
-        dtype: in which values are sent, see [Note: sum in a reduce dtype].
-    """
-    ranks = others(group)
-    exchange_sums(bucket, shard, ranks, [*ranks, group.rank], AsNumbers(dtype or shard.dtype), group)
+#: From the number of the node that sends, the form in which it does.
+FormOfNode = Callable[[int], AsNumbers]
 
 
-def exchange_sums(
-    bucket: Tensor, shard: Tensor, owners: Sequence[int], sources: Sequence[int], form: AsNumbers, group: Group
-) -> None:
-    """Sends shards of a bucket to their owners, and adds up the own one from its sources.
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Shares of a bucket that ranks add up for each other, in place."""
 
-    Args:
-        owners: other ranks, whose shards this rank sends.
-        sources: ranks in the order of the sum, this one among them; as many on all ranks.
-        form: in which shards are sent, with the same chunks on all ranks.
-    """
-    shares, peers = bucket.view(group.size, -1), [rank for rank in sources if rank != group.rank]
-    num_copies = 1 if form.dtype is shard.dtype else 2  # what is sent is a copy as well
-    nbytes_each = form.dtype.itemsize * form.unit * len(peers) * num_copies
-    chunks = list(_chunks_of(shard.numel(), nbytes_each, SCRATCH_NBYTES // _NUM_HALVES, form.unit))
-    halves = min(_NUM_HALVES, len(chunks))
-    row_nbytes = max(form.nbytes(group.rank, chunk) for chunk in chunks)
-    scratch = shard.new_empty(halves, len(peers), row_nbytes, dtype=torch.uint8)
-    under_way: deque[tuple[slice, dict[int, Tensor], list[Message], list[Tensor], list[Message]]] = deque()
+    shares: Tensor  # [ranks, elements]
+    sends: Mapping[int, Sequence[int]]  # by rank, the shares for which it gets this rank's summands
+    sums: Sequence[int]  # the shares that this rank adds up
+    sources: Sequence[int]  # ranks in the order of these sums, this one among them; as many on all ranks
+    form: AsNumbers  # in which summands are sent
+    group: Group
 
-    def add_up_first() -> None:
-        chunk, parts, received, _, sent = under_way.popleft()
-        wait(received)
-        values = {rank: form.read(part, group.rank, chunk) for rank, part in parts.items()}
-        own = values[group.rank] = shard[chunk]
-        if form.rounds_own:
-            values[group.rank] = form.read(form.write(own, group.rank, chunk), group.rank, chunk)
-        sum_into([values[rank] for rank in sources], own)
-        wait(sent)
+    def add_up(self) -> None:
+        """Collective: in chunks, of which one is added up while the next one is sent; nothing where no rank sends."""
+        form, num_peers = self.form, len(self.sources) - 1
+        num_copies = 1 if form.dtype is self.shares.dtype else 2  # what is sent is a copy as well
+        nbytes_each = form.dtype.itemsize * form.unit * max(num_peers, 1) * num_copies
+        under_way: deque[UnderWay] = deque()
+        chunks = _chunks_of(self.shares.shape[1], nbytes_each, SCRATCH_NBYTES // _NUM_HALVES, form.unit)
+        for number, chunk in enumerate(chunks if num_peers else ()):
+            under_way.append(self.begin(chunk, number))
+            if len(under_way) == _NUM_HALVES:
+                under_way.popleft().wait()
+        while under_way:
+            under_way.popleft().wait()
 
-    for number, chunk in enumerate(chunks):
-        rows = scratch[number % halves, :, : form.nbytes(group.rank, chunk)]
-        received = [receive(rows[row], rank, _SUM_TAG + number, group) for row, rank in enumerate(peers)]
-        leaving = [form.write(shares[owner][chunk], owner, chunk) for owner in owners]
-        sent = [send(each, owner, _SUM_TAG + number, group) for owner, each in zip(owners, leaving, strict=True)]
-        under_way.append((chunk, dict(zip(peers, rows, strict=True)), received, leaving, sent))
-        if len(under_way) == halves:
-            add_up_first()
-    while under_way:
-        add_up_first()
+    def begin(self, chunk: slice | None = None, number: int = 0) -> UnderWay:
+        """Collective: begins to send a chunk, or all; no two that are under way have the same number."""
+        chunk, form = chunk or slice(0, self.shares.shape[1]), self.form
+        outgoing = [
+            Parcel(rank, form.write(self.shares[share][chunk], share, chunk))
+            for rank, shares in self.sends.items()
+            for share in shares
+        ]
+        incoming = {
+            (share, rank): Parcel(rank, self.shares.new_empty(form.nbytes(share, chunk), dtype=torch.uint8))
+            for share in self.sums
+            for rank in self.sources
+            if rank != self.group.rank
+        }
+        under_way = begin_travel(outgoing, list(incoming.values()), _SUM_TAG + number, self.group)
+        return replace(under_way, and_then=partial(self._end, chunk, outgoing, incoming))
 
-
-def gather_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
-    """Collective: `all_gather` wherever the ranks are; this rank's part is in `bucket` already."""
-    shares, ranks = bucket.view(group.size, -1), others(group)
-    received = [receive(shares[rank], rank, _GATHER_TAG, group) for rank in ranks]
-    sent = [send(shard, rank, _GATHER_TAG, group) for rank in ranks]
-    wait(received)
-    wait(sent)
+    @torch.no_grad()
+    def _end(self, chunk: slice, outgoing: Sequence[Parcel], incoming: Mapping[tuple[int, int], Parcel]) -> None:
+        """Adds up a chunk that has arrived."""
+        for parcel in (*outgoing, *incoming.values()):
+            # Allocated on the stream that began, which does not wait for the exchange.
+            keep_for_current_stream(parcel.tensor)
+        form = self.form
+        for share in self.sums:
+            into = self.shares[share][chunk]
+            own = form.read(form.write(into, share, chunk), share, chunk) if form.rounds_own else into
+            received = {r: form.read(each.tensor, share, chunk) for (s, r), each in incoming.items() if s == share}
+            _sum_into([received.get(rank, own) for rank in self.sources], into)
 
 
 def _chunks_of(numel: int, nbytes_each: int, nbytes: int, unit: int = 1) -> Iterator[slice]:
-    """Cuts a shard into chunks, so that `nbytes` hold one of them.
-
-    Args:
-        numel: of the shard.
-        nbytes_each: that `unit` elements take.
-        nbytes: that a chunk may take.
-        unit: every chunk but the last one is a multiple of this.
-    """
+    """Cuts a shard into chunks of at most `nbytes`, multiples of `unit` elements, which take `nbytes_each`."""
     step = max(nbytes // nbytes_each, 1) * unit
     for start in range(0, numel, step):
         yield slice(start, min(start + step, numel))
 
 
-@dataclass(frozen=True, eq=False)
-class RoundedSum:
-    """A sum in a reduce dtype whose parts are being sent by the backend."""
-
-    work: dist.Work  # the exchange of the parts
-    sent: Tensor  # [ranks, elements], this rank's parts of all shards
-    received: Tensor  # [ranks, elements], where the parts arrive
-    shard: Tensor  # 1-D, this rank's own part, to which they are added
-    group: Group
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Waits until the sum is in the shard."""
-        self.work.wait()
-        # Both were allocated on the stream that began, which does not wait for the exchange.
-        keep_for_current_stream(self.sent)
-        keep_for_current_stream(self.received)
-        sum_into([*(self.received[rank] for rank in others(self.group)), self.shard], self.shard)
-
-
-def begin_rounded_sum(bucket: Tensor, shard: Tensor, group: Group, dtype: torch.dtype) -> RoundedSum:
-    """Collective: begins `sum_by_messages` in a dtype by the backend's own exchange.
-
-    It takes twice the bucket in `dtype` as scratch memory until it is waited for.
-    """
-    sent = bucket.view(group.size, -1).to(dtype)
-    received = torch.empty_like(sent)
-    work: Any = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
-    return RoundedSum(work, sent, received, shard, group)
-
-
-def sum_into(parts: Sequence[Tensor], into: Tensor) -> None:
+def _sum_into(parts: Sequence[Tensor], into: Tensor) -> None:
     """Adds up parts, at least two, in their order and in the dtype of `into`, which may be one of them; they stay."""
     in_blocks = len(parts) > 2 and into.device.type == "cpu"
     numel = max(_BLOCK_NBYTES // into.element_size(), 1) if in_blocks else into.numel()
@@ -253,6 +274,7 @@ class UnderWay:
     """Tensors that are being sent and received."""
 
     pending: Sequence[dist.Work | Message]
+    and_then: Callable[[], None] = lambda: None  # called when all have arrived
 
     def wait(self) -> None:
         """Waits until all have arrived: the CPU over gloo, the current stream of the device elsewhere.
@@ -262,6 +284,7 @@ class UnderWay:
         """
         for each in self.pending:
             each.wait()
+        self.and_then()
 
 
 def begin_travel(outgoing: Sequence[Parcel], incoming: Sequence[Parcel], number: int, group: Group) -> UnderWay:

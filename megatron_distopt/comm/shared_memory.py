@@ -3,9 +3,9 @@
 [Note: shared memory] A message on one machine is copied twice by the kernel and wakes three threads, so with small
 buckets, or with more ranks than cores, messages gain little over gloo's own collectives. A group's first collective
 finds out whether every rank can map a segment of every other one; if one cannot, all take messages, and those that can
-are a node (codes.py). A segment is anonymous (memfd), found by process and file descriptor, recognised by a secret, and
-freed with its process. Ranks in different network namespaces count as on different machines, so that a network between
-them can be simulated.
+are a node. A segment is anonymous (memfd), found by process and file descriptor, recognised by a secret, and freed with
+its process. Ranks in different network namespaces count as on different machines, so that a network between them can be
+simulated.
 
 Each chunk is a *turn*: a rank writes its half, publishes it, and reads those of all others. The two halves alternate.
 A rank that has published a turn has read the turn before, so once all ranks have published, the half of the turn before

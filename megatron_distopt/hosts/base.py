@@ -120,11 +120,10 @@ def reduction_of(
     if short:
         check_compatible(config, {Feature.SHORT_GRADS: f"keeping gradients in {dtype_name(short[0])}"})
     exact = set(config.reduce_exact.replace(",", " ").split())
-    large = {name for name, param in named.items() if param.dim() > 1 and param.numel() >= BLOCK_NUMEL}
-    coded = frozenset(name for name in large if not exact.intersection(name.split(".")))
     lacking = frozenset(exact.difference(*(name.split(".") for name in named)))
-    is_coded = config.reduce_dtype == "int8"
-    return Reduction(divide_by, getattr(torch, config.reduce_dtype), coded if is_coded else frozenset(), lacking)
+    large = (name for name, param in named.items() if param.dim() > 1 and param.numel() >= BLOCK_NUMEL)
+    coded = frozenset(n for n in large if config.reduce_dtype == "int8" and not exact.intersection(n.split(".")))
+    return Reduction(divide_by, getattr(torch, config.reduce_dtype), coded, lacking=lacking)
 
 
 def begin_communication(

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Communicator, Group, Reduction, pairwise, shared_memory
 from megatron_distopt.comm.codes import AsCodes, runs_of
-from megatron_distopt.comm.collectives import reduce_scatter
+from megatron_distopt.comm.collectives import all_gather, reduce_scatter
 from megatron_distopt.comm.shared_memory import nodes_of
 from megatron_distopt.layout import ParamSpec, lay_out
 from tests.support.spawn import run_ranks
@@ -41,7 +41,7 @@ CODED = frozenset({"first", "last"})
 BUCKET_SIZES = {"one bucket": None, "buckets": 3000}
 STEPS = 32
 #: On which 8 bits are tried.
-CODED_NODES = ("1+1", "2+1", "2+2")
+CODED_NODES = ("1+1", "2+1", "1+1+1", "2+2", "2+2+1", "3+2")
 
 
 def _group(members: tuple[tuple[int, ...], ...], rank: int, *, is_allowed: bool = True) -> Group | None:
@@ -70,13 +70,21 @@ def _in_order(parts: list[Tensor]) -> Tensor:
     return total
 
 
+def _ring(ranks: tuple[Any, ...], last: Any) -> list[Any]:
+    """Downwards from the one before `last`, which is the last one."""
+    place = ranks.index(last)
+    return [ranks[(place - 1 - distance) % len(ranks)] for distance in range(len(ranks))]
+
+
 def _reference(members: tuple[tuple[int, ...], ...], numel: int, owner: int, dtype: torch.dtype) -> Tensor:
     """The shard of an owner: added up inside nodes, rounded where it is sent, then over nodes."""
-    sums = []
+    home = next(node for node in members if owner in node)
+    sums = {}
     for node in members:
-        own = _in_order([_values(rank, numel * sum(map(len, members))) for rank in node])
-        sums.append(own if owner in node else own.to(dtype).float())
-    return _in_order(sums)
+        carrier = owner if node is home else node[home.index(owner) % len(node)]
+        total = _in_order([_values(rank, numel * sum(map(len, members))) for rank in _ring(node, carrier)])
+        sums[node] = total if node is home else total.to(dtype).float()
+    return _in_order([sums[node] for node in _ring(members, home)])
 
 
 def _sums(group: Group, members: tuple[tuple[int, ...], ...], rank: int) -> dict[str, bool]:
@@ -191,7 +199,7 @@ def _with_nan(coded: _Coded, rank: int, ranks: list[int]) -> list[int]:
 
 
 def _bytes(group: Group, rank: int) -> dict[str, float]:
-    """Bytes an element that this rank sends to other nodes."""
+    """Bytes an element that this rank sends to other nodes for gradients and bf16 params."""
     found = {}
     layout = lay_out([ParamSpec("a", 128 * 40)], num_shards=group.size, alignment_numel=128)
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("int8", torch.int8)):
@@ -206,7 +214,10 @@ def _bytes(group: Group, rank: int) -> dict[str, float]:
             bucket = _values(rank, layout.numel)
             codes = partial(AsCodes, runs_of(layout, 0, frozenset("a")), 0) if name == "int8" else None
             shard = bucket.view(group.size, -1)[group.rank]
-            reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype), codes=codes)
+            reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype, codes=codes))
+            whole = torch.full((layout.numel,), float(group.rank), dtype=torch.bfloat16)
+            all_gather(whole, whole.view(group.size, -1)[group.rank], group).wait()
+            assert whole.view(group.size, -1)[:, 0].tolist() == list(range(group.size))
         found[name] = sent[0] / layout.numel
     return found
 
@@ -277,9 +288,9 @@ def test_int8_when_it_is_communicated_then_it_is_unbiased_bounded_exact_where_ex
 
 
 @pytest.mark.parametrize(("name", "factor"), [("1+1", 0.5), ("2+2", 0.25)])
-def test_bytes_when_nodes_have_several_ranks_then_each_sum_is_sent_once(
+def test_bytes_when_nodes_have_several_ranks_then_sums_and_params_are_sent_once(
     name: str, factor: float, found: list[dict[str, Any]]
 ) -> None:
     for each in _of(found, name):
-        # A rank sends half of the bucket alone, and a quarter where the node has two ranks.
-        assert each["bytes"] == {"fp32": 4 * factor, "bf16": 2 * factor, "int8": (1 + 1 / 128) * factor}
+        # Of 6, 4 and 3 bytes an element a rank sends half alone, and a quarter where the node has two ranks.
+        assert each["bytes"] == {"fp32": 6 * factor, "bf16": 4 * factor, "int8": (3 + 1 / 128) * factor}

@@ -152,7 +152,8 @@ def _in_16_bits(rank: int) -> dict[str, Any]:
                 bucket, how = _random(rank, numel), Reduction(reduce_dtype=dtype)
                 shard = bucket.view(RANKS, -1)[rank]
                 if way == "backend's own":
-                    pairwise.begin_rounded_sum(bucket, shard, group, dtype).wait()
+                    form_of = {node: pairwise.AsNumbers(dtype) for node in range(RANKS)}.__getitem__
+                    pairwise.begin_reduce_scatter(bucket, group, pairwise.alone(group), form_of).wait()
                 else:
                     collectives.reduce_scatter(bucket, shard, group, how, overlapped=way == "overlapped").wait()
                 found[f"{name} {kind} {way}"] = torch.equal(shard, _rounded_sum(rank, numel, dtype))
@@ -169,7 +170,7 @@ def _lacking(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("Backend tin does not support it\nand more")
 
 
-def _wrong_sum(bucket: torch.Tensor, shard: torch.Tensor, group: object) -> None:
+def _wrong_sum(bucket: torch.Tensor, shard: torch.Tensor, group: object, **how: object) -> None:
     shard.fill_(5)
 
 

@@ -5,7 +5,10 @@ One spawn of two ranks, which count as two nodes by the number of a network name
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,19 @@ from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
 RANKS, STEPS = 2, 4
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a user's script does beside training in bf16 with AdamW."""
+
+    dtype: torch.dtype = torch.bfloat16
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    microbatches: int = 1
+    late: str | None = None  # a param that begins to train in the second step
+    nan: bool = False  # whether the second rank's loss is NaN
+
+
 INT8 = {"reduce_dtype": "int8"}
 #: By name: further options; all with the same result, to the bit.
 ALIKE: Mapping[str, dict[str, Any]] = {
@@ -29,6 +45,12 @@ ALIKE: Mapping[str, dict[str, Any]] = {
     "overlapped": {"overlap_grad_reduce": True},
     "in buckets": {"bucket_size": 3000},
     "overlapped in buckets": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000},
+}
+#: By name: scripts whose result does not depend on overlap either.
+SCRIPTS: Mapping[str, Script] = {
+    "accumulated": Script(microbatches=2),
+    "by an optimizer that does not count": Script(kind=torch.optim.SGD),
+    "a param begins to train": Script(late="body.2.weight"),
 }
 #: By name: options, and what the refusal mentions.
 REFUSED: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -59,22 +81,32 @@ def _two_nodes(patch: pytest.MonkeyPatch) -> Any:
 
 
 def _train(
-    folder: Path, handle: Any, *, stop: int = STEPS, load: bool = False, nan: bool = False, **options: Any
+    folder: Path, handle: Any, script: Script = Script(), *, stop: int = STEPS, load: bool = False, **options: Any
 ) -> Any:
     """Losses and params after some steps; saved at the end where it is not loaded."""
-    model = Model().bfloat16()
-    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = distribute(model, adam, process_group=handle, **{**INT8, **options})
+    model = Model().to(script.dtype)
+    late = None if script.late is None else model.get_parameter(script.late).requires_grad_(False)
+    given = script.kind(model.parameters(), lr=0.01)
+    optimizer = distribute(model, given, process_group=handle, **{**INT8, **options})
     if load:
         optimizer.load(folder)
+    if "protect_every" in options:
+        assert optimizer.resume() is None, "nothing is there"
     losses = []
     for step in range(2 if load else 0, STEPS if load else stop):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        loss = model(torch.randint(0, 50, (4, 6), generator=generator))
-        (loss * torch.nan if nan and dist.get_rank() == 1 else loss).backward()
+        if late is not None:
+            late.requires_grad_(step > 0)
+        for microbatch in range(script.microbatches):
+            generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + dist.get_rank())
+            loss = model(torch.randint(0, 50, (4, 6), generator=generator))
+            with optimizer.no_sync() if microbatch < script.microbatches - 1 else nullcontext():
+                loss = loss * torch.nan if script.nan and dist.get_rank() == 1 else loss
+                optimizer.scale_loss(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        if "protect_every" in options:
+            optimizer.protect(step + 1)
     optimizer.finish_param_gather()
     if stop < STEPS and not load:
         optimizer.save(folder)
@@ -109,6 +141,27 @@ def _all(rank: int, size: int, folder: Path) -> dict[str, Any]:
         found["rounds"] = not _is_equal(wanted, exact)
         found["losses"] = max(abs(a - b) / b for a, b in zip(wanted[0], exact[0], strict=True))
         found["nan"] = _nan(folder, _two_nodes(patch))
+        found["fp16"] = _overflow(_two_nodes(patch))
+        for name, script in SCRIPTS.items():
+            runs = [
+                _train(folder, _two_nodes(patch), script, **ALIKE[options]) for options in ("repeated", "overlapped")
+            ]
+            found[name] = _is_equal(*runs) and all(param.isfinite().all() for param in runs[0][1].values())
+        by_adam = _train(folder, _two_nodes(patch), Script(microbatches=2))
+        found["differs"] = not _is_equal(by_adam, wanted)
+        patch.setenv("MEGATRON_DISTOPT_REDUCE_EXACT", "embed,0,2,router")
+        found["all exempted"] = _is_equal(_train(folder, _two_nodes(patch)), exact)
+        patch.delenv("MEGATRON_DISTOPT_REDUCE_EXACT")
+        digests = []
+        for name in ("repeated", "overlapped in buckets"):
+            file = folder / f"{name}.jsonl"
+            _train(folder, _two_nodes(patch), log_digests=1, digest_file=str(file), **ALIKE[name])
+            lines = [json.loads(line) for line in file.read_text().splitlines() if '"digests":[' in line]
+            digests.append([sorted(line["digests"]) for line in lines])  # buckets have another order
+            dist.barrier()
+        found["digests"] = digests[0] == digests[1] and len(digests[0]) > STEPS
+        memory = {"protect_every": 1, "protect_folder": str(folder / "memory" / str(rank))}
+        found["protected"] = _is_equal(_train(folder, _two_nodes(patch), **memory), wanted)
         found["bytes"] = _bytes(_two_nodes(patch), folder)
     on_one = _train(folder, dist.new_group(), reduce_dtype=None)
     found["one node"] = _is_equal(_train(folder, dist.new_group()), on_one)
@@ -118,10 +171,28 @@ def _all(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 def _nan(folder: Path, handle: Any) -> str:
     try:
-        _train(folder, handle, nan=True)
+        _train(folder, handle, Script(nan=True))
     except DistOptError as error:
         return type(error).__name__
     return "trains"
+
+
+def _overflow(handle: Any) -> list[tuple[str, float | None]]:
+    """What steps with a dynamic loss scale did where the loss of one rank is inf in the second, and their scales."""
+    model = Model().half()
+    options = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "hysteresis": 1, **INT8}
+    optimizer = distribute(model, torch.optim.AdamW(model.parameters()), process_group=handle, **options)
+    done = []
+    for step in range(3):
+        loss = model(torch.arange(24).view(4, 6))
+        scaled = optimizer.scale_loss(loss)
+        (scaled * torch.inf if step == 1 and dist.get_rank() == 1 else scaled).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.last_step is not None
+        done.append((optimizer.last_step.action.value, float(optimizer.scale_loss(torch.ones(())))))
+    optimizer.release()
+    return done
 
 
 def _gathered(bucket: Tensor, shard: Tensor, group: Any) -> None:
@@ -139,7 +210,7 @@ def _bytes(handle: Any, folder: Path) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairwise, "send", counted)
         # The params are gathered by the same calls.
-        patch.setattr(pairwise, "gather_by_messages", _gathered)
+        patch.setattr(pairwise, "all_gather", _gathered)
         _train(folder, handle)
     return sent[0] // STEPS, sum(param.numel() for param in Model().parameters())
 
@@ -149,7 +220,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_all, RANKS, tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("name", [*ALIKE, "resumed"])
+@pytest.mark.parametrize("name", [*ALIKE, "resumed", "protected", "digests", *SCRIPTS, "all exempted", "differs"])
 def test_int8_when_a_run_is_repeated_with_other_buckets_or_resumed_then_it_is_equal_to_the_bit(
     name: str, found: list[dict[str, Any]]
 ) -> None:
@@ -164,6 +235,11 @@ def test_int8_when_there_is_one_node_then_nothing_is_rounded(found: list[dict[st
 
 def test_int8_when_a_gradient_of_one_rank_is_nan_then_the_step_is_refused_on_all(found: list[dict[str, Any]]) -> None:
     assert [each["nan"] for each in found] == ["NonFiniteGradError"] * RANKS
+
+
+def test_int8_when_one_rank_overflows_in_fp16_then_all_skip_and_halve_their_scale(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["fp16"] == [("update", 64.0), ("skip", 32.0), ("update", 32.0)]
 
 
 def test_int8_when_bytes_are_counted_then_an_element_takes_one_and_an_exempted_one_four(

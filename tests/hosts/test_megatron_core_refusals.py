@@ -149,6 +149,12 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
     "unknown field": (_built(newer=5), ConfigError, "new_idea is 5 in", "default is 4", "Leave new_idea out"),
     "unknown optimizer": (_built(optimizer={"optimizer": "lion"}), ConfigError, "'lion'", "one of adam, sgd, muon"),
     "our buckets": (_built(options=_OURS(bucket_size=9)), ConfigError, "--ddp-bucket-size", "Drop --distopt-bucket"),
+    "our 8 bits": (
+        _built(options=_OURS(reduce_dtype="int8")),
+        ConfigError,
+        "reduce_dtype is set, and megatron-core leaves it to the host's --grad-reduce-in-bf16",
+        "Drop --distopt-reduce-dtype.",
+    ),
     "our clipping": (_built(options=_OURS(clip_grad=3.5)), ConfigError, "3.5 in DistOptConfig(...)", "is 1.0"),
     "our decay": (_built(optimizer=_L2, options=_OURS(decay="decoupled")), ConfigError, "'decoupled' in", "is 'l2'"),
     "our shared memory, off": (

@@ -196,6 +196,18 @@ def test_grads_when_nodes_add_up_their_own_then_a_fork_of_2023_trains_repeats_an
     assert losses[0] == pytest.approx(losses[-1], rel=0.01) and losses[1] == pytest.approx(losses[-1], rel=0.01)
 
 
+def test_grads_when_each_pipeline_stage_is_on_one_node_then_8_bits_change_nothing(nodes: Nodes, tmp_path: Path) -> None:
+    curves = []
+    for form in ([], ["--distopt-reduce-dtype", "int8"]):
+        file = tmp_path / f"{len(form)}.json"
+        words = [*_RUNNER, "pretrain.py", *_FORK, "--pipeline-model-parallel-size", "2", *form, "--curves", str(file)]
+        ended = _on_both(nodes, words)
+        assert ended.status == (0, 0), ended.output
+        assert not form or "grads in fp32 between 1 node(s) of 2" in ended.output
+        curves.append(_read(file))
+    assert curves[0] == curves[1]
+
+
 def test_torchrun_when_there_are_two_nodes_then_megatron_core_trains_to_the_bit_as_on_one(nodes: Nodes) -> None:
     two, one = _on_both(nodes, [str(_CORE_SCRIPT), *_CORE]), _on_one([str(_CORE_SCRIPT), *_CORE])
     assert two.status == (0, 0), two.output

@@ -6,6 +6,7 @@ Gradients are those of tests/support/models.py, whose sums are exact, so that bo
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.checkpoint.tensor_file import TensorReader
+from megatron_distopt.comm import Group, shared_memory
 from megatron_distopt.device import on_stream
 from megatron_distopt.errors import DistOptError
 from tests.support.models import Params, exact_grads
@@ -43,6 +46,7 @@ class Program:
     bad: int | None = None  # the step in which a gradient is not finite
     variant: str = "plain"  # what is done beside plain training
     muon: bool = False  # whether Muon updates the params of two dimensions
+    has_nodes: bool = False  # whether the ranks are on two nodes
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -64,6 +68,23 @@ PROGRAMS: dict[str, Program] = {
     "reduced in bf16, forward on a stream": Program(
         {"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, variant="forward stream"
     ),
+    # --- two nodes, of one or two ranks
+    "int8 between nodes": Program({"reduce_dtype": "int8", "clip_grad": 1.0, **_OVERLAP}, BF16, has_nodes=True),
+    "int8 between nodes, forward on a stream": Program(
+        {"reduce_dtype": "int8", **_OVERLAP}, BF16, variant="forward stream", has_nodes=True
+    ),
+    "int8 between nodes, fp16 dynamic": Program(
+        {"reduce_dtype": "int8", "loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP},
+        FP16,
+        bad=2,
+        has_nodes=True,
+    ),
+    "int8 between nodes, without overlap": Program(
+        {"reduce_dtype": "int8", "nonfinite": "skip"}, bad=2, has_nodes=True
+    ),
+    "float32 between nodes": Program({"reduce_dtype": "float32", **_OVERLAP}, BF16, has_nodes=True),
+    "bf16 between nodes": Program({"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, has_nodes=True),
+    # --- others
     "fp16 dynamic": Program({"loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP}, FP16, bad=2),
     "nan raise": Program({"nonfinite": "raise", **_OVERLAP}, bad=2),
     "nan skip": Program({"nonfinite": "skip", "clip_grad": 1.0, **_OVERLAP}, bad=2),
@@ -163,6 +184,19 @@ class _Direct(nn.Module):
             return (self.weight * factor).sum()
 
 
+@contextlib.contextmanager
+def _two_nodes(device: str) -> Iterator[Any]:
+    """Collective: a new group, whose ranks are on two nodes, as torchrun says, or on a CPU by their memory."""
+    size = dist.get_world_size() // 2
+    node, local_rank = divmod(dist.get_rank(), size)
+    variables = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
+    handle = dist.new_group()
+    with mock.patch.object(shared_memory, "_network", lambda: node), mock.patch.dict(os.environ, variables):
+        if device == "cpu":
+            shared_memory.nodes_of(Group.of(handle))
+        yield handle
+
+
 class Run:
     """One program on one device."""
 
@@ -188,7 +222,8 @@ class Run:
             names = [tempfile.mkdtemp()]
             dist.broadcast_object_list(names)
             asked["protect_folder"] = self._memory = names[0]
-        self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, **asked)
+        with _two_nodes(device) if program.has_nodes else contextlib.nullcontext() as group:
+            self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, process_group=group, **asked)
         # All of them now: a copy from the host would make it wait in every step.
         numbers = [(step, microbatch) for step in (*range(program.steps), 7) for microbatch in range(MICROBATCHES)]
         self._batches = {each: self._batch(*each) for each in numbers}

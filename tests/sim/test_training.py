@@ -21,11 +21,17 @@ from tests.support.spawn import run_ranks
 SHORT = (
     *("mixed overlap", "reduced in bf16, forward on a stream", "fp16 dynamic", "nan raise", "saved in the background"),
     *("protected", "low precision, nan skip", "host half, remainders", "muon, step on a stream"),
+    "int8 between nodes, forward on a stream",
 )
 #: On a device without float64 and fp16.
 SHORT_SMALL = "saved in the background"
 #: On four ranks; what differs between two and four is the collectives.
-ON_FOUR = ("bf16 overlap", "mixed overlap", "reduced in bf16, forward on a stream", "fp16 dynamic", "nan skip")
+ON_FOUR = (
+    *("bf16 overlap", "mixed overlap", "reduced in bf16, forward on a stream", "fp16 dynamic", "nan skip"),
+    *(name for name, program in PROGRAMS.items() if program.has_nodes),
+)
+#: On four ranks, which add up inside two nodes first, in every run of the tests.
+SHORT_ON_FOUR = ("int8 between nodes, forward on a stream", "float32 between nodes")
 #: Long ones are cut into parts of equal seeds, so that a rank need not live for an hour.
 _BY_SEEDS = {seeds: sorted(name for name in PROGRAMS if many(name) == seeds) for seeds in map(many, PROGRAMS)}
 PARTS = [(seeds, names[start::10]) for seeds, names in _BY_SEEDS.items() for start in range(10)]
@@ -127,6 +133,12 @@ def test_bucket_when_two_streams_write_its_gradients_then_it_is_reduced_after_bo
 
 def test_training_when_a_device_lacks_float64_and_fp16_then_the_bits_are_those_of_the_cpu() -> None:
     assert run_ranks(try_small_device, 2, [SHORT_SMALL], FEW, seconds=300) == [{SHORT_SMALL: []}] * 2
+
+
+def test_training_when_ranks_of_a_node_add_up_first_then_the_bits_are_those_of_the_cpu() -> None:
+    assert (
+        run_ranks(try_programs, 4, SHORT_ON_FOUR, range(2), seconds=300) == [{name: [] for name in SHORT_ON_FOUR}] * 4
+    )
 
 
 @pytest.mark.long

@@ -195,6 +195,8 @@ class Machine:
     @current.setter
     def current(self, stream: Stream) -> None:
         self._here.stream = stream
+        if threading.current_thread() is not threading.main_thread() and stream is self.of_backward:
+            del self._here.stream  # the next backward pass may have another one
 
     # --- queueing
 
