@@ -4,28 +4,34 @@
 127. They are rounded up or down at random, by the place of the element, the step and the node: the expectation is the
 sum, to 1/512 of a scale, and a run can be repeated. A block with inf or NaN arrives as NaN. A block of which an element
 belongs to a param that is not rounded, or to two params, is sent in fp32, in the same message.
+
+[Note: shuffled steps] What is added before rounding down is one of 256 steps from 0 to 1, each as often as any other in
+a table of 65,536, which is read from a place that step and node decide at random: reading costs next to nothing.
+Elements so many places apart share an entry of the table, another one in each step of training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from random import Random
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers.random_bits import random_bytes
 from megatron_distopt.comm.pairwise import AsNumbers
+from megatron_distopt.device import CPU
 from megatron_distopt.layout.buckets import BLOCK_NUMEL, BufferLayout
 
 #: Bits of fp32: of its mantissa, where its exponent counts from, and the exponent and the bits of infinity.
 _MANTISSA, _BIAS, _NAN, _INF = 23, 127, 255, 0x7F800000
-#: Of a code: bits of a number without its sign, and what is added to it. Smaller exponents are not used for scales.
-_BITS, _OFFSET, _LEAST = 7, 128.0, 20
+#: Of a code: bits of a number without its sign. Smaller exponents are not used for scales.
+_BITS, _LEAST = 7, 20
 #: Elements, so that what is computed on the way from values to codes stays in the cache.
 _CACHED_NUMEL = 1024 * BLOCK_NUMEL
-#: An odd number, by which the random bits of nodes differ.
-_NODE_FACTOR = 0x3D4D51CB
+#: See [Note: shuffled steps], and a factor by which nodes differ.
+_TABLE_BITS, _NODE_FACTOR = 16, 0x3D4D51CB
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class AsCodes(AsNumbers):
 
     def __init__(self, runs: Sequence[Sequence[Run]], step: int, node: int) -> None:
         super().__init__(torch.int8)
-        self._runs, self._count = runs, step + node * _NODE_FACTOR
+        self._runs, self._begin = runs, Random(step + node * _NODE_FACTOR).getrandbits(_TABLE_BITS)
 
     def nbytes(self, owner: int, chunk: slice) -> int:
         return sum(nbytes for *_, nbytes in self._parts(owner, chunk))
@@ -75,8 +81,9 @@ class AsCodes(AsNumbers):
             if place is None:
                 message.append(values[part].view(torch.uint8))
             else:
-                noise = random_bytes(place, part.stop - part.start, self._count, values.device)
-                message += _encode(values[part].view(-1, BLOCK_NUMEL), noise)
+                start = (place + self._begin) % (1 << _TABLE_BITS)
+                noise = _shuffled_steps(values.device)[start : start + part.stop - part.start]
+                message += _encode(values[part].view(-1, BLOCK_NUMEL), noise.view(-1, BLOCK_NUMEL))
         return torch.cat(message)
 
     def read(self, message: Tensor, owner: int, chunk: slice) -> Tensor:
@@ -103,14 +110,13 @@ class AsCodes(AsNumbers):
 
 
 def _encode(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The exponents of scales, and codes, 1-D uint8, of fp32 values [blocks, 128]; by noise, uint8."""
+    """The exponents of scales, and codes, 1-D uint8, of fp32 values [blocks, 128]; by noise of this shape in [0, 1)."""
     largest = values.abs().amax(1).view(torch.int32).clamp_(max=_INF)
     # What lies above 127 counts as the next octave, so that nothing is rounded out of range.
     wide = ((largest + ((1 << (_MANTISSA - _BITS + 1)) - 1)) >> _MANTISSA).clamp_(_LEAST, _NAN)
     inverse = _power(_BIAS + _BIAS + _BITS - 1 - wide).unsqueeze(1)
-    # Positive numbers are cut off, which is rounding down; the conversion of NaN has no meaning and is not read.
-    shifted = noise.to(torch.float32).add_(_OFFSET * 256 + 0.5).mul_(1 / 256)
-    return wide.to(torch.uint8), shifted.addcmul_(values, inverse).to(torch.uint8).view(-1)
+    codes = torch.addcmul(noise, values, inverse).floor_().to(torch.int8)  # of NaN it has no meaning and is not read
+    return wide.to(torch.uint8), codes.view(torch.uint8).view(-1)
 
 
 def _decode(sent: Tensor, into: Tensor) -> None:
@@ -118,7 +124,15 @@ def _decode(sent: Tensor, into: Tensor) -> None:
     exponents, codes = torch.split(sent, [len(into), into.numel()])
     wide = exponents.to(torch.int32)
     scales = _power(wide - (_BITS - 1)).masked_fill_(wide == _NAN, torch.nan)
-    torch.mul(into.copy_(codes.view_as(into)).sub_(_OFFSET), scales.unsqueeze(1), out=into)
+    into.copy_(codes.view(torch.int8).view_as(into)).mul_(scales.unsqueeze(1))
+
+
+@cache
+def _shuffled_steps(device: torch.device) -> Tensor:
+    """fp32, as many as a part needs from anywhere in the table; see [Note: shuffled steps]."""
+    shuffled = torch.randperm(1 << _TABLE_BITS, generator=torch.Generator(CPU).manual_seed(_NODE_FACTOR), device=CPU)
+    table = shuffled.remainder_(256).to(torch.float32).add_(0.5).mul_(1 / 256)
+    return table.repeat(1 + -(-_CACHED_NUMEL // len(table))).to(device)
 
 
 def _power(exponents: Tensor) -> Tensor:

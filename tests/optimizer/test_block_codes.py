@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers.random_bits import random_bits
 from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.optimizer.low_precision.block_codes import (
     CODES,
     BlockCode,
     decode,
     encode,
+    random_bits,
     root_of,
     round_to_bf16,
 )

@@ -121,3 +121,27 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
     bits = values.view(torch.int32)
     rounded = ((bits + noise) >> _HALF).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
+
+
+def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
+    """31 random bits, int32 [numel], for neighbouring elements; the same whenever it is called with the same arguments.
+
+    `count` is of updates, 0-D on the device of the result.
+    Source: the constants of a 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).
+    """
+    bits = torch.arange(numel, dtype=torch.int32, device=count.device).add_(_signed(start))
+    bits.mul_(_signed(0x9E3779B1)).add_(count.to(torch.int32) * _signed(0xC2B2AE35))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
+    return bits.bitwise_xor_(_shifted(bits, 16)).bitwise_and_(0x7FFFFFFF)
+
+
+def _shifted(bits: Tensor, shift: int) -> Tensor:
+    """Shifts zeros in from the left, as unsigned numbers are."""
+    return (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int32 with the lowest 32 bits of a number."""
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >> 31 else number
