@@ -23,15 +23,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from peers.environment import ROOT
+from peers.forms import LOW_PRECISION
 from peers.report import table
 from peers.script import conclude, parser_of
 
 #: How gradients are summed over nodes, as reduced_training.py knows it.
 REDUCTIONS = ("fp32", "bf16", "int8", "int8, 1-D params too")
-
-
-def _forms(main: str, moments: str) -> dict[str, str]:
-    return {"MAIN_PARAMS_DTYPE": main, "EXP_AVG_DTYPE": moments, "EXP_AVG_SQ_DTYPE": moments}
 
 
 @dataclass(frozen=True)
@@ -51,13 +48,7 @@ SUBJECTS = {
     "precision": Subject(
         {
             "fp32": {},
-            "remainder": _forms("remainder", "float32"),
-            "remainder, bf16": _forms("remainder", "bfloat16"),
-            "remainder, fp16": _forms("remainder", "float16"),
-            "remainder, fp8 E4M3": _forms("remainder", "float8_e4m3fn"),
-            "remainder, fp8 E5M2": _forms("remainder", "float8_e5m2"),
-            "remainder, int8": _forms("remainder", "int8"),
-            "bf16, int8": _forms("bfloat16", "int8"),
+            **{name: {option.upper(): value for option, value in form.items()} for name, form in LOW_PRECISION.items()},
         },
         ranks=1,
         iterations=150,

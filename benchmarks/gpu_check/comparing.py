@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gpu_check.checks import Place, WrongError
-from gpu_check.models import ADAM, Given, grads_of, relative_change
-from megatron_distopt import DistOptConfig
+from gpu_check.models import ADAM, Given, grads_of, groups_of, relative_change
+from megatron_distopt import DistOptConfig, distribute
 
 STEPS = 6
 CLIP_GRAD = 0.5
@@ -69,6 +69,11 @@ def require_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], names: Seque
 
 def numbered(values: Sequence[Tensor]) -> list[str]:
     return [f"param {number}" for number in range(len(values))]
+
+
+def sharded(model: Given, config: DistOptConfig, group: Any = None) -> Any:
+    """Ours over the params of a model and the ranks of a process group; all where that is None."""
+    return distribute(model, config, param_groups=groups_of(dict(model.held)), process_group=group)
 
 
 def train_given(optimizer: Any, model: Given, step: int, place: Place) -> None:

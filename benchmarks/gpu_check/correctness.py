@@ -30,6 +30,7 @@ from gpu_check.comparing import (
     require_close,
     require_equal,
     same_adam,
+    sharded,
     train_given,
     values_of,
 )
@@ -112,7 +113,7 @@ def undistributed(place: Place) -> Found:
 def _against_undistributed(place: Place, dtype: torch.dtype, clip: float, name: str, option: dict[str, bool]) -> None:
     model, plain = (Given(dtype).to(place.device) for _ in range(2))
     start = values_of(plain)
-    optimizer = distribute(model, config_of(adam=name, clip_grad=clip), param_groups=groups_of(dict(model.held)))
+    optimizer = sharded(model, config_of(adam=name, clip_grad=clip))
     reference = _Undistributed(plain, option, clip)
     names = list(model.held)
     for step in range(STEPS):
@@ -161,7 +162,7 @@ def kernels(place: Place) -> Found:
             absent.append(f"{name} (not compiled)")
             continue
         try:
-            optimizer = distribute(model, config_of(adam=name), param_groups=groups_of(dict(model.held)))
+            optimizer = sharded(model, config_of(adam=name))
         except DistOptError:
             absent.append(name)
             continue

@@ -22,12 +22,13 @@ from gpu_check.comparing import (
     require_close,
     require_equal,
     same_adam,
+    sharded,
     train_given,
     values_of,
 )
 from gpu_check.machine import rank_counts
-from gpu_check.models import Given, grads_of, groups_of
-from megatron_distopt import DistOptConfig, distribute
+from gpu_check.models import Given, grads_of
+from megatron_distopt import DistOptConfig
 from megatron_distopt.errors import NonFiniteGradError
 
 
@@ -53,7 +54,7 @@ def _has_half(place: Place) -> bool:
 def _poisoned(place: Place, config: DistOptConfig, dtype: torch.dtype) -> tuple[Any, Given, list[Tensor]]:
     """After a good step and one with a NaN on the last rank; and the params between them."""
     model = Given(dtype).to(place.device)
-    optimizer = distribute(model, config, param_groups=groups_of(dict(model.held)))
+    optimizer = sharded(model, config)
     _backward(optimizer, model, 0, place, poison=False)
     optimizer.step()
     before = values_of(model)
@@ -153,8 +154,7 @@ def _loaded(place: Place, group: Any) -> list[Tensor]:
 
 def _of_mean(place: Place, group: Any) -> tuple[Given, Any]:
     model = Given(torch.bfloat16).to(place.device)
-    groups = groups_of(dict(model.held))
-    return model, distribute(model, config_of(adam=same_adam(place)[0]), param_groups=groups, process_group=group)
+    return model, sharded(model, config_of(adam=same_adam(place)[0]), group)
 
 
 def _train_mean(optimizer: Any, model: Given, step: int, place: Place) -> None:
@@ -167,7 +167,7 @@ def _train_mean(optimizer: Any, model: Given, step: int, place: Place) -> None:
 def state_dict(place: Place) -> Found:
     """`state_dict` and `load_state_dict` of torch's format, through a copy."""
     model = Given(torch.bfloat16).to(place.device)
-    optimizer = distribute(model, config_of(), param_groups=groups_of(dict(model.held)))
+    optimizer = sharded(model, config_of())
     for step in range(STEPS):
         train_given(optimizer, model, step, place)
     kept, weights = _copied(optimizer.state_dict()), _copied(model.state_dict())
@@ -177,7 +177,7 @@ def state_dict(place: Place) -> Found:
     optimizer.release()
     model = Given(torch.bfloat16).to(place.device)
     model.load_state_dict(weights)
-    optimizer = distribute(model, config_of(), param_groups=groups_of(dict(model.held)))
+    optimizer = sharded(model, config_of())
     optimizer.load_state_dict(kept)
     for step in range(STEPS, 2 * STEPS):
         train_given(optimizer, model, step, place)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from peers.forms import LOW_PRECISION
 from peers.ranks import exchange
 from peers.report import OURS, Rounds, is_ours, median_seconds
 from peers.step_readings import FLOOR_NBYTES, TOLERANCE, StepReading
@@ -26,7 +27,6 @@ from torch import Tensor
 from gpu_check.checks import Check, Found, Place, Where, WrongError
 from gpu_check.machine import CPU, empty_cache, seconds_of
 from gpu_check.peers import step_peers, train_peers
-from gpu_check.state import FORMS
 
 _GIB = 1 << 30
 _MOST_ROUNDS = 7
@@ -145,9 +145,7 @@ def forms(place: Place) -> Found:
     """The same step with state in low precision, which a device updates in several passes."""
     setting, readings = step_setting(place), list[StepReading]()
     entries = [StepEntry(OURS, Ours)]
-    for name, (main, moments) in FORMS.items():
-        options = {"main_params_dtype": main, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
-        entries.append(StepEntry(f"{OURS}, {name}", partial(Ours, **options)))
+    entries += [StepEntry(f"{OURS}, {name}", partial(Ours, **options)) for name, options in LOW_PRECISION.items()]
     for number in _rounds(place):
         for entry in _turns(place, entries, readings):
             readings.append(read_step(entry, setting, number + 1, 3, [], partial(seconds_of, place.device)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peers.forms import LOW_PRECISION
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -13,35 +14,26 @@ from gpu_check.comparing import (
     ROUNDED_TO_16_BITS,
     STEPS,
     config_of,
+    numbered,
     require,
     require_close,
     require_equal,
     same_adam,
+    sharded,
     train_given,
     values_of,
 )
 from gpu_check.machine import CPU
-from gpu_check.models import BUCKET_SIZE, Given, groups_of
-from megatron_distopt import distribute
+from gpu_check.models import BUCKET_SIZE, Given
 
 _DECAY = 0.9
-#: By name of a form: the dtypes of main params and of both moments.
-FORMS = {
-    "remainder": ("remainder", "float32"),
-    "remainder, bf16": ("remainder", "bfloat16"),
-    "remainder, fp16": ("remainder", "float16"),
-    "remainder, fp8 E4M3": ("remainder", "float8_e4m3fn"),
-    "remainder, fp8 E5M2": ("remainder", "float8_e5m2"),
-    "remainder, int8": ("remainder", "int8"),
-    "bf16, int8": ("bfloat16", "int8"),
-}
 #: Of the change in a few steps: main params of bf16 lose 0.2 of it, and a code that is read wrongly loses all.
 _ROUNDED_STATE = 0.4
 
 
 def _made(place: Place, dtype: torch.dtype, **options: Any) -> tuple[Given, Any]:
     model = Given(dtype).to(place.device)
-    return model, distribute(model, config_of(**options), param_groups=groups_of(dict(model.held)))
+    return model, sharded(model, config_of(**options))
 
 
 def _trained(place: Place, dtype: torch.dtype, **options: Any) -> list[Tensor]:
@@ -81,21 +73,16 @@ def low_precision(place: Place) -> Found:
     """Every form of main params and moments against fp32 state: remainders to the bit, others to what they round."""
     start = values_of(Given(torch.bfloat16).to(place.device))
     wanted = _trained(place, torch.bfloat16)
-    found = {}
-    for name, (main, moments) in FORMS.items():
+    names, found = numbered(wanted), {}
+    for name, options in LOW_PRECISION.items():
         place.say(name)
-        options = {"main_params_dtype": main, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
         values = _trained(place, torch.bfloat16, **options)
-        require_equal(values, _trained(place, torch.bfloat16, **options), list(_names()), f"in a second run, {name}")
-        if (main, moments) == ("remainder", "float32"):
-            require_equal(values, wanted, list(_names()), "from main params in fp32, kept as remainders")
+        require_equal(values, _trained(place, torch.bfloat16, **options), names, f"in a second run, {name}")
+        if name == "remainder":
+            require_equal(values, wanted, names, "from main params in fp32, kept as remainders")
         found[name] = require_close(values, wanted, start, _ROUNDED_STATE, name)
     said = ", ".join(f"{name} {apart:.1e}" for name, apart in found.items())
     return Found(f"apart after {STEPS} steps: {said}; each twice to the bit", {"apart": found})
-
-
-def _names() -> list[str]:
-    return list(Given(torch.bfloat16).held)
 
 
 def offload(place: Place) -> Found:

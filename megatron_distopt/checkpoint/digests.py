@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import key_of, kind_of
+from megatron_distopt.checkpoint.manifest import kind_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, shards_of
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together, sum_over
 from megatron_distopt.config import DistOptConfig
@@ -121,9 +121,9 @@ def local_digests(model: WholeModel, *, of_grads: bool) -> dict[DigestKey, Tenso
         for start in range(whole.start, whole.stop, at_once):
             for piece in placement.pieces(Span(start, min(start + at_once, whole.stop))):
                 owned = OwnedPiece(share, flat, shard, placement, piece)
-                grads = [(key_of(GRADS, placement.name), owned.view(flat.grad))] if of_grads else None
-                for name, tensor in grads or owned.tensors():
-                    key = kind_of(name), placement.name
+                kept = [] if of_grads else [(kind_of(name), tensor) for name, tensor in owned.tensors()]
+                for kind, tensor in kept or [(GRADS, owned.view(flat.grad))]:
+                    key = kind, placement.name
                     part = digest_of(as_plain(tensor), piece.in_global.offsets).to(device)
                     sums[key] = sums[key] + part if key in sums else part
     return sums
