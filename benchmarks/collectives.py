@@ -39,17 +39,27 @@ def by_torch_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
     collectives._all_gather(bucket, shard, group=group.handle)
 
 
-def sum_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
-    pairwise.reduce_scatter(bucket, shard, group, pairwise.alone(group))
+def between_pairs(collective: Callable[..., None], *, messages: bool = False) -> Way:
+    """Ours, in the memory that ranks share or by messages."""
+
+    def act(bucket: Tensor, shard: Tensor, group: Group) -> None:
+        collective(bucket, group, pairwise.alone(group) if messages else None)
+
+    return act
 
 
-def gather_by_messages(bucket: Tensor, shard: Tensor, group: Group) -> None:
-    pairwise.all_gather(bucket, shard, group, pairwise.alone(group))
-
-
+_SUM, _GATHER = pairwise.reduce_scatter, pairwise.all_gather
 WAYS: dict[str, dict[str, Way]] = {
-    "reduce-scatter": {"ours": pairwise.reduce_scatter, "messages": sum_by_messages, "torch": by_torch_sum},
-    "all-gather": {"ours": pairwise.all_gather, "messages": gather_by_messages, "torch": by_torch_gather},
+    "reduce-scatter": {
+        "ours": between_pairs(_SUM),
+        "messages": between_pairs(_SUM, messages=True),
+        "torch": by_torch_sum,
+    },
+    "all-gather": {
+        "ours": between_pairs(_GATHER),
+        "messages": between_pairs(_GATHER, messages=True),
+        "torch": by_torch_gather,
+    },
 }
 
 

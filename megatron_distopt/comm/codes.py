@@ -28,10 +28,8 @@ from megatron_distopt.layout.buckets import BLOCK_NUMEL, BufferLayout
 _MANTISSA, _BIAS, _NAN, _INF = 23, 127, 255, 0x7F800000
 #: Of a code: bits of a number without its sign. Smaller exponents are not used for scales.
 _BITS, _LEAST = 7, 20
-#: Elements, so that what is computed on the way from values to codes stays in the cache.
-_CACHED_NUMEL = 1024 * BLOCK_NUMEL
-#: See [Note: shuffled steps], and a factor by which nodes differ.
-_TABLE_BITS, _NODE_FACTOR = 16, 0x3D4D51CB
+#: See [Note: shuffled steps]; as many elements are coded at a time, in the cache. A factor by which nodes differ.
+_TABLE_NUMEL, _NODE_FACTOR = 65_536, 0x3D4D51CB
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,71 +68,78 @@ class AsCodes(AsNumbers):
 
     def __init__(self, runs: Sequence[Sequence[Run]], step: int, node: int) -> None:
         super().__init__(torch.int8)
-        self._runs, self._begin = runs, Random(step + node * _NODE_FACTOR).getrandbits(_TABLE_BITS)
+        self._runs, self._begin = runs, Random(step + node * _NODE_FACTOR).randrange(_TABLE_NUMEL)
 
     def nbytes(self, owner: int, chunk: slice) -> int:
         return sum(nbytes for *_, nbytes in self._parts(owner, chunk))
 
     def write(self, values: Tensor, owner: int, chunk: slice) -> Tensor:
-        message: list[Tensor] = []
-        for part, place, _ in self._parts(owner, chunk):
-            if place is None:
-                message.append(values[part].view(torch.uint8))
+        message = values.new_empty(self.nbytes(owner, chunk), dtype=torch.uint8)
+        for part, start, sent in self._pieces(message, owner, chunk):
+            if start is None:
+                sent.copy_(values[part].view(torch.uint8))
             else:
-                start = (place + self._begin) % (1 << _TABLE_BITS)
-                noise = _shuffled_steps(values.device)[start : start + part.stop - part.start]
-                message += _encode(values[part].view(-1, BLOCK_NUMEL), noise.view(-1, BLOCK_NUMEL))
-        return torch.cat(message)
+                exponents, codes = _exponents_and_codes(sent)
+                exponents.copy_(_code(values[part].view_as(codes), start, codes))
+        return message
 
     def read(self, message: Tensor, owner: int, chunk: slice) -> Tensor:
-        parts = list(self._parts(owner, chunk))
         values = message.new_empty(chunk.stop - chunk.start, dtype=torch.float32)
-        for (part, place, _), sent in zip(parts, torch.split(message, [each[2] for each in parts]), strict=True):
-            if place is None:
+        for part, start, sent in self._pieces(message, owner, chunk):
+            if start is None:
                 values[part].view(torch.uint8).copy_(sent)
             else:
-                _decode(sent, values[part].view(-1, BLOCK_NUMEL))
+                exponents, codes = _exponents_and_codes(sent)
+                torch.mul(codes, _scales(exponents.to(torch.int32)), out=values[part].view_as(codes))
         return values
 
+    def _pieces(self, message: Tensor, owner: int, chunk: slice) -> Iterator[tuple[slice, int | None, Tensor]]:
+        """As `_parts`, each with its bytes of a message."""
+        parts = list(self._parts(owner, chunk))
+        pieces = torch.split(message, [nbytes for *_, nbytes in parts])
+        return ((part, start, sent) for (part, start, _), sent in zip(parts, pieces, strict=True))
+
     def _parts(self, owner: int, chunk: slice) -> Iterator[tuple[slice, int | None, int]]:
-        """Slices of a chunk, which begins with a block; the places of their first elements; the bytes they take."""
+        """Slices of a chunk, which begins with a block; where in the table their steps begin; the bytes they take."""
         for run in self._runs[owner]:
-            end = min(run.stop, chunk.stop)
-            for start in range(max(run.start, chunk.start), end, _CACHED_NUMEL):
-                numel = min(_CACHED_NUMEL, end - start)
-                part = slice(start - chunk.start, start - chunk.start + numel)
-                if run.place is None:
-                    yield part, None, 4 * numel
-                else:
-                    yield part, run.place + start - run.start, numel + numel // BLOCK_NUMEL
+            first, end = max(run.start, chunk.start), min(run.stop, chunk.stop)
+            part, numel = slice(first - chunk.start, end - chunk.start), end - first
+            if run.place is None and numel > 0:
+                yield part, None, 4 * numel
+            elif run.place is not None and numel > 0:
+                yield part, (self._begin + run.place + first - run.start) % _TABLE_NUMEL, numel + numel // BLOCK_NUMEL
 
 
-def _encode(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The exponents of scales, and codes, 1-D uint8, of fp32 values [blocks, 128]; by noise of this shape in [0, 1)."""
-    largest = values.abs().amax(1).view(torch.int32).clamp_(max=_INF)
+def _exponents_and_codes(sent: Tensor) -> tuple[Tensor, Tensor]:
+    """Of bytes, uint8 [blocks, 1] and int8 [blocks, 128]."""
+    num_blocks = len(sent) // (1 + BLOCK_NUMEL)
+    exponents, codes = torch.split(sent, [num_blocks, num_blocks * BLOCK_NUMEL])
+    return exponents.view(-1, 1), codes.view(torch.int8).view(-1, BLOCK_NUMEL)
+
+
+def _code(values: Tensor, start: int, into: Tensor) -> Tensor:
+    """Writes the codes of fp32 values [blocks, 128], with steps from there on; returns exponents, int32 [blocks, 1]."""
+    steps = _shuffled_steps(values.device)[start : start + _TABLE_NUMEL].view(-1, BLOCK_NUMEL)
+    parts = torch.split(values, len(steps))  # which stay in the cache
+    largest = torch.cat([part.abs().amax(1, keepdim=True) for part in parts]).view(torch.int32).clamp_(max=_INF)
     # What lies above 127 counts as the next octave, so that nothing is rounded out of range.
-    wide = ((largest + ((1 << (_MANTISSA - _BITS + 1)) - 1)) >> _MANTISSA).clamp_(_LEAST, _NAN)
-    inverse = _power(_BIAS + _BIAS + _BITS - 1 - wide).unsqueeze(1)
-    codes = torch.addcmul(noise, values, inverse).floor_().to(torch.int8)  # of NaN it has no meaning and is not read
-    return wide.to(torch.uint8), codes.view(torch.uint8).view(-1)
+    exponents = ((largest + ((1 << (_MANTISSA - _BITS + 1)) - 1)) >> _MANTISSA).clamp_(_LEAST, _NAN)
+    factors = ((_BIAS + _BIAS + _BITS - 1 - exponents) << _MANTISSA).view(torch.float32)
+    pieces = zip(parts, torch.split(factors, len(steps)), torch.split(into, len(steps)), strict=True)
+    for part, factor, codes in pieces:
+        codes.copy_(
+            torch.addcmul(steps[: len(part)], part, factor).floor_()
+        )  # of NaN it has no meaning and is not read
+    return exponents
 
 
-def _decode(sent: Tensor, into: Tensor) -> None:
-    """Writes the values of exponents and codes into fp32 [blocks, 128]."""
-    exponents, codes = torch.split(sent, [len(into), into.numel()])
-    wide = exponents.to(torch.int32)
-    scales = _power(wide - (_BITS - 1)).masked_fill_(wide == _NAN, torch.nan)
-    into.copy_(codes.view(torch.int8).view_as(into)).mul_(scales.unsqueeze(1))
+def _scales(exponents: Tensor) -> Tensor:
+    scales = ((exponents - (_BITS - 1)) << _MANTISSA).view(torch.float32)
+    return scales.masked_fill_(exponents == _NAN, torch.nan)
 
 
 @cache
 def _shuffled_steps(device: torch.device) -> Tensor:
-    """fp32, as many as a part needs from anywhere in the table; see [Note: shuffled steps]."""
-    shuffled = torch.randperm(1 << _TABLE_BITS, generator=torch.Generator(CPU).manual_seed(_NODE_FACTOR), device=CPU)
-    table = shuffled.remainder_(256).to(torch.float32).add_(0.5).mul_(1 / 256)
-    return table.repeat(1 + -(-_CACHED_NUMEL // len(table))).to(device)
-
-
-def _power(exponents: Tensor) -> Tensor:
-    """fp32 powers of two from exponents as fp32 keeps them, int32."""
-    return (exponents << _MANTISSA).view(torch.float32)
+    """fp32, a table's length from anywhere in it; see [Note: shuffled steps]."""
+    shuffled = torch.randperm(_TABLE_NUMEL, generator=torch.Generator(CPU).manual_seed(_NODE_FACTOR), device=CPU)
+    return shuffled.remainder_(256).to(torch.float32).add_(0.5).mul_(1 / 256).repeat(2).to(device)

@@ -29,7 +29,7 @@ from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.groups import Group, carrier_of, named_losses
 from megatron_distopt.comm.pairwise import FormOfNode
 from megatron_distopt.comm.pending import Done, Pending, profiled, run_in_turn
-from megatron_distopt.comm.shared_memory import SUM, lane_of, nodes_of
+from megatron_distopt.comm.shared_memory import nodes_of
 from megatron_distopt.errors import ConfigError, refusal
 
 # torch 2.13 renamed them; the old names warn there, and older releases have only those.
@@ -71,7 +71,7 @@ AS_THEY_ARE = Reduction()
 def shares_memory(device: torch.device, group: Group) -> bool:
     """Whether ranks read each other's memory instead of sending messages; after the first collective of the group."""
     is_pairwise_there = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
-    return is_pairwise_there and lane_of(group, SUM) is not None
+    return is_pairwise_there and len(nodes_of(group).members) == 1
 
 
 def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
@@ -108,8 +108,7 @@ def reduce_scatter(
     members = _members(bucket.device, group, how)
     form_of = how.codes or (lambda node: pairwise.AsNumbers(dtype))
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        act = partial(pairwise.reduce_scatter, members=members, form_of=form_of)
-        return run_in_turn(act, bucket, shard, group, overlapped)
+        return run_in_turn(partial(pairwise.reduce_scatter, bucket, group, members, form_of), group, overlapped)
     if members is None or len(members) == 1:
         return _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=overlapped) or Done()
     pending = pairwise.begin_reduce_scatter(bucket, group, members, form_of)
@@ -159,7 +158,7 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool 
     if group.size == 1:
         return Done()
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        return run_in_turn(pairwise.all_gather, bucket, shard, group, overlapped)
+        return run_in_turn(partial(pairwise.all_gather, bucket, group), group, overlapped)
     return _all_gather(bucket, shard, group=group.handle, async_op=overlapped) or Done()
 
 

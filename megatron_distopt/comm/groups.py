@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -179,16 +179,11 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def wait(messages: Sequence[Message]) -> None:
-    for message in messages:
-        message.wait()
-
-
 def swap(mine: Tensor, tag: int, group: Group) -> list[Tensor]:
     """Collective: returns every rank's tensor, by rank; all of the same shape."""
     parts = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
     received = [receive(parts[rank], rank, tag, group) for rank in others(group)]
     sent = [send(mine, rank, tag, group) for rank in others(group)]
-    wait(received)
-    wait(sent)
+    for message in (*received, *sent):
+        message.wait()
     return parts

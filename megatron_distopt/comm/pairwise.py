@@ -37,7 +37,7 @@ from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, nodes_of
 from megatron_distopt.device import fence, keep_for_current_stream, new_stream, on_stream
 
 #: Memory for received messages. One half is added up while the other one is filled; it is given back afterwards.
-SCRATCH_NBYTES = 16 << 20
+SCRATCH_NBYTES = 4 << 20
 _NUM_HALVES = 2
 #: By device, where sums inside a node wait for what other ranks send, so that backward need not.
 _side_stream = cache(new_stream)
@@ -48,13 +48,9 @@ _SUM_TAG, _GATHER_TAG = 1 << 28, 1 << 29
 
 
 def reduce_scatter(
-    bucket: Tensor,
-    shard: Tensor,
-    group: Group,
-    members: Sequence[Sequence[int]] | None = None,
-    form_of: FormOfNode | None = None,
+    bucket: Tensor, group: Group, members: Sequence[Sequence[int]] | None = None, form_of: FormOfNode | None = None
 ) -> None:
-    """Collective: see `collectives.reduce_scatter`; what lies outside `shard` has no meaning afterwards.
+    """Collective: see `collectives.reduce_scatter`; what lies outside this rank's shard has no meaning afterwards.
 
     `members` are the ranks of each node, which add up first: all where they share memory, or else none. Between nodes
     sums are sent in the form of `form_of`, or in their own dtype.
@@ -62,9 +58,12 @@ def reduce_scatter(
     nodes = nodes_of(group)
     members = members or (nodes.members if len(nodes.members) == 1 else alone(group))
     carried, between = _plan(bucket, members, group, form_of)
-    if len(carried) > 1:
-        _sum_in_memory(between.shares, carried, group.rank, nodes.lanes[SUM])
-    between.add_up()
+
+    def begin(chunk: slice, number: int) -> UnderWay:
+        _sum_in_memory(between.shares[:, chunk], carried, group.rank, nodes.lanes)
+        return between.begin(chunk, number) if len(between.sources) > 1 else UnderWay(())
+
+    _in_chunks(between.chunks(), begin)
 
 
 def alone(group: Group) -> Sequence[Sequence[int]]:
@@ -109,52 +108,58 @@ def _plan(
     return carried, Sums(bucket.view(group.size, -1), sends, [group.rank], sources, form, group)
 
 
-def _sum_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lane: Lane) -> None:
+def _sum_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane]) -> None:
     """Collective of a node: each rank has its sums in the shares that it carries, in the order of `carried`."""
-    # By rank, the shares that others carry, which it writes into a half of its segment.
     handed = {rank: [share for share in range(len(shares)) if share not in carried[rank]] for rank in carried}
-    most = max(map(len, handed.values()))
-    with lane.lock:
-        for chunk in _chunks_of(shares.shape[1], shares.element_size() * most, lane.half_nbytes):
-            like = shares[0][chunk]
-            for row, share in zip(_rows(lane.begin(), like, len(handed[own])), handed[own], strict=True):
-                row.copy_(shares[share][chunk])
-            lane.publish()
-            received = {rank: _rows(lane.read(rank), like, len(handed[rank])) for rank in carried if rank != own}
-            for share in carried[own]:
-                into = shares[share][chunk]
-                parts = [into if rank == own else received[rank][handed[rank].index(share)] for rank in carried]
-                _sum_into(parts, into)
+    for chunk, received in _handed_over(shares, handed, own, lanes, SUM):
+        for share in carried[own]:
+            into = shares[share][chunk]
+            _sum_into([received.get((rank, share), into) for rank in carried], into)
 
 
-def all_gather(bucket: Tensor, shard: Tensor, group: Group, members: Sequence[Sequence[int]] | None = None) -> None:
+def all_gather(bucket: Tensor, group: Group, members: Sequence[Sequence[int]] | None = None) -> None:
     """Collective: see `collectives.all_gather`; as in [Note: carriers] the other way, `members` being each node's."""
     nodes = nodes_of(group)
     carried, between = _plan(bucket, members or nodes.members, group, None)
-    shares, own = between.shares, carried[group.rank]
-    if shares[group.rank].data_ptr() != shard.data_ptr():
-        shares[group.rank].copy_(shard)
-    outgoing = [Parcel(rank, shard) for rank in between.sources if rank != group.rank]
-    begin_travel(outgoing, [Parcel(owner, shares[owner]) for owner in between.sends], _GATHER_TAG, group).wait()
-    if len(carried) == 1:
+
+    def begin(chunk: slice, number: int) -> UnderWay:
+        shares = between.shares[:, chunk]
+        outgoing = [Parcel(rank, shares[group.rank]) for rank in between.sources if rank != group.rank]
+        incoming = [Parcel(owner, shares[owner]) for owner in between.sends]
+        and_then = partial(_gather_in_memory, shares, carried, group.rank, nodes.lanes)
+        return replace(begin_travel(outgoing, incoming, _GATHER_TAG + number, group), and_then=and_then)
+
+    _in_chunks(between.chunks(), begin)
+
+
+def _gather_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane]) -> None:
+    """Collective of a node: each rank has all shares, of which it had those that it carries."""
+    for chunk, received in _handed_over(shares, carried, own, lanes, GATHER):
+        for (_, share), row in received.items():
+            shares[share][chunk].copy_(row)
+
+
+def _handed_over(
+    shares: Tensor, handed: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane], collective: int
+) -> Iterator[tuple[slice, dict[tuple[int, int], Tensor]]]:
+    """Collective of a node: chunks, and of each what other ranks hand over, by rank and share; none of a rank alone."""
+
+    def rows(half: Tensor, rank: int) -> Iterator[tuple[int, Tensor]]:
+        nbytes = len(handed[rank]) * like.numel() * like.element_size()
+        return zip(handed[rank], half[:nbytes].view(like.dtype).view(len(handed[rank]), -1), strict=True)
+
+    if len(handed) == 1:
         return
-    lane = nodes.lanes[GATHER]
+    lane = lanes[collective]
     with lane.lock:
-        nbytes_each = shard.element_size() * max(map(len, carried.values()))
-        for chunk in _chunks_of(shard.numel(), nbytes_each, lane.half_nbytes):
-            for row, share in zip(_rows(lane.begin(), shard[chunk], len(own)), own, strict=True):
+        nbytes_each = shares.element_size() * max(map(len, handed.values()))
+        for chunk in _chunks_of(shares.shape[1], nbytes_each, lane.half_nbytes):
+            like = shares[0][chunk]
+            for share, row in rows(lane.begin(), own):
                 row.copy_(shares[share][chunk])
             lane.publish()
-            for rank in (each for each in carried if each != group.rank):
-                rows = _rows(lane.read(rank), shard[chunk], len(carried[rank]))
-                for row, share in zip(rows, carried[rank], strict=True):
-                    shares[share][chunk].copy_(row)
-
-
-def _rows(half: Tensor, like: Tensor, num_rows: int) -> Tensor:
-    """The beginning of a half, as rows of the dtype and length of `like`."""
-    nbytes = num_rows * like.numel() * like.element_size()
-    return half[:nbytes].view(like.dtype).view(num_rows, -1)
+            others = [rank for rank in handed if rank != own]
+            yield chunk, {(rank, share): row for rank in others for share, row in rows(lane.read(rank), rank)}
 
 
 @dataclass(frozen=True)
@@ -190,19 +195,12 @@ class Sums:
     form: AsNumbers  # in which summands are sent
     group: Group
 
-    def add_up(self) -> None:
-        """Collective: in chunks, of which one is added up while the next one is sent; nothing where no rank sends."""
-        form, num_peers = self.form, len(self.sources) - 1
+    def chunks(self) -> Iterator[slice]:
+        """What is under way at a time; all where no rank sends."""
+        form, num_peers, nbytes = self.form, len(self.sources) - 1, SCRATCH_NBYTES // _NUM_HALVES
         num_copies = 1 if form.dtype is self.shares.dtype else 2  # what is sent is a copy as well
-        nbytes_each = form.dtype.itemsize * form.unit * max(num_peers, 1) * num_copies
-        under_way: deque[UnderWay] = deque()
-        chunks = _chunks_of(self.shares.shape[1], nbytes_each, SCRATCH_NBYTES // _NUM_HALVES, form.unit)
-        for number, chunk in enumerate(chunks if num_peers else ()):
-            under_way.append(self.begin(chunk, number))
-            if len(under_way) == _NUM_HALVES:
-                under_way.popleft().wait()
-        while under_way:
-            under_way.popleft().wait()
+        nbytes_each = form.dtype.itemsize * form.unit * num_peers * num_copies
+        return _chunks_of(self.shares.shape[1], nbytes_each, nbytes, form.unit)
 
     def begin(self, chunk: slice | None = None, number: int = 0) -> UnderWay:
         """Collective: begins to send a chunk, or all; no two that are under way have the same number."""
@@ -235,9 +233,20 @@ class Sums:
             _sum_into([received.get(rank, own) for rank in self.sources], into)
 
 
+def _in_chunks(chunks: Iterable[slice], begin: Callable[[slice, int], UnderWay]) -> None:
+    """Two are under way at a time, so that a link is not idle while what came over it is read."""
+    under_way: deque[UnderWay] = deque()
+    for number, chunk in enumerate(chunks):
+        under_way.append(begin(chunk, number))
+        if len(under_way) == _NUM_HALVES:
+            under_way.popleft().wait()
+    while under_way:
+        under_way.popleft().wait()
+
+
 def _chunks_of(numel: int, nbytes_each: int, nbytes: int, unit: int = 1) -> Iterator[slice]:
     """Cuts a shard into chunks of at most `nbytes`, multiples of `unit` elements, which take `nbytes_each`."""
-    step = max(nbytes // nbytes_each, 1) * unit
+    step = max(nbytes // nbytes_each, 1) * unit if nbytes_each else max(numel, 1)
     for start in range(0, numel, step):
         yield slice(start, min(start + step, numel))
 

@@ -37,16 +37,12 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from megatron_distopt.comm.groups import Group, is_initialized, were_used
 
 _log = logging.getLogger("megatron_distopt")
-
-#: A collective; called with (bucket, shard, group).
-BetweenPairs = Callable[[Tensor, Tensor, Group], None]
 
 _threads: WeakKeyDictionary[ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
 _lock = Lock()
@@ -82,7 +78,7 @@ class Done:
         pass
 
 
-def run_in_turn(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group, overlapped: bool) -> Pending:
+def run_in_turn(act: Callable[[], None], group: Group, overlapped: bool) -> Pending:
     """Runs a collective after those that are under way in the group, because their messages have the same tags.
 
     An overlapped one is only begun, in the thread of the group.
@@ -95,10 +91,10 @@ def run_in_turn(act: BetweenPairs, bucket: Tensor, shard: Tensor, group: Group, 
             thread = ThreadPoolExecutor(1, name, lambda: torch.set_num_threads(num_threads))
             _threads[group.own_handle] = thread
     if thread is None:
-        act(bucket, shard, group)
+        act()
         return Done()
     # Without gradients, because the caller's mode is that of its own thread.
-    pending = _InThread(thread.submit(torch.no_grad()(act), bucket, shard, group))
+    pending = _InThread(thread.submit(torch.no_grad()(act)))
     if not overlapped:
         pending.wait()
     return pending

@@ -188,12 +188,6 @@ _nodes: WeakKeyDictionary[ProcessGroup, dict[bool, GroupNodes]] = WeakKeyDiction
 _nodes_lock = threading.Lock()
 
 
-def lane_of(group: Group, collective: int) -> Lane | None:
-    """The lane of a collective over all ranks; None where some of them send messages. Collective as `nodes_of`."""
-    nodes = nodes_of(group)
-    return nodes.lanes[collective] if nodes.lanes and len(nodes.members) == 1 else None
-
-
 def nodes_of(group: Group) -> GroupNodes:
     """Which ranks of a group share memory.
 

@@ -195,8 +195,8 @@ def _overflow(handle: Any) -> list[tuple[str, float | None]]:
     return done
 
 
-def _gathered(bucket: Tensor, shard: Tensor, group: Any) -> None:
-    dist.all_gather_into_tensor(bucket, shard.clone(), group=group.handle)
+def _gathered(bucket: Tensor, group: Any) -> None:
+    dist.all_gather_into_tensor(bucket, bucket.view(group.size, -1)[group.rank].clone(), group=group.handle)
 
 
 def _bytes(handle: Any, folder: Path) -> tuple[int, int]:

@@ -211,7 +211,7 @@ _gather = pairwise.all_gather
 
 
 def _slowly(*args: Any) -> None:
-    time.sleep(SLOW * args[2].rank)  # the first rank has sent what it has before another one begins
+    time.sleep(SLOW * args[1].rank)  # the first rank has sent what it has before another one begins
     _gather(*args)
 
 

@@ -33,7 +33,7 @@ import socket
 import torch.distributed as dist
 
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.shared_memory import SUM, lane_of
+from megatron_distopt.comm.shared_memory import nodes_of
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -41,7 +41,7 @@ inside = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
 between = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
 lines = [f"host {rank} {socket.gethostname()} {open('/proc/sys/kernel/random/boot_id').read().strip()}"]
 for name, handle in (("all", None), ("inside", inside), ("between", between)):
-    lines.append(f"{name} {rank} {'messages' if lane_of(Group.of(handle), SUM) is None else 'memory'}")
+    lines.append(f"{name} {rank} {'messages' if len(nodes_of(Group.of(handle)).members) > 1 else 'memory'}")
 os.write(1, "".join(f"{line}\\n" for line in lines).encode())  # at once: other ranks write to the same pipe
 dist.barrier()
 dist.destroy_process_group()
