@@ -1,4 +1,6 @@
-"""Two network namespaces of this machine, joined by a pair of virtual interfaces whose rate is limited.
+"""Network namespaces of this machine, joined by virtual interfaces whose rate is limited.
+
+Two have a pair of interfaces; more of them are each joined to a switch, in a namespace of its own.
 
 [Note: size of the bucket] `tbf` lets through what lies in its token bucket, so after a pause that much leaves at the
 speed of memory: half a millisecond's worth, or 128 KiB where that is more. With a bucket smaller than TCP's largest
@@ -12,7 +14,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -29,9 +31,10 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Link:
-    """The names of both ends; end k is that of rank k."""
+    """The names of the ends; of two, end k is that of rank k."""
 
     owner: int  # process id of the script
+    num_ends: int = NUM_ENDS
 
     def namespace(self, end: int) -> str:
         return f"{PREFIX}{self.owner}-{end}"
@@ -49,15 +52,34 @@ class Link:
         return ["ip", "netns", "exec", self.namespace(end), *command]
 
     def setup(self) -> list[Command]:
-        """What makes both namespaces and joins them."""
-        ends = range(NUM_ENDS)
-        there = ["peer", "name", self.interface(1), "netns", self.namespace(1)]
-        here = ["name", self.interface(0), "netns", self.namespace(0)]
+        """What makes the namespaces and joins them."""
+        ends = range(self.num_ends)
+        joined = [self._pair(self._end(0), self._end(1))] if self.num_ends == 2 else self._switched()
         return [
-            *(["ip", "netns", "add", self.namespace(end)] for end in ends),
-            ["ip", "link", "add", *here, "type", "veth", *there],
+            *(["ip", "netns", "add", self.namespace(end)] for end in self._all()),
+            *joined,
             *(command for end in ends for command in self._up(end)),
         ]
+
+    def _all(self) -> Iterable[int]:
+        """The ends and, where there are more than two, the switch."""
+        return range(self.num_ends + (self.num_ends > 2))
+
+    def _end(self, end: int) -> list[str]:
+        return ["name", self.interface(end), "netns", self.namespace(end)]
+
+    def _pair(self, here: list[str], there: list[str]) -> Command:
+        return ["ip", "link", "add", *here, "type", "veth", "peer", *there]
+
+    def _switched(self) -> Iterator[Command]:
+        """A bridge, and a pair of interfaces between it and each end."""
+        switch = self.namespace(self.num_ends)
+        link = ["ip", "-n", switch, "link"]
+        yield [*link, "add", "name", "bridge", "type", "bridge"]
+        yield [*link, "set", "bridge", "up"]
+        for end in range(self.num_ends):
+            yield self._pair(self._end(end), ["name", f"port{end}", "netns", switch])
+            yield [*link, "set", f"port{end}", "master", "bridge", "up"]
 
     def _up(self, end: int) -> list[Command]:
         ip = ["ip", "-n", self.namespace(end)]
@@ -69,7 +91,7 @@ class Link:
 
     def removal(self) -> list[Command]:
         """The interfaces go with their namespaces."""
-        return [["ip", "netns", "delete", self.namespace(end)] for end in range(NUM_ENDS)]
+        return [["ip", "netns", "delete", self.namespace(end)] for end in self._all()]
 
     def limit(self, end: int, gigabits: float) -> Command:
         """What limits what one end sends to so many 10**9 bits a second."""
@@ -79,8 +101,8 @@ class Link:
         return ["tc", "-n", self.namespace(end), "qdisc", "replace", "dev", self.interface(end), "root", *bucket]
 
     def set_rate(self, gigabits: float) -> None:
-        """Limits both directions of a link that is there; 0 for no limit. Connections stay."""
-        for end in range(NUM_ENDS):
+        """Limits what each end of a link that is there sends; 0 for no limit. Connections stay."""
+        for end in range(self.num_ends):
             where = ["dev", self.interface(end), "root"]
             _run(["tc", "-n", self.namespace(end), "qdisc", "delete", *where])  # fails where nothing is limited
             if gigabits:
@@ -88,11 +110,11 @@ class Link:
 
 
 @contextmanager
-def join() -> Iterator[Link]:
+def join(num_ends: int = NUM_ENDS) -> Iterator[Link]:
     """Makes the link, and removes it whatever happens, SIGTERM included; first what killed processes left."""
     for name in leftovers(_run(["ip", "netns", "list"]).stdout, lambda process: os.path.exists(f"/proc/{process}")):
         _run(["ip", "netns", "delete", name])
-    link = Link(os.getpid())
+    link = Link(os.getpid(), num_ends)
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         for command in link.setup():

@@ -5,6 +5,7 @@ One spawn of five ranks, which also form smaller groups. A node is simulated by 
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_distopt.layout import ParamSpec, lay_out
 from tests.support.spawn import run_ranks
 
 RANKS = 5
+Members = tuple[tuple[int, ...], ...]
 #: By name, the ranks of each node.
 NODES = {
     "1+1": ((0,), (1,)),
@@ -44,7 +46,7 @@ STEPS = 32
 CODED_NODES = ("1+1", "2+1", "1+1+1", "2+2", "2+2+1", "3+2")
 
 
-def _group(members: tuple[tuple[int, ...], ...], rank: int, *, is_allowed: bool = True) -> Group | None:
+def _group(members: Members, rank: int, *, is_allowed: bool = True, is_simulated: bool = True) -> Group | None:
     """A new group of the ranks of these nodes, of which this rank knows its node before the first collective."""
     ranks = sorted(each for node in members for each in node)
     handle = dist.new_group(ranks)
@@ -53,7 +55,8 @@ def _group(members: tuple[tuple[int, ...], ...], rank: int, *, is_allowed: bool 
     group = Group.of(handle)
     own = next(node for node in members if rank in node)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "_network", lambda: members.index(own))
+        if is_simulated:
+            patch.setattr(shared_memory, "_network", lambda: members.index(own))
         shared_memory.allow_shared_memory(group, is_allowed)
         nodes_of(group)
     return group
@@ -76,7 +79,7 @@ def _ring(ranks: tuple[Any, ...], last: Any) -> list[Any]:
     return [ranks[(place - 1 - distance) % len(ranks)] for distance in range(len(ranks))]
 
 
-def _reference(members: tuple[tuple[int, ...], ...], numel: int, owner: int, dtype: torch.dtype) -> Tensor:
+def _reference(members: Members, numel: int, owner: int, dtype: torch.dtype) -> Tensor:
     """The shard of an owner: added up inside nodes, rounded where it is sent, then over nodes."""
     home = next(node for node in members if owner in node)
     sums = {}
@@ -87,7 +90,7 @@ def _reference(members: tuple[tuple[int, ...], ...], numel: int, owner: int, dty
     return _in_order([sums[node] for node in _ring(members, home)])
 
 
-def _sums(group: Group, members: tuple[tuple[int, ...], ...], rank: int) -> dict[str, bool]:
+def _sums(group: Group, members: Members, rank: int) -> dict[str, bool]:
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         for chunks, nbytes in (("one chunk", 16 << 20), ("many chunks", 8 << 10)):
@@ -147,7 +150,7 @@ def _scale_of(values: Tensor) -> Tensor:
     return (blocks.amax(1) / 127).log2().ceil().exp2().mul(2).repeat_interleave(128)[: values.numel()]
 
 
-def _in_8_bits(group: Group, members: tuple[tuple[int, ...], ...], rank: int) -> dict[str, Any]:
+def _in_8_bits(group: Group, members: Members, rank: int) -> dict[str, Any]:
     ranks = sorted(each for node in members for each in node)
     exact = {name: _in_order([_grads(each)[name] for each in ranks]) for name, _ in PARAMS}
     by_node = [{name: _in_order([_grads(each)[name] for each in node]) for name, _ in PARAMS} for node in members]
@@ -222,17 +225,34 @@ def _bytes(group: Group, rank: int) -> dict[str, float]:
     return found
 
 
+def about(group: Group, members: Members, rank: int, *, is_coded: bool) -> dict[str, Any]:
+    """Collective: what a group does whose ranks are on these nodes."""
+    found: dict[str, Any] = {"members": nodes_of(group).members, "sums": _sums(group, members, rank)}
+    if is_coded:
+        found |= {"int8": _in_8_bits(group, members, rank), "bytes": _bytes(group, rank)}
+    return found
+
+
+def between_namespaces() -> None:
+    """Collective of five ranks, two on each of two nodes and one on a third: checks groups of some of them."""
+    rank = dist.get_rank()
+    for members in (((0, 1), (2, 3), (4,)), ((0,), (2,), (4,)), ((0, 1), (2,)), ((0, 1), (2, 3)), ((0,), (4,))):
+        group = _group(members, rank, is_simulated=False)
+        if group is not None:
+            found = about(group, members, rank, is_coded=True)
+            ranks = sorted(each for node in members for each in node)
+            assert found["members"] == tuple(tuple(map(ranks.index, node)) for node in members), found["members"]
+            assert all(found["sums"].values()), found["sums"]
+            _assert_right(found["int8"])
+            os.write(1, f"right on {'+'.join(str(len(node)) for node in members)}\n".encode())
+
+
 def _all(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, members in NODES.items():
         group = _group(members, rank)
-        if group is None:
-            continue
-        about: dict[str, Any] = {"members": nodes_of(group).members, "sums": _sums(group, members, rank)}
-        if name in CODED_NODES:
-            about["int8"] = _in_8_bits(group, members, rank)
-            about["bytes"] = _bytes(group, rank)
-        found[name] = about
+        if group is not None:
+            found[name] = about(group, members, rank, is_coded=name in CODED_NODES)
     group = _group(NODES["2+2"], rank, is_allowed=rank != 1)
     if group is not None:
         found["one forbids"] = {"members": nodes_of(group).members, "sums": _sums(group, ((0,), (1,), (2, 3)), rank)}
@@ -274,17 +294,20 @@ def test_int8_when_it_is_communicated_then_it_is_unbiased_bounded_exact_where_ex
     name: str, found: list[dict[str, Any]]
 ) -> None:
     for each in _of(found, name):
-        coded = each["int8"]
-        for what in ("bounded", "exempted", "tail", "rounds", "differs by step"):
-            assert coded[what], what
-        for size in BUCKET_SIZES:
-            for overlapped in (False, True):
-                assert coded[f"equal {size} {overlapped}"], (size, overlapped)
-        # 8,003 elements of 32 steps each: a mean error of 1/sqrt(256096) of a spread below 1/2, four times over.
-        assert abs(coded["mean error"]) < 0.004
-        assert coded["spread"] < 0.5 / STEPS**0.5
-        # The block of an element that is coded, the element alone where it is exempted.
-        assert coded["nan"] == [128, 1, 1]
+        _assert_right(each["int8"])
+
+
+def _assert_right(coded: dict[str, Any]) -> None:
+    for what in ("bounded", "exempted", "tail", "rounds", "differs by step"):
+        assert coded[what], what
+    for size in BUCKET_SIZES:
+        for overlapped in (False, True):
+            assert coded[f"equal {size} {overlapped}"], (size, overlapped)
+    # 8,003 elements of 32 steps each: a mean error of 1/sqrt(256096) of a spread below 1/2, four times over.
+    assert abs(coded["mean error"]) < 0.004, coded["mean error"]
+    assert coded["spread"] < 0.5 / STEPS**0.5, coded["spread"]
+    # The block of an element that is coded, the element alone where it is exempted.
+    assert coded["nan"] == [128, 1, 1], coded["nan"]
 
 
 @pytest.mark.parametrize(("name", "factor"), [("1+1", 0.5), ("2+2", 0.25)])

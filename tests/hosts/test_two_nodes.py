@@ -1,4 +1,4 @@
-"""Two nodes: the launch lines of docs/install-into-a-fork.md between network namespaces, which share no memory."""
+"""Two nodes, and three: the launch lines of docs/install-into-a-fork.md between namespaces, which share no memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.mini_fork import FOLDER, core_folder, free_port, launch
-from tests.support.nodes import WHY_NOT, Nodes, two_nodes
+from tests.support.nodes import WHY_NOT, Nodes, three_nodes
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
@@ -43,6 +44,17 @@ lines = [f"host {rank} {socket.gethostname()} {open('/proc/sys/kernel/random/boo
 for name, handle in (("all", None), ("inside", inside), ("between", between)):
     lines.append(f"{name} {rank} {'messages' if len(nodes_of(Group.of(handle)).members) > 1 else 'memory'}")
 os.write(1, "".join(f"{line}\\n" for line in lines).encode())  # at once: other ranks write to the same pipe
+dist.barrier()
+dist.destroy_process_group()
+"""
+#: Checks of tests/comm/test_codes.py, between three nodes of 2, 2 and 1 ranks and between some of these ranks.
+_SUMS = """
+import torch.distributed as dist
+
+from tests.comm.test_codes import between_namespaces
+
+dist.init_process_group("gloo")
+between_namespaces()
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -84,7 +96,8 @@ Curves = tuple[list[dict[str, float]], list[dict[str, str]]]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with two_nodes() as made:
+    """Three; most tests take two of them."""
+    with three_nodes() as made:
         yield made
 
 
@@ -109,23 +122,25 @@ def _environment(**more: str) -> dict[str, str]:
     }
 
 
-def _start_on_both(
-    nodes: Nodes, words: Sequence[str], of_node: Mapping[int, Mapping[str, str]]
+def _start_on_all(
+    nodes: Nodes,
+    words: Sequence[str],
+    of_node: Mapping[int, Mapping[str, str]],
+    local_sizes: Sequence[int] = (_PER_NODE, _PER_NODE),
 ) -> list[subprocess.Popen[str]]:
-    """torchrun on each node, from the fork's folder."""
+    """torchrun on each node with its number of ranks, from the fork's folder."""
     port = free_port() if nodes.shares_network else _PORT
     processes = []
-    for node in range(2):
-        line = ["torchrun", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(_PER_NODE)]
+    for node, size in enumerate(local_sizes):
+        line = ["torchrun", "--nnodes", str(len(local_sizes)), "--node-rank", str(node), "--nproc-per-node", str(size)]
         line += ["--master-addr", nodes.address(0), "--master-port", str(port), *words]
         command = ["env", f"--chdir={FOLDER}", str(_BIN / line[0]), *line[1:]]
         processes.append(nodes.start(node, command, _environment(**of_node.get(node, {}))))
     return processes
 
 
-def _on_both(nodes: Nodes, words: Sequence[str], *, of_node: Mapping[int, Mapping[str, str]] | None = None) -> Ended:
-    processes = _start_on_both(nodes, words, of_node or {})
-    return _ended(processes)
+def _on_all(nodes: Nodes, words: Sequence[str], local_sizes: Sequence[int] = (_PER_NODE, _PER_NODE)) -> Ended:
+    return _ended(_start_on_all(nodes, words, {}, local_sizes))
 
 
 def _ended(processes: Sequence[subprocess.Popen[str]]) -> Ended:
@@ -149,7 +164,7 @@ def test_memory_when_nodes_have_one_name_and_boot_id_then_only_ranks_that_can_ma
 ) -> None:
     script = tmp_path / "detection.py"
     script.write_text(_DETECTION)
-    ended = _on_both(nodes.alike(shares_network=shares_network), [str(script)])
+    ended = _on_all(nodes.alike(shares_network=shares_network), [str(script)])
     assert ended.status == (0, 0), ended.output
     assert len(set(re.findall(r"^host \d (.*)$", ended.output, re.MULTILINE))) == 1
     assert sorted(re.findall(r"^(\w+ \d) (messages|memory)$", ended.output, re.MULTILINE)) == [
@@ -164,12 +179,12 @@ def test_torchrun_when_there_are_two_nodes_then_a_fork_of_2023_trains_to_the_bit
 ) -> None:
     """Without an interruption, and saved and loaded at the third step."""
     words, kept = (*_RUNNER, "pretrain.py", *_FORK, "--curves"), str(tmp_path / "kept")
-    whole = _on_both(nodes, [*words, str(tmp_path / "two.json")])
+    whole = _on_all(nodes, [*words, str(tmp_path / "two.json")])
     assert whole.status == (0, 0), whole.output
     assert "optimizer sharded over 4 by gloo" in whole.output and "in shared memory" not in whole.output
     assert _read(tmp_path / "two.json") == on_one
     for name, more in (("first", ("--save", kept, "--exit-interval", "3")), ("rest", ("--load", kept))):
-        ended = _on_both(nodes, [*words, str(tmp_path / f"{name}.json"), *more])
+        ended = _on_all(nodes, [*words, str(tmp_path / f"{name}.json"), *more])
         assert ended.status == (0, 0), ended.output
     rows, params = _read(tmp_path / "rest.json")
     assert params == on_one[1]
@@ -186,7 +201,7 @@ def test_grads_when_nodes_add_up_their_own_then_a_fork_of_2023_trains_repeats_an
     curves = []
     for number, more in enumerate(([], overlapped, overlapped)):
         file = tmp_path / f"{number}.json"
-        ended = _on_both(nodes, [*words, str(file), *more])
+        ended = _on_all(nodes, [*words, str(file), *more])
         assert ended.status == (0, 0), ended.output
         assert f"grads in {form} between 2 node(s) of 2+2" in ended.output
         curves.append(_read(file))
@@ -201,15 +216,52 @@ def test_grads_when_each_pipeline_stage_is_on_one_node_then_8_bits_change_nothin
     for form in ([], ["--distopt-reduce-dtype", "int8"]):
         file = tmp_path / f"{len(form)}.json"
         words = [*_RUNNER, "pretrain.py", *_FORK, "--pipeline-model-parallel-size", "2", *form, "--curves", str(file)]
-        ended = _on_both(nodes, words)
+        ended = _on_all(nodes, words)
         assert ended.status == (0, 0), ended.output
         assert not form or "grads in fp32 between 1 node(s) of 2" in ended.output
         curves.append(_read(file))
     assert curves[0] == curves[1]
 
 
+def test_int8_when_three_nodes_have_unlike_sizes_then_sums_are_unbiased_bounded_and_repeat(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    script = tmp_path / "sums.py"
+    script.write_text(_SUMS)
+    ended = _on_all(nodes, [str(script)], (2, 2, 1))
+    assert ended.status == (0, 0, 0), ended.output
+    right = re.findall(r"^right on (.*)$", ended.output, re.MULTILINE)
+    assert Counter(right) == {"2+2+1": 5, "1+1+1": 3, "2+1": 3, "2+2": 4, "1+1": 2}
+
+
+def test_int8_when_saved_on_two_nodes_then_three_nodes_go_on_and_resume_to_the_bit(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """Also with an optimizer of a rank more on one node than on the others."""
+    words = [*_RUNNER, "pretrain.py", *_FORK, "--global-batch-size", "24", "--micro-batch-size", "2"]
+    words += ["--distopt-reduce-dtype", "int8", "--curves"]
+    kept = str(tmp_path / "kept")
+    whole = _on_all(nodes, [*words, str(tmp_path / "whole.json")])
+    saved = _on_all(nodes, [*words, str(tmp_path / "saved.json"), "--save", kept, "--exit-interval", "3"])
+    assert whole.status == saved.status == (0, 0), saved.output
+    wanted, _ = _read(tmp_path / "whole.json")
+    for local_sizes in ((1, 1, 1), (2, 1, 1)):
+        rests = []
+        for number in range(2):
+            file = tmp_path / f"{len(local_sizes)}, {number}.json"
+            ended = _on_all(nodes, [*words, str(file), "--load", kept], local_sizes)
+            assert ended.status == (0, 0, 0), ended.output
+            named = "+".join(map(str, local_sizes))
+            assert f"grads in int8 between 3 node(s) of {named}" in ended.output
+            rests.append(_read(file))
+        assert rests[0] == rests[1]
+        # The bits of bf16 params differ by a step here and there, as between two other ways to add up.
+        losses = [[row["loss"] for row in rows] for rows in (rests[0][0], wanted[3:])]
+        assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
 def test_torchrun_when_there_are_two_nodes_then_megatron_core_trains_to_the_bit_as_on_one(nodes: Nodes) -> None:
-    two, one = _on_both(nodes, [str(_CORE_SCRIPT), *_CORE]), _on_one([str(_CORE_SCRIPT), *_CORE])
+    two, one = _on_all(nodes, [str(_CORE_SCRIPT), *_CORE]), _on_one([str(_CORE_SCRIPT), *_CORE])
     assert two.status == (0, 0), two.output
     lines = [re.findall(r"iteration +\d+ \| loss .*", each.output) for each in (two, one)]
     assert len(lines[0]) == 5
@@ -220,7 +272,7 @@ def test_rank_when_killed_on_one_node_then_the_other_node_names_it(nodes: Nodes,
     script = tmp_path / "killed.py"
     script.write_text(_KILLED)
     paths = {"PYTHONPATH": f"{FOLDER}{os.pathsep}{_ROOT}"}
-    processes = _start_on_both(nodes, [*_RUNNER, str(script), *_FORK], {0: paths, 1: paths})
+    processes = _start_on_all(nodes, [*_RUNNER, str(script), *_FORK], {0: paths, 1: paths})
     outputs = [_ended([process]).output for process in processes]
     assert all(process.returncode for process in processes)
     assert len(re.findall(r"RanksDisagreeError: .*lost rank 3\b", outputs[0])) == _PER_NODE, outputs[0]

@@ -1,4 +1,4 @@
-"""Two nodes on one machine, for tests: network, process, mount and name spaces of their own, and no shared memory.
+"""Three nodes on one machine, for tests: network, process, mount and name spaces of their own, and no shared memory.
 
 Needs root, iproute2 and util-linux; `WHY_NOT` says what is missing. Files are shared, as on a common disk.
 """
@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from peers.namespaces import Link, join, why_not
 
-__all__ = ["WHY_NOT", "Nodes", "two_nodes"]
+__all__ = ["WHY_NOT", "Nodes", "three_nodes"]
 
 WHY_NOT = why_not("pytest")
 #: Makes /dev/shm and /proc of a node its own; $0 is its name.
@@ -26,24 +26,24 @@ _ENTER = 'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && exec "$@"'
 
 @dataclass(frozen=True)
 class Nodes:
-    """Two nodes, numbered 0 and 1.
+    """Three nodes, numbered from 0.
 
     Args:
         link: between them.
         names: of the hosts.
-        shares_network: both are on that of this machine, as containers with the host's network are.
+        shares_network: all are on that of this machine, as containers with the host's network are.
     """
 
     link: Link
-    names: tuple[str, str] = ("node0", "node1")
+    names: tuple[str, ...] = ("node0", "node1", "node2")
     shares_network: bool = False
 
     def alike(self, *, shares_network: bool) -> Nodes:
         """These with one host name, so that only their memory tells them apart, and if asked for with one network."""
-        return replace(self, names=("node", "node"), shares_network=shares_network)
+        return replace(self, names=("node",) * self.link.num_ends, shares_network=shares_network)
 
     def address(self, node: int) -> str:
-        """As the other node sees it."""
+        """As the other nodes see it."""
         return "127.0.0.1" if self.shares_network else self.link.address(node)
 
     def start(self, node: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -57,7 +57,7 @@ class Nodes:
 
 
 @contextmanager
-def two_nodes() -> Iterator[Nodes]:
+def three_nodes() -> Iterator[Nodes]:
     """Makes the nodes, and removes them whatever happens."""
-    with join() as link:
+    with join(len(Nodes.names)) as link:
         yield Nodes(link)
