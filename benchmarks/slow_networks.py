@@ -40,6 +40,8 @@ from megatron_distopt.layout.buckets import BLOCK_NUMEL
 
 STORE_PORT = 29500
 NAMES = [entry.name for entry in REDUCING_ENTRIES]
+#: Of the largest tensor after which glibc keeps what is freed.
+_FREED_NBYTES = 31 << 20
 MODEL = ("layers", "hidden", "vocabulary", "sequence", "sequences", "bucket_size")
 #: At 1 Gbit/s and two ranks a node: how many times as fast as these INT8 has to be.
 GOALS = {FP32: 1.7, BF16: 1.25}
@@ -160,6 +162,7 @@ def lines(found: Sequence[Mapping[str, Any]], reached: Mapping[float, float]) ->
 def conversion(numel: int = 1 << 20, repeats: int = 30) -> Iterator[str]:
     """The fastest of several repeats, of one thread."""
     torch.set_num_threads(1)
+    torch.zeros(_FREED_NBYTES, dtype=torch.uint8)  # as a training does; without it each message is new memory
     layout = lay_out([ParamSpec("weight", 2 * numel)], num_shards=2, alignment_numel=BLOCK_NUMEL)
     coded = AsCodes(runs_of(layout, 0, frozenset(["weight"])), step=1, node=0)
     chunk, values, into = slice(0, numel), torch.randn(numel), torch.zeros(numel)

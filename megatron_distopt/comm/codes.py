@@ -28,8 +28,9 @@ from megatron_distopt.layout.buckets import BLOCK_NUMEL, BufferLayout
 _MANTISSA, _BIAS, _NAN, _INF = 23, 127, 255, 0x7F800000
 #: Of a code: bits of a number without its sign. Smaller exponents are not used for scales.
 _BITS, _LEAST = 7, 20
-#: See [Note: shuffled steps]; as many elements are coded at a time, in the cache. A factor by which nodes differ.
-_TABLE_NUMEL, _NODE_FACTOR = 65_536, 0x3D4D51CB
+#: See [Note: shuffled steps]. One table less than there are is coded at a time: on a CPU one, in its cache, on a device
+#: 64, so that launches do not take longest. A factor by which nodes differ.
+_TABLE_NUMEL, _DEVICE_TABLES, _NODE_FACTOR = 65_536, 65, 0x3D4D51CB
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +120,15 @@ def _exponents_and_codes(sent: Tensor) -> tuple[Tensor, Tensor]:
 
 def _code(values: Tensor, start: int, into: Tensor) -> Tensor:
     """Writes the codes of fp32 values [blocks, 128], with steps from there on; returns exponents, int32 [blocks, 1]."""
-    steps = _shuffled_steps(values.device)[start : start + _TABLE_NUMEL].view(-1, BLOCK_NUMEL)
-    parts = torch.split(values, len(steps))  # which stay in the cache
+    steps = _shuffled_steps(values.device)[start : start - _TABLE_NUMEL].view(-1, BLOCK_NUMEL)
+    parts = torch.split(values, len(steps))
     largest = torch.cat([part.abs().amax(1, keepdim=True) for part in parts]).view(torch.int32).clamp_(max=_INF)
     # What lies above 127 counts as the next octave, so that nothing is rounded out of range.
     exponents = ((largest + ((1 << (_MANTISSA - _BITS + 1)) - 1)) >> _MANTISSA).clamp_(_LEAST, _NAN)
     factors = ((_BIAS + _BIAS + _BITS - 1 - exponents) << _MANTISSA).view(torch.float32)
     pieces = zip(parts, torch.split(factors, len(steps)), torch.split(into, len(steps)), strict=True)
-    for part, factor, codes in pieces:
-        codes.copy_(
-            torch.addcmul(steps[: len(part)], part, factor).floor_()
-        )  # of NaN it has no meaning and is not read
+    for part, factor, codes in pieces:  # codes of NaN have no meaning, and are not read
+        codes.copy_(torch.addcmul(steps[: len(part)], part, factor).floor_())
     return exponents
 
 
@@ -140,6 +139,7 @@ def _scales(exponents: Tensor) -> Tensor:
 
 @cache
 def _shuffled_steps(device: torch.device) -> Tensor:
-    """fp32, a table's length from anywhere in it; see [Note: shuffled steps]."""
+    """fp32, for a part of the values from anywhere in the table; see [Note: shuffled steps]."""
     shuffled = torch.randperm(_TABLE_NUMEL, generator=torch.Generator(CPU).manual_seed(_NODE_FACTOR), device=CPU)
-    return shuffled.remainder_(256).to(torch.float32).add_(0.5).mul_(1 / 256).repeat(2).to(device)
+    table = shuffled.remainder_(256).to(torch.float32).add_(0.5).mul_(1 / 256)
+    return table.repeat(2 if device.type == "cpu" else _DEVICE_TABLES).to(device)
