@@ -1,7 +1,8 @@
 """How long a training step takes between nodes on a slow network, by what gradients are sent in.
 
     sudo -E python benchmarks/slow_networks.py [--rates 1 5 25] [--local-sizes 2 1] [--quick] [--json FILE]
-    python benchmarks/slow_networks.py --conversion     only what a core needs to write and read an element
+    python benchmarks/slow_networks.py --conversion [--device DEVICE]     only what a core, or a device, needs to write
+                                                                          and read an element
 
 Two nodes are network namespaces of this machine, joined by a pair of virtual interfaces whose rate is limited, with two
 ranks each, and then with one. In each round every contestant trains some steps at every rate. Needs Linux, root, ip and
@@ -60,7 +61,7 @@ class NodeReading:
 def main() -> None:
     args = parse_args()
     if args.conversion:
-        print("\n".join(conversion()))
+        print("\n".join(conversion(torch.device(args.device))))
         return
     if refusal := why_not("python " + " ".join(sys.argv)):
         print(refusal, file=sys.stderr)
@@ -159,32 +160,40 @@ def lines(found: Sequence[Mapping[str, Any]], reached: Mapping[float, float]) ->
             yield f"goal: {name} takes at least {goal} times as long as {INT8}; {'met' if ratio >= goal else 'NOT met'}"
 
 
-def conversion(numel: int = 1 << 20, repeats: int = 30) -> Iterator[str]:
-    """The fastest of several repeats, of one thread."""
+def conversion(device: torch.device, repeats: int = 30) -> Iterator[str]:
+    """The fastest of several repeats, of one thread or of a device."""
+    numel, clock = 1 << 20 if device.type == "cpu" else 1 << 27, time.thread_time
     torch.set_num_threads(1)
     torch.zeros(_FREED_NBYTES, dtype=torch.uint8)  # as a training does; without it each message is new memory
+    if device.type != "cpu":
+
+        def clock() -> float:
+            torch.accelerator.synchronize(device)
+            return time.perf_counter()
+
     layout = lay_out([ParamSpec("weight", 2 * numel)], num_shards=2, alignment_numel=BLOCK_NUMEL)
     coded = AsCodes(runs_of(layout, 0, frozenset(["weight"])), step=1, node=0)
-    chunk, values, into = slice(0, numel), torch.randn(numel), torch.zeros(numel)
+    chunk, values, into = slice(0, numel), torch.randn(numel, device=device), torch.zeros(numel, device=device)
 
     def fastest(act: Callable[[AsNumbers], object], form: AsNumbers) -> float:
         taken = []
         for _ in range(repeats):
-            start = time.thread_time()
+            start = clock()
             act(form)
-            taken.append(time.thread_time() - start)
+            taken.append(clock() - start)
         return min(taken) * 1e9 / numel
 
     for name, form in (("bfloat16", AsNumbers(torch.bfloat16)), ("int8", coded)):
         message = form.write(values, 0, chunk)
         written = fastest(lambda form: form.write(values, 0, chunk), form)
         read = fastest(lambda form, message=message: into.add_(form.read(message, 0, chunk)), form)  # type: ignore[misc]
-        yield f"{name}: {written:.2f} ns an element to write, {read:.2f} to read and add"
+        yield f"{name}: {written:.3g} ns an element to write, {read:.3g} to read and add"
 
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "a small model, 1 Gbit/s, 2 nodes of 2, 2 rounds")
     parser.add_argument("--conversion", action="store_true", help="only ns an element to write and read")
+    parser.add_argument("--device", default="cpu", help="with --conversion: one that torch knows")
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 5, 25], help="Gbit/s, 10**9 bits")
     parser.add_argument("--local-sizes", type=int, nargs="+", default=[2, 1], help="ranks a node")
     for name, default, text in (

@@ -81,8 +81,11 @@ _MOMENTS = ("float32", "bfloat16", "int8")
 _GIB = 1 << 30
 #: Hours of a month, seconds from a failure to the next step, and bytes a second that each rank sends to its buddy.
 _MONTH_HOURS, _RESTART_SECONDS, _SENT_PER_SECOND = 720, 120, 10**9
-#: Nanoseconds of a core to write and read an element, by `python benchmarks/slow_networks.py --conversion`.
-_CONVERSION_NS = {"float32": 0.0, "bfloat16": 0.5, "int8": 2.9}
+#: Nanoseconds to write and read an element, by `python benchmarks/slow_networks.py --conversion`.
+_CONVERSION_NS = {
+    "a core": {"float32": 0.0, "bfloat16": 0.9, "int8": 2.4},
+    "an H200": {"float32": 0.0, "bfloat16": 0.005, "int8": 0.022},
+}
 
 
 def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -321,24 +324,20 @@ def _protection(plan: ProtectionPlan, chosen: ProtectionChoice) -> Iterator[tupl
     yield "without", f"{plan.lost_hours_from_disk:,.2f} h a month: {each.format(chosen.save_interval)}"
 
 
-def seconds_at(gigabits: float, stage: StagePlan) -> dict[str, float]:
+def seconds_at(gigabits: float, stage: StagePlan, where: str) -> dict[str, float]:
     """By reduce dtype, of a stage's gradients in a step, where each rank is a node and has a link of so many Gbit/s."""
     sent = stage.sent["reduce-scatter"].nbytes / (stage.choice.widths.reduce or stage.choice.widths.grad)
-    sending = {name: 8e-9 * sent * REDUCE_NBYTES[name] / gigabits for name in _CONVERSION_NS}
-    return {name: seconds + 1e-9 * stage.numel * _CONVERSION_NS[name] for name, seconds in sending.items()}
+    costs = _CONVERSION_NS[where].items()
+    return {name: 8e-9 * sent * REDUCE_NBYTES[name] / gigabits + 1e-9 * stage.numel * cost for name, cost in costs}
 
 
 def _eight_bits(stage: StagePlan) -> Iterator[tuple[str, str]]:
-    one, no = seconds_at(1, stage), seconds_at(math.inf, stage)
-    found = {
-        name: (one[name] - no[name] - one["int8"] + no["int8"]) / (no["int8"] - no[name])
-        for name in one
-        if name != "int8"
-    }
-    pay = " and ".join(f"{rate:.1f} Gbit/s over {name}" for name, rate in found.items())
-    yield "pay below", f"{pay}; on a faster network leave them out"
+    for where, costs in _CONVERSION_NS.items():
+        one, no = seconds_at(1, stage, where), seconds_at(math.inf, stage, where)
+        saved = {name: one[name] - no[name] - one["int8"] + no["int8"] for name in ("float32", "bfloat16")}
+        pay = " and ".join(f"{saved[name] / (no['int8'] - no[name]):,.1f} Gbit/s over {name}" for name in saved)
+        yield where, f"pay below {pay}, at {costs['int8']:g} ns an element; leave them out above"
     yield "at 1 Gbit/s", ", ".join(f"{seconds:,.2f} s in {name}" for name, seconds in one.items())
-    yield "because", f"a core takes {_CONVERSION_NS['int8']:g} ns to write and read an element"
 
 
 def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> BufferLayout:
