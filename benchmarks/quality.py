@@ -58,7 +58,7 @@ SUBJECTS = {
     "reduction": Subject(
         {f"{optimizer}: {reduction}": {} for optimizer in ("Adam", "Muon") for reduction in REDUCTIONS},
         ranks=2,
-        iterations=60,
+        iterations=150,
         seeds=(1, 2, 3),
     ),
 }

@@ -36,8 +36,9 @@ from megatron_distopt.comm.groups import Group, Message, carrier_of, receive, se
 from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, nodes_of
 from megatron_distopt.device import fence, keep_for_current_stream, new_stream, on_stream
 
-#: Memory for received messages. One half is added up while the other one is filled; it is given back afterwards.
-SCRATCH_NBYTES = 4 << 20
+#: Memory for messages. One half is added up while the other one is filled; it is given back afterwards. Of a half, what
+#: is used for each other rank at most, so that the first one is soon full.
+SCRATCH_NBYTES, _NBYTES_EACH = 16 << 20, 2 << 20
 _NUM_HALVES = 2
 #: By device, where sums inside a node wait for what other ranks send, so that backward need not.
 _side_stream = cache(new_stream)
@@ -197,7 +198,8 @@ class Sums:
 
     def chunks(self) -> Iterator[slice]:
         """What is under way at a time; all where no rank sends."""
-        form, num_peers, nbytes = self.form, len(self.sources) - 1, SCRATCH_NBYTES // _NUM_HALVES
+        form, num_peers = self.form, len(self.sources) - 1
+        nbytes = min(SCRATCH_NBYTES // _NUM_HALVES, num_peers * _NBYTES_EACH)
         num_copies = 1 if form.dtype is self.shares.dtype else 2  # what is sent is a copy as well
         nbytes_each = form.dtype.itemsize * form.unit * num_peers * num_copies
         return _chunks_of(self.shares.shape[1], nbytes_each, nbytes, form.unit)
