@@ -100,7 +100,11 @@ def _sums(group: Group, members: Members, rank: int) -> dict[str, bool]:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(pairwise, "SCRATCH_NBYTES", nbytes)
                     reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype), overlapped=overlapped).wait()
+                    gathered = torch.full((group.size, NUMEL), rank, dtype=dtype)
+                    all_gather(gathered.view(-1), gathered[group.rank], group, overlapped=overlapped).wait()
                 wanted = _reference(members, NUMEL, rank, dtype).view(group.size, -1)[group.rank]
+                ranks = sorted(each for node in members for each in node)
+                assert [set(row.tolist()) for row in gathered] == [{each} for each in ranks]
                 if len(members) > 1 and max(map(len, members)) > 1:
                     found[f"{dtype} {chunks} {overlapped}"] = torch.equal(shard, wanted)
     return found
