@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,22 +161,22 @@ class Message:
 
 
 def receive(into: Tensor, rank: int, tag: int, group: Group) -> Message:
-    """Begins to receive from a rank of the group."""
-    sender = group.global_rank(rank)
-    return Message(_begun(dist.irecv(into, sender, group.handle, tag)), sender)
+    """Begins to receive from a rank of the group; raises as `Message.wait` where that rank has ended before."""
+    return _begun(dist.irecv, into, group.global_rank(rank), tag, group)
 
 
 def send(tensor: Tensor, rank: int, tag: int, group: Group) -> Message:
-    """Begins to send to a rank of the group."""
-    receiver = group.global_rank(rank)
-    return Message(_begun(dist.isend(tensor, receiver, group.handle, tag)), receiver)
+    """Begins to send to a rank of the group; raises as `receive`."""
+    return _begun(dist.isend, tensor, group.global_rank(rank), tag, group)
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def _begun(begin: Callable[..., dist.Work | None], tensor: Tensor, rank: int, tag: int, group: Group) -> Message:
+    with named_losses(rank):
+        work = begin(tensor, rank, group.handle, tag)
     if work is None:  # torch's way to say that this process is not in the group
         rule = "hold every rank that communicates in it"
         raise InvariantError(refusal("process group", "without this rank", rule, "Report this"))
-    return work
+    return Message(work, rank)
 
 
 def swap(mine: Tensor, tag: int, group: Group) -> list[Tensor]:

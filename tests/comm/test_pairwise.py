@@ -295,12 +295,15 @@ def _lost(rank: int, size: int, how: str, file: str) -> None:
     handle = dist.new_group(timeout=timedelta(seconds=1))
     group, store = Group.of(handle), dist.distributed_c10d._get_default_store()
     bucket = torch.ones(2 * 8)
+    shared_memory.allow_shared_memory(group, how != "gone")
     pairwise.reduce_scatter(bucket, group)
     if rank == 1:
-        if how == "ended":
+        if how in ("ended", "gone"):
             os._exit(0)
         store.wait(["found out"], timedelta(seconds=60))
         return
+    if how == "gone":
+        time.sleep(1.0)  # until gloo knows, and refuses to begin a message
     try:
         pairwise.reduce_scatter(bucket, group)
     except RanksDisagreeError as error:
@@ -313,6 +316,12 @@ def test_pairwise_when_a_rank_ends_then_the_others_are_told_who(tmp_path: Path) 
     with pytest.raises(RankError, match="no result on ranks"):
         run_ranks(_lost, 2, "ended", str(tmp_path / "text"))
     assert_mentions((tmp_path / "text").read_text(), "rank 1 has ended", "Read what rank 1 wrote last")
+
+
+def test_message_when_a_rank_ended_before_it_began_then_the_others_are_told_who(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="no result on ranks"):
+        run_ranks(_lost, 2, "gone", str(tmp_path / "text"))
+    assert_mentions((tmp_path / "text").read_text(), "lost rank 1", "Look for the rank whose error is the first one")
 
 
 def test_pairwise_when_a_rank_does_not_come_then_the_timeout_of_the_group_holds(tmp_path: Path) -> None:
