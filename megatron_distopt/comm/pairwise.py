@@ -36,10 +36,10 @@ from megatron_distopt.comm.groups import Group, Message, carrier_of, receive, se
 from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, nodes_of
 from megatron_distopt.device import fence, keep_for_current_stream, new_stream, on_stream
 
-#: Memory for messages. One half is added up while the other one is filled; it is given back afterwards. Of a half, what
-#: is used for each other rank at most, so that the first one is soon full.
-SCRATCH_NBYTES, _NBYTES_EACH = 16 << 20, 2 << 20
-_NUM_HALVES = 2
+#: Memory for messages. One half is added up while the other one is filled; it is given back afterwards.
+SCRATCH_NBYTES, _NUM_HALVES = 16 << 20, 2
+#: For each other rank, where there is something else to do meanwhile, which can begin the sooner.
+_NBYTES_EACH = 2 << 20
 #: By device, where sums inside a node wait for what other ranks send, so that backward need not.
 _side_stream = cache(new_stream)
 #: Of a sum of more than two parts, so that it stays in the cache until the last one is added.
@@ -64,7 +64,7 @@ def reduce_scatter(
         _sum_in_memory(between.shares[:, chunk], carried, group.rank, nodes.lanes)
         return between.begin(chunk, number) if len(between.sources) > 1 else UnderWay(())
 
-    _in_chunks(between.chunks(), begin)
+    _in_chunks(between.chunks(is_alone=len(carried) == 1), begin)
 
 
 def alone(group: Group) -> Sequence[Sequence[int]]:
@@ -130,7 +130,8 @@ def all_gather(bucket: Tensor, group: Group, members: Sequence[Sequence[int]] | 
         and_then = partial(_gather_in_memory, shares, carried, group.rank, nodes.lanes)
         return replace(begin_travel(outgoing, incoming, _GATHER_TAG + number, group), and_then=and_then)
 
-    _in_chunks(between.chunks(), begin)
+    nbytes = bucket.nbytes if len(carried) == 1 else _NBYTES_EACH
+    _in_chunks(_chunks_of(between.shares.shape[1], bucket.element_size(), nbytes), begin)
 
 
 def _gather_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane]) -> None:
@@ -151,16 +152,14 @@ def _handed_over(
 
     if len(handed) == 1:
         return
-    lane = lanes[collective]
-    with lane.lock:
+    with (lane := lanes[collective]).lock:
         nbytes_each = shares.element_size() * max(map(len, handed.values()))
         for chunk in _chunks_of(shares.shape[1], nbytes_each, lane.half_nbytes):
             like = shares[0][chunk]
             for share, row in rows(lane.begin(), own):
                 row.copy_(shares[share][chunk])
             lane.publish()
-            others = [rank for rank in handed if rank != own]
-            yield chunk, {(rank, share): row for rank in others for share, row in rows(lane.read(rank), rank)}
+            yield chunk, {(r, share): row for r in handed if r != own for share, row in rows(lane.read(r), r)}
 
 
 @dataclass(frozen=True)
@@ -196,10 +195,11 @@ class Sums:
     form: AsNumbers  # in which summands are sent
     group: Group
 
-    def chunks(self) -> Iterator[slice]:
-        """What is under way at a time; all where no rank sends."""
+    def chunks(self, *, is_alone: bool) -> Iterator[slice]:
+        """What is under way at a time; all where no rank sends. `is_alone`: this rank, on its node."""
         form, num_peers = self.form, len(self.sources) - 1
-        nbytes = min(SCRATCH_NBYTES // _NUM_HALVES, num_peers * _NBYTES_EACH)
+        most = SCRATCH_NBYTES if is_alone and form.dtype is self.shares.dtype else num_peers * _NBYTES_EACH
+        nbytes = min(SCRATCH_NBYTES // _NUM_HALVES, most)
         num_copies = 1 if form.dtype is self.shares.dtype else 2  # what is sent is a copy as well
         nbytes_each = form.dtype.itemsize * form.unit * num_peers * num_copies
         return _chunks_of(self.shares.shape[1], nbytes_each, nbytes, form.unit)
