@@ -162,14 +162,15 @@ def lines(found: Sequence[Mapping[str, Any]], reached: Mapping[float, float]) ->
 
 def conversion(device: torch.device, repeats: int = 30) -> Iterator[str]:
     """The fastest of several repeats, of one thread or of a device."""
-    numel, clock = 1 << 20 if device.type == "cpu" else 1 << 27, time.thread_time
+    numel = 1 << 20 if device.type == "cpu" else 1 << 27
     torch.set_num_threads(1)
     torch.zeros(_FREED_NBYTES, dtype=torch.uint8)  # as a training does; without it each message is new memory
-    if device.type != "cpu":
 
-        def clock() -> float:
-            torch.accelerator.synchronize(device)
-            return time.perf_counter()
+    def clock() -> float:
+        if device.type == "cpu":
+            return time.thread_time()
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
 
     layout = lay_out([ParamSpec("weight", 2 * numel)], num_shards=2, alignment_numel=BLOCK_NUMEL)
     coded = AsCodes(runs_of(layout, 0, frozenset(["weight"])), step=1, node=0)

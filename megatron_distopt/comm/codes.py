@@ -95,7 +95,7 @@ class AsCodes(AsNumbers):
         return values
 
     def _pieces(self, message: Tensor, owner: int, chunk: slice) -> Iterator[tuple[slice, int | None, Tensor]]:
-        """As `_parts`, each with its bytes of a message."""
+        """Slices of a chunk; where in the table their steps begin, None for fp32; their bytes of a message."""
         parts = list(self._parts(owner, chunk))
         pieces = torch.split(message, [nbytes for *_, nbytes in parts])
         return ((part, start, sent) for (part, start, _), sent in zip(parts, pieces, strict=True))
@@ -105,10 +105,9 @@ class AsCodes(AsNumbers):
         for run in self._runs[owner]:
             first, end = max(run.start, chunk.start), min(run.stop, chunk.stop)
             part, numel = slice(first - chunk.start, end - chunk.start), end - first
-            if run.place is None and numel > 0:
-                yield part, None, 4 * numel
-            elif run.place is not None and numel > 0:
-                yield part, (self._begin + run.place + first - run.start) % _TABLE_NUMEL, numel + numel // BLOCK_NUMEL
+            start = None if run.place is None else (self._begin + run.place + first - run.start) % _TABLE_NUMEL
+            if numel > 0:
+                yield part, start, 4 * numel if start is None else numel + numel // BLOCK_NUMEL
 
 
 def _exponents_and_codes(sent: Tensor) -> tuple[Tensor, Tensor]:

@@ -198,11 +198,10 @@ class Sums:
     def chunks(self, *, is_alone: bool) -> Iterator[slice]:
         """What is under way at a time; all where no rank sends. `is_alone`: this rank, on its node."""
         form, num_peers = self.form, len(self.sources) - 1
-        most = SCRATCH_NBYTES if is_alone and form.dtype is self.shares.dtype else num_peers * _NBYTES_EACH
-        nbytes = min(SCRATCH_NBYTES // _NUM_HALVES, most)
         num_copies = 1 if form.dtype is self.shares.dtype else 2  # what is sent is a copy as well
+        most = SCRATCH_NBYTES if is_alone and num_copies == 1 else num_peers * _NBYTES_EACH
         nbytes_each = form.dtype.itemsize * form.unit * num_peers * num_copies
-        return _chunks_of(self.shares.shape[1], nbytes_each, nbytes, form.unit)
+        return _chunks_of(self.shares.shape[1], nbytes_each, min(SCRATCH_NBYTES // _NUM_HALVES, most), form.unit)
 
     def begin(self, chunk: slice | None = None, number: int = 0) -> UnderWay:
         """Collective: begins to send a chunk, or all; no two that are under way have the same number."""

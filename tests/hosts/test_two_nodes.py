@@ -237,7 +237,7 @@ def test_int8_when_three_nodes_have_unlike_sizes_then_sums_are_unbiased_bounded_
 def test_int8_when_saved_on_two_nodes_then_three_nodes_go_on_and_resume_to_the_bit(
     nodes: Nodes, tmp_path: Path
 ) -> None:
-    """Also with an optimizer of a rank more on one node than on the others."""
+    """Three nodes of one rank each, and of two, one and one."""
     words = [*_RUNNER, "pretrain.py", *_FORK, "--global-batch-size", "24", "--micro-batch-size", "2"]
     words += ["--distopt-reduce-dtype", "int8", "--curves"]
     kept = str(tmp_path / "kept")
