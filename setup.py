@@ -1,5 +1,6 @@
-"""Packaging. Installing into an existing fork must not move its deepspeed or megatron, so these are extras. torch does
-not bring numpy, without which its gloo cannot exchange objects; rich is pure Python."""
+"""Packaging. Installing into an existing fork must not move its deepspeed or megatron, so these are
+extras. torch does not bring numpy, without which its gloo cannot exchange objects; rich is pure
+Python."""
 
 import re
 from pathlib import Path
@@ -18,16 +19,24 @@ DEEPSPEED = ["deepspeed"]
 RECIPES = ["accelerate", "lightning", "transformers"]
 QUICKSTART = [*MEGATRON_CORE, *DEEPSPEED, "matplotlib"]
 #: What scripts/docs.sh builds the site with; ruff lays out the signatures.
-DOCS = ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11", "ruff"]
+DOCS = [
+    "mkdocs==1.6.1",
+    "mkdocs-material==9.8.1",
+    "mkdocstrings==1.0.8",
+    "mkdocstrings-python==2.0.11",
+    "ruff",
+]
 
 
 def index_page(readme: str) -> str:
     """The README as a package index shows it: without what only a checkout of the repository has.
 
-    What is left out: sections between the marker comments "repository", pictures, and the targets of links into the
-    repository, whose text stays.
+    What is left out: sections between the marker comments "repository", pictures, and the targets
+    of links into the repository, whose text stays.
     """
-    text = re.sub(r"<!-- repository: begin -->.*?<!-- repository: end -->\n", "", readme, flags=re.DOTALL)
+    text = re.sub(
+        r"<!-- repository: begin -->.*?<!-- repository: end -->\n", "", readme, flags=re.DOTALL
+    )
     text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n+", "", text, flags=re.MULTILINE)
     return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
 
@@ -35,12 +44,20 @@ def index_page(readme: str) -> str:
 setup(
     name="megatron-distopt",
     version=VERSION["VERSION"],
-    description="A distributed optimizer (ZeRO stage 1) for Megatron forks, megatron-core and any torch module",
+    description="A distributed optimizer (ZeRO stage 1) for Megatron forks, megatron-core and any "
+    "torch module",
     long_description=index_page((ROOT / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
     author="The megatron-distopt developers",
     license="Apache-2.0",
-    keywords=["distributed optimizer", "ZeRO", "Megatron", "PyTorch", "data parallelism", "large language models"],
+    keywords=[
+        "distributed optimizer",
+        "ZeRO",
+        "Megatron",
+        "PyTorch",
+        "data parallelism",
+        "large language models",
+    ],
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",

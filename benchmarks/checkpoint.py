@@ -1,10 +1,11 @@
 """How long saving and loading the optimizer state takes, beside what a user would use instead.
 
-    python benchmarks/checkpoint.py [--sizes 50 150 500] [--ranks 2 4] [--quick] [--folder DIR] [--json FILE]
+    python benchmarks/checkpoint.py [--sizes 50 150 500] [--ranks 2 4] [--quick] [--folder DIR]
+    [--json FILE]
 
-Sizes are millions of elements: bf16 params, an fp32 main param and two moments each. All contestants hold the same
-state and run one after the other in the same processes, round after round. benchmarks/README.md says how every
-figure is read, and what came out.
+Sizes are millions of elements: bf16 params, an fp32 main param and two moments each. All
+contestants hold the same state and run one after the other in the same processes, round after
+round. benchmarks/README.md says how every figure is read, and what came out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def main() -> None:
         for size, number in itertools.product(args.ranks, range(len(args.sizes))):
             folder = Path(scratch) / f"{size}_ranks_{number}"
             folder.mkdir()
-            # New processes for every size: peers leave memory behind. Not daemons: megatron-core starts more.
+            # New processes for every size: peers leave memory behind. Not daemons: megatron-core
+            # starts more.
             logged, why = run_on_ranks(run, size, args, number, folder, daemon=False, minutes=60)
             readings += [CheckpointReading(**entry) for entry in logged]
             failures += [f"{args.sizes[number]} M: {why}"] if why else []
@@ -46,8 +48,11 @@ def main() -> None:
     conclude(args, result, [*failures, *lines(found)])
 
 
-def run(rank: int, size: int, path: Path, args: argparse.Namespace, number: int, folder: Path) -> None:
-    """On every rank: a round that is not counted, then rounds over all contestants, each begun by another one."""
+def run(
+    rank: int, size: int, path: Path, args: argparse.Namespace, number: int, folder: Path
+) -> None:
+    """On every rank: a round that is not counted, then rounds over all contestants, each begun by
+    another one."""
     # In the ranks alone: they import all peers.
     from peers.checkpoint_contestants import ASYNC, GATHERED, SYNC, UNDISTRIBUTED
     from peers.checkpoint_peers import DP_RESHARDABLE, FULLY_RESHARDABLE, ZERO_1
@@ -67,7 +72,10 @@ def run(rank: int, size: int, path: Path, args: argparse.Namespace, number: int,
             log(reading, path)
             if rank == 0:
                 seconds = reading.save_seconds, reading.disk_seconds, reading.load_seconds
-                print(f"{size} ranks  round {turn}  {entry.name:32} {seconds} {reading.why_not}", file=sys.stderr)
+                print(
+                    f"{size} ranks  round {turn}  {entry.name:32} {seconds} {reading.why_not}",
+                    file=sys.stderr,
+                )
 
 
 def file_system(folder: Path) -> str:
@@ -80,15 +88,24 @@ def file_system(folder: Path) -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "6 million elements, 2 ranks, 2 rounds, one peer less")
-    parser.add_argument("--sizes", type=float, nargs="+", default=[50, 150, 500], help="millions of elements")
-    parser.add_argument("--rounds", type=int, nargs="+", default=[3, 3, 1], help="of each size, or of all")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=[50, 150, 500], help="millions of elements"
+    )
+    parser.add_argument(
+        "--rounds", type=int, nargs="+", default=[3, 3, 1], help="of each size, or of all"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
-    parser.add_argument("--folder", type=Path, help="where to write; the system's folder for temporary files")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; the system's folder for temporary files"
+    )
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.rounds, args.ranks = [6], [2], [2]
     if len(args.rounds) not in (1, len(args.sizes)):
-        parser.error(f"--rounds has {len(args.rounds)} numbers. Write 1 or {len(args.sizes)} of them, as --sizes.")
+        parser.error(
+            f"--rounds has {len(args.rounds)} numbers. Write 1 or {len(args.sizes)} of them, as "
+            "--sizes."
+        )
     return args
 
 

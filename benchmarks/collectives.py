@@ -1,10 +1,12 @@
-"""How fast gradients are added up and params are collected over gloo, from pair to pair and by torch's own collectives.
+"""How fast gradients are added up and params are collected over gloo, from pair to pair and by
+torch's own collectives.
 
     python benchmarks/collectives.py [--sizes 1 4 16 64 256] [--ranks 2 4] [--quick] [--json FILE]
 
-Sizes are MB of bucket. All ways run in the same processes, one after the other, round after round; the time is that of
-the slowest rank. "ours" is what ranks of one machine do, "messages" what ours does between machines. The last line has
-how many times faster than torch's they are from 4 MB up, at the worst and at the best.
+Sizes are MB of bucket. All ways run in the same processes, one after the other, round after round;
+the time is that of the slowest rank. "ours" is what ranks of one machine do, "messages" what ours
+does between machines. The last line has how many times faster than torch's they are from 4 MB up,
+at the worst and at the best.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
                 log(measure(what, dtype, megabytes, args.rounds, group), path)
 
 
-def measure(what: str, dtype: str, megabytes: float, rounds: int, group: Group) -> CollectiveReading:
+def measure(
+    what: str, dtype: str, megabytes: float, rounds: int, group: Group
+) -> CollectiveReading:
     """Collective: one warm-up of each way, then rounds."""
     numel = int(megabytes * 1e6) // DTYPES[dtype].itemsize // group.size * group.size
     bucket = torch.ones(numel, dtype=DTYPES[dtype])
@@ -143,7 +147,9 @@ def lines(readings: Sequence[CollectiveReading]) -> Iterator[str]:
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "4 and 16 MB, 3 rounds", has_contestants=False)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64, 256], help="MB of bucket")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64, 256], help="MB of bucket"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()

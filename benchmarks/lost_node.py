@@ -2,8 +2,9 @@
 
     python benchmarks/lost_node.py --json benchmarks/results/lost_node.json
 
-Two nodes of two ranks, as in tests/hosts/test_protect_nodes.py: namespaces of this machine, which needs root. Plain
-torch with a small model in bf16 with dropout, whose random numbers depend on the number of ranks.
+Two nodes of two ranks, as in tests/hosts/test_protect_nodes.py: namespaces of this machine, which
+needs root. Plain torch with a small model in bf16 with dropout, whose random numbers depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def points(job: Job) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="file for the readings")
     args = parser.parse_args()
     with mortal_nodes(2) as nodes, tempfile.TemporaryDirectory() as folder:

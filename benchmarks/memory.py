@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py [--ranks 2 4] [--layers 4] [--hidden 1024] [--quick] [--json FILE]
 
-bf16 params, fp32 grads, AdamW. The target is 6 + 12/n at n ranks: param 2, grad 4, the owned part of main param and two
-moments. The model sees eight tokens, so that what is measured is not activations. benchmarks/README.md says how
-every figure is read, and what came out.
+bf16 params, fp32 grads, AdamW. The target is 6 + 12/n at n ranks: param 2, grad 4, the owned part
+of main param and two moments. The model sees eight tokens, so that what is measured is not
+activations. benchmarks/README.md says how every figure is read, and what came out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ VOCABULARY, SEQUENCE = 256, 8
 def main() -> None:
     args = parse_args()
     pick(train_entries(args.ours), args.contestants)
-    # What is freed goes back to the system at once, so that the high-water mark is that of live memory.
+    # What is freed goes back to the system at once, so that the high-water mark is that of live
+    # memory.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     readings: list[MemoryReading] = []
     failures = []
@@ -40,18 +41,25 @@ def main() -> None:
         logged, why = run_on_ranks(run, ranks, args)
         readings += [MemoryReading(**entry) for entry in logged]
         failures += [why] if why else []
-    found = [summary([r for r in readings if r.ranks == ranks]) for ranks in dict.fromkeys(r.ranks for r in readings)]
+    found = [
+        summary([r for r in readings if r.ranks == ranks])
+        for ranks in dict.fromkeys(r.ranks for r in readings)
+    ]
     result = {"ranks": found, "failures": failures, "readings": readings}
     conclude(args, result, [*failures, *lines(found)])
 
 
 def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
-    """On every rank: each contestant with a small model, so that imports are over, then each with the real one.
+    """On every rank: each contestant with a small model, so that imports are over, then each with
+    the real one.
 
-    What imports leave is kept from the garbage collector, which would look through a million objects for each reading.
+    What imports leave is kept from the garbage collector, which would look through a million
+    objects for each reading.
     """
     entries = pick(train_entries(args.ours), args.contestants)
-    setting = TrainSetting(args.layers, args.hidden, VOCABULARY, SEQUENCE, 1, args.bucket_size, rank, size)
+    setting = TrainSetting(
+        args.layers, args.hidden, VOCABULARY, SEQUENCE, 1, args.bucket_size, rank, size
+    )
     for entry in entries:
         read(entry, replace(setting, layers=1, hidden=128))
         gc.freeze()
@@ -69,7 +77,9 @@ def summary(readings: Sequence[MemoryReading]) -> dict[str, Any]:
         "numel": first.numel,
         "target": target(first.ranks),
         "peak of a step, peer / ours": {
-            name: reading.step_peak / ours for name, reading in by_name.items() if ours and name != "ours"
+            name: reading.step_peak / ours
+            for name, reading in by_name.items()
+            if ours and name != "ours"
         },
         "bytes an element": {
             name: {
@@ -91,12 +101,16 @@ def lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _heading(ranks: Mapping[str, Any]) -> str:
     goal = f"6 + 12/n = {ranks['target']:.2f}"
-    return f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements; bytes an element on a rank; {goal}"
+    return (
+        f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.1f} M elements; bytes an element on a "
+        f"rank; {goal}"
+    )
 
 
 def _rows(ranks: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ran = [
-        (name, *(f"{each:.2f}" for each in values.values()), "") for name, values in ranks["bytes an element"].items()
+        (name, *(f"{each:.2f}" for each in values.values()), "")
+        for name, values in ranks["bytes an element"].items()
     ]
     return ran + [(name, "-", "-", "-", why_not) for name, why_not in ranks["why_not"].items()]
 
@@ -104,8 +118,14 @@ def _rows(ranks: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def _last_words(ranks: Mapping[str, Any]) -> str:
     ours = ranks["bytes an element"].get("ours")
     goal = f"6 + 12/n = {ranks['target']:.2f}"
-    own = "ours did not run" if ours is None else f"ours {ours['peak of a step']:.2f} bytes an element ({goal})"
-    ratios = [f"{name}/ours {ratio:.2f}" for name, ratio in ranks["peak of a step, peer / ours"].items()]
+    own = (
+        "ours did not run"
+        if ours is None
+        else f"ours {ours['peak of a step']:.2f} bytes an element ({goal})"
+    )
+    ratios = [
+        f"{name}/ours {ratio:.2f}" for name, ratio in ranks["peak of a step, peer / ours"].items()
+    ]
     return f"{ranks['ranks']} ranks: " + ", ".join([own, *ratios])
 
 

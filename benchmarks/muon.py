@@ -1,10 +1,11 @@
 """How long the update of Muon takes on several ranks, and what each rank keeps for it.
 
-    python benchmarks/muon.py [--layers N] [--hidden N] [--ranks N ...] [--rounds N] [--quick] [--json FILE]
+    python benchmarks/muon.py [--layers N] [--hidden N] [--ranks N ...] [--rounds N] [--quick]
+    [--json FILE]
 
-The same bf16 model and gradients for all: this package, megatron-core's layer-wise optimizer with torch's Muon in its
-Muon's place, and torch's Muon alone on every rank, which is what n ranks share here. benchmarks/README.md says how
-every figure is read.
+The same bf16 model and gradients for all: this package, megatron-core's layer-wise optimizer with
+torch's Muon in its Muon's place, and torch's Muon alone on every rank, which is what n ranks share
+here. benchmarks/README.md says how every figure is read.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ class MuonReading:
     ranks: int  # data-parallel ranks
     numel: int  # elements of the model
     round: int  # repeats are rounds over all contestants
-    # CPU seconds of the rank that needed most: its optimizers' own steps, and all from gradients to new params.
+    # CPU seconds of the rank that needed most: its optimizers' own steps, and all from gradients to
+    # new params.
     update: float = 0.0
     step: float = 0.0
-    state: tuple[int, ...] = ()  # bytes of main params, moments and buffers besides params and gradients, of each rank
-    apart: float | None = None  # from the params of ours after the first steps, as a part of their change
+    # bytes of main params, moments and buffers besides params and gradients, of each rank
+    state: tuple[int, ...] = ()
+    # from the params of ours after the first steps, as a part of their change
+    apart: float | None = None
     why_not: str = ""  # the reason, where it was not run
 
 
@@ -68,15 +72,25 @@ def read_all(rank: int, size: int, path: Path, args: argparse.Namespace) -> None
                 log(reading, path)
 
 
-def read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
+def read(
+    entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]
+) -> MuonReading:
     """Collective: builds a contestant, checks and times it, and drops it."""
     measured: list[MuonReading] = []
-    why_not = failure_of_any(lambda: measured.append(_read(entry, setting, number, repeats, reference)))
+    why_not = failure_of_any(
+        lambda: measured.append(_read(entry, setting, number, repeats, reference))
+    )
     gc.collect()
-    return MuonReading(entry.name, setting.size, setting.numel, number, why_not=why_not) if why_not else measured[0]
+    return (
+        MuonReading(entry.name, setting.size, setting.numel, number, why_not=why_not)
+        if why_not
+        else measured[0]
+    )
 
 
-def _read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]) -> MuonReading:
+def _read(
+    entry: StepEntry, setting: StepSetting, number: int, repeats: int, reference: list[Tensor]
+) -> MuonReading:
     fill(torch.empty(1))  # whose values are kept
     known = {address for address, _ in storages().items()}
     stepper = entry.build(setting)
@@ -85,12 +99,16 @@ def _read(entry: StepEntry, setting: StepSetting, number: int, repeats: int, ref
             stepper.set_grads(norm)
             stepper.step()
         apart = deviation(stepper, entry.name, reference) if number <= 0 else None
-        held = covered((address, nbytes) for address, nbytes in storages().items() if address not in known)
+        held = covered(
+            (address, nbytes) for address, nbytes in storages().items() if address not in known
+        )
         times = exchange(_times(stepper, repeats))
         given = setting.numel * (2 + 4)
         state = tuple(nbytes - given for nbytes in exchange(held))
         update, step = (max(each[kind] for each in times) for kind in range(2))
-        return MuonReading(entry.name, setting.size, setting.numel, number, update, step, state, apart)
+        return MuonReading(
+            entry.name, setting.size, setting.numel, number, update, step, state, apart
+        )
     finally:
         stepper.close()
 
@@ -110,24 +128,38 @@ _KINDS = ("update", "step")
 
 
 def summary(readings: Sequence[MuonReading], size: int) -> dict[str, Any]:
-    """Of so many ranks, a row a contestant: times, and n times its time over torch's of one rank."""
+    """Of so many ranks, a row a contestant: times, and n times its time over torch's of one
+    rank."""
     rounds = Rounds([each for each in readings if each.ranks == size])
     last = list(rounds.of)[-1] if rounds.of else ""
-    state, apart = rounds.first(lambda each: each.state or None), rounds.first(lambda each: each.apart)
+    state, apart = (
+        rounds.first(lambda each: each.state or None),
+        rounds.first(lambda each: each.apart),
+    )
     rows = []
     for name, found in rounds.of.items():
-        times = {kind: rounds.values(name, lambda each, kind=kind: getattr(each, kind) or None) for kind in _KINDS}
-        alone = {kind: rounds.values(last, lambda each, kind=kind: getattr(each, kind) or None) for kind in _KINDS}
+        times = {
+            kind: rounds.values(name, lambda each, kind=kind: getattr(each, kind) or None)
+            for kind in _KINDS
+        }
+        alone = {
+            kind: rounds.values(last, lambda each, kind=kind: getattr(each, kind) or None)
+            for kind in _KINDS
+        }
         held, numel = state[name], found[0].numel
         rows.append(
             {
                 "name": name,
                 "seconds": {kind: spread([*times[kind].values()]) for kind in _KINDS},
                 "share": {
-                    kind: over({number: size * value for number, value in times[kind].items()}, alone[kind])
+                    kind: over(
+                        {number: size * value for number, value in times[kind].items()}, alone[kind]
+                    )
                     for kind in _KINDS
                 },
-                "state": {"most": max(held) / numel, "average": sum(held) / len(held) / numel} if held else None,
+                "state": {"most": max(held) / numel, "average": sum(held) / len(held) / numel}
+                if held
+                else None,
                 "apart": apart[name],
                 "why_not": rounds.failures()["why_not"].get(name, ""),
             }
@@ -138,7 +170,10 @@ def summary(readings: Sequence[MuonReading], size: int) -> dict[str, Any]:
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
     header = ("", "update, ms", "n x / alone", "step, ms", "n x / alone", "state", "most", "")
     for row in result["rows"]:
-        yield f"\n{row['ranks']} ranks: CPU time of the rank with most; bytes of state an element, average and most"
+        yield (
+            f"\n{row['ranks']} ranks: CPU time of the rank with most; bytes of state an element, "
+            "average and most"
+        )
         yield from table(header, [_cells(each) for each in row["contestants"]])
 
 
@@ -151,7 +186,11 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
             str(row["share"][kind]) if row["share"][kind] else "-",
         )
     ]
-    state = [f"{row['state'][which]:.2f}" for which in ("average", "most")] if row["state"] else ["-", "-"]
+    state = (
+        [f"{row['state'][which]:.2f}" for which in ("average", "most")]
+        if row["state"]
+        else ["-", "-"]
+    )
     apart = "" if row["apart"] is None else f"{row['apart']:.0e} of a change apart"
     return [row["name"], *times, *state, row["why_not"] or apart]
 

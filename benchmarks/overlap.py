@@ -1,11 +1,13 @@
-"""How much of the communication of a training step is hidden where the network is slower than memory.
+"""How much of the communication of a training step is hidden where the network is slower than
+memory.
 
     sudo -E python benchmarks/overlap.py [--rates 1 5 25] [--rounds 3] [--quick] [--json FILE]
 
-Two ranks in two network namespaces of this machine, joined by a pair of virtual interfaces whose rate is limited. Each
-contestant of train.py trains at every rate, and once more without any communication; what a step takes longer is its
-exposed communication. Needs Linux, root, ip and tc (iproute2); the namespaces are removed at the end, however it comes.
-benchmarks/README.md says how every figure is read, and what came out.
+Two ranks in two network namespaces of this machine, joined by a pair of virtual interfaces whose
+rate is limited. Each contestant of train.py trains at every rate, and once more without any
+communication; what a step takes longer is its exposed communication. Needs Linux, root, ip and tc
+(iproute2); the namespaces are removed at the end, however it comes. benchmarks/README.md says how
+every figure is read, and what came out.
 """
 
 from __future__ import annotations
@@ -64,17 +66,26 @@ def main() -> None:
             failures = [f"ended early: {error}"]
     rates = [rate for rate in reached if any(each.gigabits == rate for each in readings)]
     found = [summary(rate, readings, reached[rate], os.cpu_count() or 1) for rate in rates]
-    result = {"link": {"reached": reached}, "rates": found, "failures": failures, "readings": readings}
+    result = {
+        "link": {"reached": reached},
+        "rates": found,
+        "failures": failures,
+        "readings": readings,
+    }
     conclude(args, result, [*failures, *lines(found)])
 
 
 def picked(ours: Sequence[str], names: Sequence[str], *, quick: bool = False) -> list[TrainEntry]:
-    """What `--contestants` names, and this package with and without its overlaps; fewer variants of peers if quick.
+    """What `--contestants` names, and this package with and without its overlaps; fewer variants of
+    peers if quick.
 
-    In network namespaces of their own ranks do not share memory, so that ours sends messages in any case.
+    In network namespaces of their own ranks do not share memory, so that ours sends messages in any
+    case.
     """
     entries = [entry for entry in train_entries(ours) if entry.name != MESSAGES]
-    wanted = names or [entry.name for entry in entries if not (quick and entry.name in LEFT_OUT_QUICK)]
+    wanted = names or [
+        entry.name for entry in entries if not (quick and entry.name in LEFT_OUT_QUICK)
+    ]
     return pick(entries, [*wanted, *(entry.name for entry in entries if is_ours(entry.name))])
 
 
@@ -86,14 +97,17 @@ def probe(wired: Crew, link: Link, gigabits: float) -> float:
     """What plain TCP reaches at a rate, in Gbit/s, while nothing else runs."""
     link.set_rate(gigabits)
     order = {"probe_seconds": PROBE_SECONDS}
-    found: float = max(answer["gigabits"] for answer in answers_of(wired, order, "the probe of the link"))
+    found: float = max(
+        answer["gigabits"] for answer in answers_of(wired, order, "the probe of the link")
+    )
     print(f"{name_of(gigabits)}: plain TCP reaches {found:.2f} Gbit/s", file=sys.stderr)
     return found
 
 
 @contextmanager
 def pairs(link: Link, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
-    """Two ranks that do not communicate, and two in the namespaces; ended afterwards, at once after an error."""
+    """Two ranks that do not communicate, and two in the namespaces; ended afterwards, at once after
+    an error."""
     model = {name: getattr(args, name) for name in MODEL}
     started: list[Crew] = []
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
@@ -104,7 +118,9 @@ def pairs(link: Link, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
                 for rank in range(NUM_ENDS):
                     interface = link.interface(rank) if store == tcp else "lo"
                     place = {"rank": rank, "size": NUM_ENDS, "interface": interface, "store": store}
-                    about = json.dumps({**place, "address": link.address(1), "ours": args.ours, "model": model})
+                    about = json.dumps(
+                        {**place, "address": link.address(1), "ours": args.ours, "model": model}
+                    )
                     command = [sys.executable, "-m", "peers.overlap_rank", about]
                     inside = link.inside(rank, command) if store == tcp else command
                     # Addresses of the link have no names, which torch would warn of.
@@ -119,7 +135,9 @@ def pairs(link: Link, args: argparse.Namespace) -> Iterator[tuple[Crew, Crew]]:
             crew.stop()
 
 
-def warm_up(entries: Sequence[TrainEntry], crews: Sequence[Crew], link: Link, args: argparse.Namespace) -> None:
+def warm_up(
+    entries: Sequence[TrainEntry], crews: Sequence[Crew], link: Link, args: argparse.Namespace
+) -> None:
     """Every contestant once with a small model."""
     link.set_rate(0.0)
     for entry in entries:
@@ -139,14 +157,17 @@ def rounds(
                 start, busy = time.monotonic(), busy_seconds()
                 answers = ask(wired, entry.name, number, args)
                 cores = (busy_seconds() - busy) / (time.monotonic() - start)
-                yield WiredReading(gigabits, cores, answers[0])  # ranks that communicate agree on what they read
+                # ranks that communicate agree on what they read
+                yield WiredReading(gigabits, cores, answers[0])
 
 
 def ask(crew: Crew, name: str, number: int, args: argparse.Namespace) -> list[TrainReading]:
     """A reading of each rank."""
     order = {"contestant": name, "number": number, "pace": (args.warm_up, args.blocks, args.steps)}
     return [
-        TrainReading(**{**found, "seconds": tuple(found["seconds"]), "losses": tuple(found["losses"])})
+        TrainReading(
+            **{**found, "seconds": tuple(found["seconds"]), "losses": tuple(found["losses"])}
+        )
         for found in answers_of(crew, order, repr(name))
     ]
 
@@ -166,9 +187,11 @@ def answers_of(crew: Crew, order: Mapping[str, Any], what: str) -> list[Any]:
 
 
 def busy_seconds() -> float:
-    """Processor time of the machine since it was started, the kernel's share for the network included.
+    """Processor time of the machine since it was started, the kernel's share for the network
+    included.
 
-    What the kernel does for a packet when an interrupt arrives belongs to no process; only the whole machine shows it.
+    What the kernel does for a packet when an interrupt arrives belongs to no process; only the
+    whole machine shows it.
     """
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle, waiting, stolen = ticks[3], ticks[4], ticks[7]
@@ -179,15 +202,23 @@ def tell(each: WiredReading) -> None:
     reading = each.reading
     where = "without communication" if each.gigabits is None else name_of(each.gigabits)
     print(
-        f"round {reading.round}  {reading.contestant:28} {where:22} {reading.why_not or spread(reading.seconds)}",
+        f"round {reading.round}  {reading.contestant:28} {where:22} "
+        f"{reading.why_not or spread(reading.seconds)}",
         file=sys.stderr,
     )
 
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "a smaller model, one rate, 2 rounds, fewer variants")
-    parser.add_argument("--ours", nargs="+", default=[], help="name=value of DistOptConfig: ours once more with these")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1, 5, 25], help="Gbit/s, 10**9 bits; 0: no limit")
+    parser.add_argument(
+        "--ours",
+        nargs="+",
+        default=[],
+        help="name=value of DistOptConfig: ours once more with these",
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1, 5, 25], help="Gbit/s, 10**9 bits; 0: no limit"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not timed")
     parser.add_argument("--blocks", type=int, default=1, help="timed blocks of steps in a reading")
@@ -203,7 +234,10 @@ def parse_args() -> argparse.Namespace:
         given = getattr(args, name)
         if (min(given) if isinstance(given, list) else given) < least:
             option = f"--{name.replace('_', '-')}"
-            parser.error(f"Invalid {option}: {given}. Must be at least {least}. Write {option} {least} or more.")
+            parser.error(
+                f"Invalid {option}: {given}. Must be at least {least}. Write {option} {least} or "
+                "more."
+            )
     if args.quick:
         args.rates, args.rounds, args.blocks, args.steps = [5.0], 2, 1, 3
         args.layers, args.hidden, args.sequences, args.warm_up = 2, 256, 4, 1

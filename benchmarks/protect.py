@@ -1,12 +1,14 @@
-"""What snapshots in memory cost a step, and how long it takes to go on from one and from a checkpoint on disk.
+"""What snapshots in memory cost a step, and how long it takes to go on from one and from a
+checkpoint on disk.
 
     torchrun --nproc-per-node 2 benchmarks/protect.py
 
-Each rank is a node of its own, with a folder of its own below /dev/shm, so that every snapshot is sent as well. Blocks
-of steps with and without snapshots take turns, with the same model and data; what is printed is the median ratio of
-neighbouring blocks. At the end of a block with snapshots the last one is waited for, so that nothing is left to the
-next block. With `--peer` and lm-resiliency installed, DistributedDataParallel with torch's AdamW trains the same model
-with and without its copies in the memory of a peer, at the same number of steps between two of them; they are of the
+Each rank is a node of its own, with a folder of its own below /dev/shm, so that every snapshot is
+sent as well. Blocks of steps with and without snapshots take turns, with the same model and data;
+what is printed is the median ratio of neighbouring blocks. At the end of a block with snapshots the
+last one is waited for, so that nothing is left to the next block. With `--peer` and lm-resiliency
+installed, DistributedDataParallel with torch's AdamW trains the same model with and without its
+copies in the memory of a peer, at the same number of steps between two of them; they are of the
 whole state of each rank.
 """
 
@@ -30,7 +32,8 @@ import megatron_distopt
 
 
 class Training:
-    """A stack of linear layers that trains in fp32, whose speed depends less on the processor than that of bf16."""
+    """A stack of linear layers that trains in fp32, whose speed depends less on the processor than
+    that of bf16."""
 
     def __init__(self, width: int, layers: int, **options: object) -> None:
         torch.manual_seed(0)
@@ -93,7 +96,9 @@ class PeerTraining(Training):
             self.manager.finalize_replication()
 
 
-def ratios_of(plain: Training, protected: Training, steps: int, blocks: int) -> tuple[float, list[float]]:
+def ratios_of(
+    plain: Training, protected: Training, steps: int, blocks: int
+) -> tuple[float, list[float]]:
     """Milliseconds of a step without snapshots, and the ratio of each pair of blocks."""
     pairs = [(plain.train(steps), protected.train(steps)) for _ in range(blocks)]
     without = statistics.median(each for each, _ in pairs)
@@ -109,7 +114,9 @@ def timed(call: object) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=6, help="pairs of blocks")
@@ -150,7 +157,9 @@ def main() -> None:
         }
         for name, (milliseconds, ratios) in measured.items():
             found[f"{name}: ms a step without"] = round(milliseconds, 2)
-            found[f"{name}: ratio, median and all"] = [round(each, 4) for each in (statistics.median(ratios), *ratios)]
+            found[f"{name}: ratio, median and all"] = [
+                round(each, 4) for each in (statistics.median(ratios), *ratios)
+            ]
         print(json.dumps(found, indent=1))
     dist.barrier()
     for folder_name in (str(memory), disk[0]):

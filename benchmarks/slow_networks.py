@@ -1,13 +1,15 @@
 """How long a training step takes between nodes on a slow network, by what gradients are sent in.
 
-    sudo -E python benchmarks/slow_networks.py [--rates 1 5 25] [--local-sizes 2 1] [--quick] [--json FILE]
-    python benchmarks/slow_networks.py --conversion [--device DEVICE]     only what a core, or a device, needs to write
+    sudo -E python benchmarks/slow_networks.py [--rates 1 5 25] [--local-sizes 2 1] [--quick]
+    [--json FILE] python benchmarks/slow_networks.py --conversion [--device DEVICE]     only what a
+    core, or a device, needs to write
                                                                           and read an element
 
-Two nodes are network namespaces of this machine, joined by a pair of virtual interfaces whose rate is limited, with two
-ranks each, and then with one. In each round every contestant trains some steps at every rate. Needs Linux, root, ip and
-tc (iproute2); the namespaces are removed at the end, however it comes. benchmarks/README.md says how every figure is
-read, and docs/overlap.md what came out.
+Two nodes are network namespaces of this machine, joined by a pair of virtual interfaces whose rate
+is limited, with two ranks each, and then with one. In each round every contestant trains some steps
+at every rate. Needs Linux, root, ip and tc (iproute2); the namespaces are removed at the end,
+however it comes. benchmarks/README.md says how every figure is read, and docs/overlap.md what came
+out.
 """
 
 from __future__ import annotations
@@ -46,7 +48,17 @@ _FREED_NBYTES = 31 << 20
 MODEL = ("layers", "hidden", "vocabulary", "sequence", "sequences", "bucket_size")
 #: At 1 Gbit/s and two ranks a node: how many times as fast as these INT8 has to be.
 GOALS = {FP32: 1.7, BF16: 1.25}
-_HEADER = ("", "s a step", "quartiles", "over int8's", "quartiles", "MB of a node", "B/element", "losses", "")
+_HEADER = (
+    "",
+    "s a step",
+    "quartiles",
+    "over int8's",
+    "quartiles",
+    "MB of a node",
+    "B/element",
+    "losses",
+    "",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,12 @@ def main() -> None:
             except LostError as error:
                 failures.append(f"{local_size} a node ended early: {error}")
     found = [summary(rate, each, readings) for each in args.local_sizes for rate in args.rates]
-    result = {"reached": reached, "failures": failures, "settings found": found, "readings": readings}
+    result = {
+        "reached": reached,
+        "failures": failures,
+        "settings found": found,
+        "readings": readings,
+    }
     conclude(args, result, [*failures, *lines([each for each in found if each["numel"]], reached)])
 
 
@@ -89,7 +106,13 @@ def crew_of(link: Link, local_size: int, args: argparse.Namespace) -> Iterator[C
     model = {**{name: getattr(args, name) for name in MODEL}, "computes_in_fp32": True}
     for rank in range(size):
         node = rank // local_size
-        place = {"rank": rank, "size": size, "local_size": local_size, "interface": link.interface(node), "ours": []}
+        place = {
+            "rank": rank,
+            "size": size,
+            "local_size": local_size,
+            "interface": link.interface(node),
+            "ours": [],
+        }
         store = f"tcp://{link.address(0)}:{STORE_PORT + local_size}"
         about = json.dumps({**place, "store": store, "address": link.address(1), "model": model})
         command = link.inside(node, [sys.executable, "-m", "peers.overlap_rank", about])
@@ -103,26 +126,42 @@ def crew_of(link: Link, local_size: int, args: argparse.Namespace) -> Iterator[C
     crew.stop()
 
 
-def rounds(crew: Crew, link: Link, local_size: int, args: argparse.Namespace) -> Iterator[NodeReading]:
+def rounds(
+    crew: Crew, link: Link, local_size: int, args: argparse.Namespace
+) -> Iterator[NodeReading]:
     """Every contestant in each round at each rate."""
     for number in range(args.rounds):
         for gigabits in args.rates:
             link.set_rate(gigabits)
             for name in args.contestants:
                 found = ask(crew, name, number, args)[0]  # ranks agree on what they read
-                print(f"{local_size} a node, {name_of(gigabits)}, round {number}, {found}", file=sys.stderr)
+                print(
+                    f"{local_size} a node, {name_of(gigabits)}, round {number}, {found}",
+                    file=sys.stderr,
+                )
                 yield NodeReading(gigabits, local_size, found)
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    lower, median, upper = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    )
     return {"median": median, "lower": lower, "upper": upper}
 
 
 def summary(gigabits: float, local_size: int, readings: Sequence[NodeReading]) -> dict[str, Any]:
-    """Of one rate and one number of ranks a node; a ratio is that of a step to the median of int8's in its round."""
-    own = [each.reading for each in readings if (each.gigabits, each.local_size) == (gigabits, local_size)]
-    middles = {each.round: statistics.median(each.seconds) for each in own if each.contestant == INT8 and each.seconds}
+    """Of one rate and one number of ranks a node; a ratio is that of a step to the median of int8's
+    in its round."""
+    own = [
+        each.reading
+        for each in readings
+        if (each.gigabits, each.local_size) == (gigabits, local_size)
+    ]
+    middles = {
+        each.round: statistics.median(each.seconds)
+        for each in own
+        if each.contestant == INT8 and each.seconds
+    }
     contestants = dict[str, Any]()
     for name in dict.fromkeys(each.contestant for each in own):
         found = [each for each in own if each.contestant == name]
@@ -131,12 +170,21 @@ def summary(gigabits: float, local_size: int, readings: Sequence[NodeReading]) -
         if timed:
             contestants[name] |= {
                 "seconds": quartiles([step for each in timed for step in each.seconds]),
-                "over int8's": quartiles([step / middles[each.round] for each in timed for step in each.seconds]),
+                "over int8's": quartiles(
+                    [step / middles[each.round] for each in timed for step in each.seconds]
+                ),
                 "sent_nbytes": statistics.median(each.sent_nbytes for each in timed),
-                "losses apart": losses_apart(timed, [each for each in own if each.contestant == FP32]),
+                "losses apart": losses_apart(
+                    timed, [each for each in own if each.contestant == FP32]
+                ),
             }
     numel = own[0].numel if own else 0
-    return {"gigabits": gigabits, "local_size": local_size, "numel": numel, "contestants": contestants}
+    return {
+        "gigabits": gigabits,
+        "local_size": local_size,
+        "numel": numel,
+        "contestants": contestants,
+    }
 
 
 def lines(found: Sequence[Mapping[str, Any]], reached: Mapping[float, float]) -> Iterator[str]:
@@ -151,20 +199,31 @@ def lines(found: Sequence[Mapping[str, Any]], reached: Mapping[float, float]) ->
                 sent, off = values["sent_nbytes"], values["losses apart"]
                 cells = []
                 for figure in (values["seconds"], values["over int8's"]):
-                    cells += [f"{figure['median']:.3f}", f"{figure['lower']:.3f} to {figure['upper']:.3f}"]
-                cells += [f"{sent / 1e6:.1f}", f"{sent / each['numel']:.2f}", "" if off is None else f"{off:.0e}"]
+                    cells += [
+                        f"{figure['median']:.3f}",
+                        f"{figure['lower']:.3f} to {figure['upper']:.3f}",
+                    ]
+                cells += [
+                    f"{sent / 1e6:.1f}",
+                    f"{sent / each['numel']:.2f}",
+                    "" if off is None else f"{off:.0e}",
+                ]
             rows.append([name, *cells, values["why_not"]])
         yield from table(_HEADER, rows)
         for name, goal in GOALS.items() if (rate, each["local_size"]) == (1, 2) else ():
             ratio = each["contestants"][name].get("over int8's", {"median": 0.0})["median"]
-            yield f"goal: {name} takes at least {goal} times as long as {INT8}; {'met' if ratio >= goal else 'NOT met'}"
+            yield (
+                f"goal: {name} takes at least {goal} times as long as {INT8}; "
+                f"{'met' if ratio >= goal else 'NOT met'}"
+            )
 
 
 def conversion(device: torch.device, repeats: int = 30) -> Iterator[str]:
     """The fastest of several repeats, of one thread or of a device."""
     numel = 1 << 20 if device.type == "cpu" else 1 << 27
     torch.set_num_threads(1)
-    torch.zeros(_FREED_NBYTES, dtype=torch.uint8)  # as a training does; without it each message is new memory
+    # as a training does; without it each message is new memory
+    torch.zeros(_FREED_NBYTES, dtype=torch.uint8)
 
     def clock() -> float:
         if device.type == "cpu":
@@ -174,7 +233,11 @@ def conversion(device: torch.device, repeats: int = 30) -> Iterator[str]:
 
     layout = lay_out([ParamSpec("weight", 2 * numel)], num_shards=2, alignment_numel=BLOCK_NUMEL)
     coded = AsCodes(runs_of(layout, 0, frozenset(["weight"])), step=1, node=0)
-    chunk, values, into = slice(0, numel), torch.randn(numel, device=device), torch.zeros(numel, device=device)
+    chunk, values, into = (
+        slice(0, numel),
+        torch.randn(numel, device=device),
+        torch.zeros(numel, device=device),
+    )
 
     def fastest(act: Callable[[AsNumbers], object], form: AsNumbers) -> float:
         taken = []
@@ -193,9 +256,13 @@ def conversion(device: torch.device, repeats: int = 30) -> Iterator[str]:
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "a small model, 1 Gbit/s, 2 nodes of 2, 2 rounds")
-    parser.add_argument("--conversion", action="store_true", help="only ns an element to write and read")
+    parser.add_argument(
+        "--conversion", action="store_true", help="only ns an element to write and read"
+    )
     parser.add_argument("--device", default="cpu", help="with --conversion: one that torch knows")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1, 5, 25], help="Gbit/s, 10**9 bits")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1, 5, 25], help="Gbit/s, 10**9 bits"
+    )
     parser.add_argument("--local-sizes", type=int, nargs="+", default=[2, 1], help="ranks a node")
     for name, default, text in (
         ("rounds", 3, "over all contestants and rates"),
@@ -213,7 +280,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := [name for name in args.contestants if name not in NAMES]:
         parser.error(f"--contestants has {unknown[0]!r}. Write some of {NAMES}.")
-    args.contestants = [name for name in NAMES if name in (args.contestants or NAMES) or name in (FP32, BF16, INT8)]
+    args.contestants = [
+        name for name in NAMES if name in (args.contestants or NAMES) or name in (FP32, BF16, INT8)
+    ]
     if args.quick:
         args.rates, args.local_sizes, args.rounds, args.hidden = [1.0], [2], 2, 128
     return args

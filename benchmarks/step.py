@@ -1,10 +1,12 @@
 """How long an optimizer step takes without communication, beside what a user would use instead.
 
-    python benchmarks/step.py [--sizes 0.5 3.2 8.4 50] [--rounds 5] [--loss-scale N] [--quick] [--json FILE]
+    python benchmarks/step.py [--sizes 0.5 3.2 8.4 50] [--rounds 5] [--loss-scale N] [--quick]
+    [--json FILE]
 
-Sizes are millions of elements. All have the same bf16 params and the same fp32 grads, clip by the global norm, update
-fp32 main params by AdamW and round to bf16, in one process of one thread. Round after round each contestant is built,
-warmed up, timed and dropped. benchmarks/README.md says how every figure is read, and what came out.
+Sizes are millions of elements. All have the same bf16 params and the same fp32 grads, clip by the
+global norm, update fp32 main params by AdamW and round to bf16, in one process of one thread. Round
+after round each contestant is built, warmed up, timed and dropped. benchmarks/README.md says how
+every figure is read, and what came out.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def main() -> None:
 def run(
     entries: Sequence[StepEntry], args: argparse.Namespace
 ) -> tuple[list[StepReading], dict[int, list[MemoryRates]]]:
-    """All readings, and what memory did in each round, by elements: ours runs between two readings of that."""
+    """All readings, and what memory did in each round, by elements: ours runs between two readings
+    of that."""
     readings: list[StepReading] = []
     rates: dict[int, list[MemoryRates]] = {}
     for size in args.sizes:
@@ -61,15 +64,23 @@ def run(
 def setting_of(size: float, loss_scale: float | None) -> StepSetting:
     """Whole layers of about `size` million elements."""
     hidden = next(width for least, width in WIDTHS if size * 1e6 >= least)
-    return StepSetting(max(round(size * 1e6 / (12 * hidden**2 + 13 * hidden)), 1), hidden, 0, 1, loss_scale)
+    return StepSetting(
+        max(round(size * 1e6 / (12 * hidden**2 + 13 * hidden)), 1), hidden, 0, 1, loss_scale
+    )
 
 
 def parse_args() -> argparse.Namespace:
-    parser = parser_of(__doc__, "0.5 and 3.2 million elements, 3 rounds; DeepSpeed's ops are not compiled")
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 3.2, 8.4, 50], help="millions of elements")
+    parser = parser_of(
+        __doc__, "0.5 and 3.2 million elements, 3 rounds; DeepSpeed's ops are not compiled"
+    )
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=[0.5, 3.2, 8.4, 50], help="millions of elements"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="timed steps in a round")
-    parser.add_argument("--loss-scale", type=float, help="that all grads are multiplied with; none where left out")
+    parser.add_argument(
+        "--loss-scale", type=float, help="that all grads are multiplied with; none where left out"
+    )
     args = parser.parse_args()
     if args.quick:
         args.sizes, args.rounds, args.repeats = [0.5, 3.2], 3, 5

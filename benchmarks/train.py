@@ -1,10 +1,12 @@
 """How long whole training steps take, beside what a user would use instead.
 
-    python benchmarks/train.py [--ranks 2 4] [--rounds 5] [--layers 6] [--hidden 512] [--quick] [--json FILE]
+    python benchmarks/train.py [--ranks 2 4] [--rounds 5] [--layers 6] [--hidden 512] [--quick]
+    [--json FILE]
 
-A small transformer in bf16 with fp32 main params: forward, backward, reduce, clip, step, gather, over gloo. All
-contestants train the same model on the same data and run one after the other in the same processes, round after round.
-benchmarks/README.md says how every figure is read, and what came out.
+A small transformer in bf16 with fp32 main params: forward, backward, reduce, clip, step, gather,
+over gloo. All contestants train the same model on the same data and run one after the other in the
+same processes, round after round. benchmarks/README.md says how every figure is read, and what came
+out.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def main() -> None:
     found, failures = [], []
     for ranks in args.ranks:
         logged, why = run_on_ranks(run, ranks, args)
-        readings = [TrainReading(**{**entry, "seconds": tuple(entry["seconds"])}) for entry in logged]
+        readings = [
+            TrainReading(**{**entry, "seconds": tuple(entry["seconds"])}) for entry in logged
+        ]
         failures += [why] if why else []
         found += [summary(readings)] if readings else []
     conclude(args, {"ranks": found, "failures": failures}, [*failures, *lines(found)])
@@ -42,7 +46,14 @@ def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
         os.environ["MEGATRON_DISTOPT_SHARED_MEMORY"] = "no"
     entries = pick(train_entries(args.ours), args.contestants)
     setting = TrainSetting(
-        args.layers, args.hidden, args.vocabulary, args.sequence, args.sequences, args.bucket_size, rank, size
+        args.layers,
+        args.hidden,
+        args.vocabulary,
+        args.sequence,
+        args.sequences,
+        args.bucket_size,
+        rank,
+        size,
     )
     pace = Pace(2, args.blocks, args.steps)
     for entry in (FORWARD_BACKWARD, *entries):
@@ -53,7 +64,8 @@ def run(rank: int, size: int, path: Path, args: argparse.Namespace) -> None:
             log(reading, path)
             if rank == 0:
                 print(
-                    f"{size} ranks  round {number}  {entry.name:28} {reading.why_not or spread(reading.seconds)}",
+                    f"{size} ranks  round {number}  {entry.name:28} "
+                    f"{reading.why_not or spread(reading.seconds)}",
                     file=sys.stderr,
                 )
 

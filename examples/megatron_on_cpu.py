@@ -1,13 +1,15 @@
-"""Lets megatron-core 0.9 to 0.19 train where there is no accelerator: over gloo, in the host's memory.
+"""Lets megatron-core 0.9 to 0.19 train where there is no accelerator: over gloo, in the host's
+memory.
 
-megatron-core names CUDA in five ways. `install()` maps four of them to the CPU and `map_type_strings()` the fifth, and
-each mapping below says what breaks without it. Where CUDA is available neither does anything, so a script calls
-`install()` in any case and runs unchanged on a GPU.
+megatron-core names CUDA in five ways. `install()` maps four of them to the CPU and
+`map_type_strings()` the fifth, and each mapping below says what breaks without it. Where CUDA is
+available neither does anything, so a script calls `install()` in any case and runs unchanged on a
+GPU.
 
     import megatron_on_cpu
 
-    megatron_on_cpu.install()             # for the life of the process, or
-    with megatron_on_cpu.install():       # for a while; `undo = install()` and `undo()` say the same
+    megatron_on_cpu.install()             # for the life of the process, or with
+    megatron_on_cpu.install():       # for a while; `undo = install()` and `undo()` say the same
         ...
 
 This serves the examples and the tests. The package `megatron_distopt` neither imports nor needs it.
@@ -25,18 +27,31 @@ from torch import Tensor
 _CPU = torch.device("cpu")
 _Result = TypeVar("_Result")
 
-FACTORIES = ("arange", "as_tensor", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
+FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "full",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+)
 """The functions of torch to which megatron-core gives a cuda device."""
 
 
 class Undo(ExitStack):
-    """Holds what was there before. Call it, or leave its `with` block, to put that back; a second call does nothing."""
+    """Holds what was there before. Call it, or leave its `with` block, to put that back; a second
+    call does nothing."""
 
     def __call__(self) -> None:
         self.close()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name`. An inherited attribute is uncovered again by deleting ours, not by copying it down."""
+        """Set `owner.name`. An inherited attribute is uncovered again by deleting ours, not by
+        copying it down."""
         if name in vars(owner):
             self.callback(setattr, owner, name, getattr(owner, name))
         else:
@@ -45,7 +60,8 @@ class Undo(ExitStack):
 
 
 def install() -> Undo:
-    """Map the four ways in which megatron-core's models, buffers and schedules name CUDA. Returns the undo."""
+    """Map the four ways in which megatron-core's models, buffers and schedules name CUDA. Returns
+    the undo."""
     undo = Undo()
     if not torch.cuda.is_available():
         _map_current_device(undo)
@@ -58,9 +74,9 @@ def install() -> Undo:
 def map_type_strings() -> Undo:
     """Report CPU tensors as 'torch.cuda.FloatTensor' and so on. Returns the undo.
 
-    Only megatron-core's *own* optimizers and its gradient clipping compare `tensor.type()` with such strings, and raise
-    TypeError without this. It is apart from `install()` because it misleads everybody else who asks for a type: use it
-    to run those optimizers as a reference.
+    Only megatron-core's *own* optimizers and its gradient clipping compare `tensor.type()` with
+    such strings, and raise TypeError without this. It is apart from `install()` because it misleads
+    everybody else who asks for a type: use it to run those optimizers as a reference.
     """
     undo = Undo()
     if not torch.cuda.is_available():
@@ -69,24 +85,29 @@ def map_type_strings() -> Undo:
 
 
 def _map_current_device(undo: Undo) -> None:
-    """`device=torch.cuda.current_device()`: without it no DDP buffer, no pipeline receive buffer can be allocated."""
+    """`device=torch.cuda.current_device()`: without it no DDP buffer, no pipeline receive buffer
+    can be allocated."""
     undo.replace(torch.cuda, "current_device", lambda: _CPU)
 
 
 def _map_device_arguments(undo: Undo) -> None:
-    """`device='cuda'`: without it loss scale, found_inf, norms and token counters cannot be allocated.
+    """`device='cuda'`: without it loss scale, found_inf, norms and token counters cannot be
+    allocated.
 
-    The factories are wrapped: a TorchFunctionMode would do it too, but it sees every operation of the model.
+    The factories are wrapped: a TorchFunctionMode would do it too, but it sees every operation of
+    the model.
     """
     for name in FACTORIES:
         undo.replace(torch, name, _on_cpu_where_cuda_is_asked_for(getattr(torch, name)))
 
 
 def _map_random_state(undo: Undo) -> None:
-    """The CUDA generator becomes the CPU's. Without it the tracker's states are never set, and results differ silently.
+    """The CUDA generator becomes the CPU's. Without it the tracker's states are never set, and
+    results differ silently.
 
-    `_set_cuda_rng_state` would leave the state with torch, to be set when CUDA starts, which never happens. The tracker
-    also warns when the CPU generator moved under it; here it has to, so that one warning is dropped.
+    `_set_cuda_rng_state` would leave the state with torch, to be set when CUDA starts, which never
+    happens. The tracker also warns when the CPU generator moved under it; here it has to, so that
+    one warning is dropped.
     """
     from megatron.core.tensor_parallel import random
 
@@ -100,10 +121,11 @@ def _map_random_state(undo: Undo) -> None:
 
 
 def _map_synchronize_and_moves(undo: Undo) -> None:
-    """`torch.cuda.synchronize()` in pipeline sends and timers, `.cuda()` on embeddings that two stages share.
+    """`torch.cuda.synchronize()` in pipeline sends and timers, `.cuda()` on embeddings that two
+    stages share.
 
-    Streams: megatron-core makes some for experts and for several instances of the distributed optimizer, and 0.19 hands
-    the current one on around its reductions of gradients.
+    Streams: megatron-core makes some for experts and for several instances of the distributed
+    optimizer, and 0.19 hands the current one on around its reductions of gradients.
     """
     undo.replace(torch.cuda, "synchronize", lambda device=None: None)
     undo.replace(torch.cuda, "current_stream", lambda device=None: _Stream())

@@ -1,6 +1,8 @@
-"""A better distributed optimizer (ZeRO stage 1) for Megatron forks, for megatron-core, and for any torch module.
+"""A better distributed optimizer (ZeRO stage 1) for Megatron forks, for megatron-core, and for any
+torch module.
 
-Importing this package is free: torch, apex, deepspeed, transformer_engine and megatron are imported when they are used.
+Importing this package is free: torch, apex, deepspeed, transformer_engine and megatron are imported
+when they are used.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _LAZY = {
 
 
 def _check_torch() -> None:
-    """Refuses a torch that is too old, without importing it. One that was built in place has no metadata."""
+    """Refuses a torch that is too old, without importing it. One that was built in place has no
+    metadata."""
     try:
         installed = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -58,7 +61,10 @@ def _check_torch() -> None:
     number = installed.split("+")[0].split(".")[:2]
     if all(map(str.isdecimal, number)) and tuple(map(int, number)) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise ImportError(f"torch is {installed}, and must be at least {oldest}. Type: pip install 'torch>={oldest}'")
+        raise ImportError(
+            f"torch is {installed}, and must be at least {oldest}. Type: pip install "
+            f"'torch>={oldest}'"
+        )
 
 
 _check_torch()

@@ -7,6 +7,7 @@ from megatron_distopt.plugin.runner import main
 if __name__ == "__main__":
     try:
         main()
-    except SystemExit as error:  # of which Python says nothing to what runs at the exit, unlike of other exceptions
+    # of which Python says nothing to what runs at the exit, unlike of other exceptions
+    except SystemExit as error:
         sys.last_value = error if error.code else None
         raise

@@ -1,7 +1,9 @@
-"""Which features exclude each other, and what to do instead: one table, which all hosts ask before training starts.
+"""Which features exclude each other, and what to do instead: one table, which all hosts ask before
+training starts.
 
-A feature is something that an option, a param or the host asks for. What a run has of them is a mapping from features
-to the words in which the user asked, such as `{Feature.OFFLOAD: "offload_fraction=0.5"}`. Imports no torch.
+A feature is something that an option, a param or the host asks for. What a run has of them is a
+mapping from features to the words in which the user asked, such as `{Feature.OFFLOAD:
+"offload_fraction=0.5"}`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,18 +43,24 @@ class Feature(Enum):
     ONLY_FP32_PARAMS = "a model of fp32 params alone"
     SHORT_GRADS = "gradients that are kept in 16 bits"
     # Calls and the host.
-    TORCH_FORMAT = "`state`, `state_dict()`, `load_state_dict()` and `full_state_dict()` in torch's format"
+    TORCH_FORMAT = (
+        "`state`, `state_dict()`, `load_state_dict()` and `full_state_dict()` in torch's format"
+    )
     HOST_BOXES = "megatron-core's `sharded_state_dict()`, which `--ckpt-format torch_dist` calls"
     MOVED_STATE = "`offload_to_cpu()`"
     ADDED_GROUP = "`add_param_group()`"
-    FORK_BUCKETS = "`overlap_grad_reduce`, `overlap_param_gather` or `bucket_size` in a Megatron of 2023"
+    FORK_BUCKETS = (
+        "`overlap_grad_reduce`, `overlap_param_gather` or `bucket_size` in a Megatron of 2023"
+    )
     FORK_EXPERTS = "experts in a Megatron of 2023"
     OWN_LOOP = "a training loop of your own with plain torch"
     PER_RANK_FILES = "a Megatron of 2023 that saves per-rank files (23.04)"
     PARAM_READERS = "a flag with which a Megatron of 2023 reads params outside of a forward pass"
 
 
-_FP32_STATE = "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at float32, or use AdamW."
+_FP32_STATE = (
+    "Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype at float32, or use AdamW."
+)
 _OWN_FILES = "Call save(folder) and load(folder) of the optimizer."
 
 #: What a feature excludes, and a sentence about what to do instead.
@@ -61,32 +69,40 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
         Feature.OFFLOAD: "Leave offload_fraction out, or use AdamW.",
         Feature.DIGESTS: "Leave log_digests out, or use AdamW.",
         Feature.LOW_PRECISION: _FP32_STATE,
-        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has room for Adam's moments alone.",
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has room for Adam's "
+        "moments alone.",
         Feature.TORCH_FORMAT: _OWN_FILES,
-        Feature.HOST_BOXES: f"{_OWN_FILES} With Megatron-LM's training script, write --ckpt-format torch.",
+        Feature.HOST_BOXES: f"{_OWN_FILES} With Megatron-LM's training script, write --ckpt-format "
+        "torch.",
         Feature.MOVED_STATE: "Keep the state where it is, or use Adam.",
         Feature.ADDED_GROUP: "Give the optimizer all params before distribute(...).",
     },
     Feature.NOT_ADAM: {Feature.LOW_PRECISION: _FP32_STATE},
-    Feature.NO_HOST_KERNEL: {Feature.OFFLOAD: "Write adam=torch_fused, or leave offload_fraction out."},
+    Feature.NO_HOST_KERNEL: {
+        Feature.OFFLOAD: "Write adam=torch_fused, or leave offload_fraction out."
+    },
     Feature.ONLY_FP32_PARAMS: {
-        Feature.OFFLOAD: "Train in bf16, or leave offload_fraction out: fp32 params are their own main params, which "
-        "stay."
+        Feature.OFFLOAD: "Train in bf16, or leave offload_fraction out: fp32 params are their own "
+        "main params, which stay."
     },
     Feature.FP16_PARAMS: {
         Feature.BF16_MAIN_PARAMS: "Write main_params_dtype=float16 or float32.",
-        Feature.NO_LOSS_SCALE: "Write loss_scale='dynamic'; in a Megatron start with --fp16 or --loss-scale 1024.",
+        Feature.NO_LOSS_SCALE: "Write loss_scale='dynamic'; in a Megatron start with --fp16 or "
+        "--loss-scale 1024.",
     },
     Feature.SHORT_GRADS: {
-        Feature.REDUCE_DTYPE: "Leave reduce_dtype out, or keep gradients in fp32: grads_in_fp32=True, or "
-        "--accumulate-allreduce-grads-in-fp32 in a Megatron."
+        Feature.REDUCE_DTYPE: "Leave reduce_dtype out, or keep gradients in fp32: "
+        "grads_in_fp32=True, or --accumulate-allreduce-grads-in-fp32 in a "
+        "Megatron."
     },
     Feature.MUON_OPTIONS: {
-        Feature.NOT_MUON: "Write optimizer=muon in a Megatron, or give the option to torch.optim.Muon in plain torch.",
+        Feature.NOT_MUON: "Write optimizer=muon in a Megatron, or give the option to "
+        "torch.optim.Muon in plain torch.",
         Feature.HOSTS_MUON: "Use the host's --muon-* flags instead.",
     },
     Feature.AVERAGES: {
-        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has no place for averages.",
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has no place for "
+        "averages.",
         Feature.PER_RANK_FILES: "Leave ema_decay out, or use a fork of Megatron-LM 23.06 or later.",
     },
     Feature.AVERAGED_EVALUATION: {
@@ -95,22 +111,28 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     },
     Feature.PARAM_READERS: {Feature.OVERLAPPED_GATHER: "Leave one of the two out."},
     Feature.FORK_EXPERTS: {
-        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: the fork's file has no place for experts."
+        Feature.GATHERED_FORMAT: "Leave checkpoint_format out: the fork's file has no place for "
+        "experts."
     },
     Feature.FORK_BUCKETS: {
-        Feature.GATHERED_FORMAT: "Leave one of the two out: megatron-distopt convert --to gathered makes the fork's "
-        "file of our format."
+        Feature.GATHERED_FORMAT: "Leave one of the two out: megatron-distopt convert --to gathered "
+        "makes the fork's file of our format."
     },
 }
 
 
-def check_compatible(config: DistOptConfig, others: Mapping[Feature, str] = MappingProxyType({})) -> None:
-    """Refuses two features that exclude each other; `others` are asked for in addition to options, in these words."""
+def check_compatible(
+    config: DistOptConfig, others: Mapping[Feature, str] = MappingProxyType({})
+) -> None:
+    """Refuses two features that exclude each other; `others` are asked for in addition to options,
+    in these words."""
     found = {**_features_of(config), **others}
     for feature, excluded in EXCLUSIONS.items():
         for other, instead in excluded.items():
             if feature in found and other in found:
-                raise ConfigError(f"{found[feature]} cannot be combined with {found[other]}. {instead}")
+                raise ConfigError(
+                    f"{found[feature]} cannot be combined with {found[other]}. {instead}"
+                )
 
 
 def _features_of(config: DistOptConfig) -> dict[Feature, str]:
@@ -124,8 +146,10 @@ def _features_of(config: DistOptConfig) -> dict[Feature, str]:
         Feature.OFFLOAD: config.offload_fraction and text("offload_fraction"),
         Feature.DIGESTS: config.log_digests is not None and text("log_digests"),
         Feature.LOW_PRECISION: short and text(short),
-        Feature.BF16_MAIN_PARAMS: config.main_params_dtype in ("remainder", "bfloat16") and text("main_params_dtype"),
-        Feature.GATHERED_FORMAT: config.checkpoint_format == "gathered" and text("checkpoint_format"),
+        Feature.BF16_MAIN_PARAMS: config.main_params_dtype in ("remainder", "bfloat16")
+        and text("main_params_dtype"),
+        Feature.GATHERED_FORMAT: config.checkpoint_format == "gathered"
+        and text("checkpoint_format"),
         Feature.REDUCE_DTYPE: config.reduce_dtype and text("reduce_dtype"),
         Feature.OVERLAPPED_GATHER: config.overlap_param_gather and text("overlap_param_gather"),
         Feature.NO_LOSS_SCALE: config.loss_scale is None and text("loss_scale"),

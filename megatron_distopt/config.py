@@ -1,8 +1,8 @@
 """What a user can choose, checked where it is written down. Imports no torch.
 
-[Note: who wins] Code over a flag over an environment variable over the default. So a config remembers in `explicit`
-which options were given, also where the value is the default. Flags do not change what code gave, and variables do not
-change what code or a flag gave.
+[Note: who wins] Code over a flag over an environment variable over the default. So a config
+remembers in `explicit` which options were given, also where the value is the default. Flags do not
+change what code gave, and variables do not change what code or a flag gave.
 """
 
 from __future__ import annotations
@@ -33,28 +33,39 @@ from megatron_distopt.options import (
 )
 
 #: Names that `adam` accepts, apart from "auto"; optimizer/adam.py says which of them "auto" is.
-ADAM_SOURCES = ("transformer_engine", "apex", "deepspeed", "torch_fused", "torch_foreach", "deepspeed_cpu")
+ADAM_SOURCES = (
+    "transformer_engine",
+    "apex",
+    "deepspeed",
+    "torch_fused",
+    "torch_foreach",
+    "deepspeed_cpu",
+)
 
 #: Names under which Adam runs: those, and ours for state in other precisions than fp32.
 LOW_PRECISION = "low_precision"
 ADAM_NAMES = (*ADAM_SOURCES, LOW_PRECISION)
 
-#: In which a moment may be kept; the 8-bit ones and float16 have a scale for each block of 128 elements.
+#: In which a moment may be kept; the 8-bit ones and float16 have a scale for each block of 128
+#: elements.
 _MOMENT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
-#: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose bits.
+#: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose
+#: bits.
 LARGEST_SCALE = 2.0**127
 SMALLEST_SCALE = 2.0**-126
 
-#: Whether a host is repaired that cannot start for other reasons than its optimizer, see hosts/fixes.py. This is no
-#: option, because it is needed before the host and its parser are imported.
+#: Whether a host is repaired that cannot start for other reasons than its optimizer, see
+#: hosts/fixes.py. This is no option, because it is needed before the host and its parser are
+#: imported.
 FIXES_VARIABLE = f"{VARIABLE_PREFIX}FIXES"
 
 _MODULE_AND_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class NonFinitePolicy(Enum):
-    """The choices for a gradient that is inf or nan where no dynamic loss scale can deal with it."""
+    """The choices for a gradient that is inf or nan where no dynamic loss scale can deal with
+    it."""
 
     #: Stop on all ranks with an error that names rank and params. The default.
     RAISE = "raise"
@@ -75,10 +86,15 @@ class Switch(Enum):
     REQUIRE = "require"
 
 
-_BETAS = Rule("2 numbers of at least 0 and below 1", lambda value: len(value) == 2 and all(0 <= v < 1 for v in value))
+_BETAS = Rule(
+    "2 numbers of at least 0 and below 1",
+    lambda value: len(value) == 2 and all(0 <= v < 1 for v in value),
+)
 _LOSS_SCALE = Rule(
     "dynamic, or a number from 2**-126 to 2**127",  # of which fp32 holds the inverse as well
-    lambda value: value == "dynamic" if isinstance(value, str) else SMALLEST_SCALE <= value <= LARGEST_SCALE,
+    lambda value: (
+        value == "dynamic" if isinstance(value, str) else SMALLEST_SCALE <= value <= LARGEST_SCALE
+    ),
     words=("dynamic",),
 )
 _PROTECT_EVERY = Rule(
@@ -90,7 +106,8 @@ _Config = TypeVar("_Config")
 
 
 def _remembers_given(config: type[_Config]) -> type[_Config]:
-    """Makes the constructor of a config remember in `explicit` which options it was given, see [Note: who wins]."""
+    """Makes the constructor of a config remember in `explicit` which options it was given, see
+    [Note: who wins]."""
     original: Callable[..., None] = config.__init__
 
     @wraps(original)
@@ -98,8 +115,11 @@ def _remembers_given(config: type[_Config]) -> type[_Config]:
         _check_names(given)
         original(self, **given)
         names = frozenset(given)
-        if "explicit" in given:  # `dataclasses.replace` gives all options: those that it changed are not the default
-            changed = (name for name, each in OPTIONS.items() if getattr(self, name) != each.default)
+        # `dataclasses.replace` gives all options: those that it changed are not the default
+        if "explicit" in given:
+            changed = (
+                name for name, each in OPTIONS.items() if getattr(self, name) != each.default
+            )
             names = given["explicit"].union(changed)
         object.__setattr__(self, "explicit", names)
 
@@ -113,7 +133,8 @@ class DistOptConfig:
     """Options of the distributed optimizer. A Megatron fills in those that its own flags set.
 
     Raises:
-        ConfigError: an option that does not exist, a value of another type, or one that cannot work.
+        ConfigError: an option that does not exist, a value of another type, or one that cannot
+            work.
 
     Examples:
         >>> DistOptConfig(lr=3e-4, clip_grad=1.0).nonfinite
@@ -122,19 +143,22 @@ class DistOptConfig:
 
     adam: str = option(
         "auto",
-        "the implementation of Adam; auto is the best one for the device, and a named one that is absent is an error",
+        "the implementation of Adam; auto is the best one for the device, and a named one that is "
+        "absent is an error",
         one_of("auto", *ADAM_SOURCES),
     )
     optimizer: str = option(
         "adam",
-        "the inner optimizer; muon is Muon for the matrices of a Megatron's layers and Adam for all else, module:Class "
-        "is a torch.optim.Optimizer of your own that updates each element or each param by itself",
+        "the inner optimizer; muon is Muon for the matrices of a Megatron's layers and Adam for "
+        "all else, module:Class is a torch.optim.Optimizer of your own that updates each element "
+        "or each param by itself",
         one_of("adam", "sgd", "muon", "module:Class", pattern=_MODULE_AND_CLASS),
     )
     updates: str = option(
         "auto",
-        "what an optimizer class of your own updates by itself; auto tries it out at start-up. elements: each rank "
-        "updates its shard; params: one rank updates a param, whole. The trial has to agree with what you say",
+        "what an optimizer class of your own updates by itself; auto tries it out at start-up. "
+        "elements: each rank updates its shard; params: one rank updates a param, whole. The trial "
+        "has to agree with what you say",
         one_of("auto", "elements", "params"),
     )
     accelerator: str = option(
@@ -144,49 +168,68 @@ class DistOptConfig:
     )
     lr: float = option(1e-3, "learning rate", NOT_NEGATIVE, by_host=True)
     weight_decay: float = option(0.01, "weight decay", NOT_NEGATIVE, by_host=True)
-    betas: tuple[float, float] = option((0.9, 0.999), "decay rates of Adam's two moments", _BETAS, by_host=True)
-    eps: float = option(1e-8, "what Adam adds to the root of the second moment", NOT_NEGATIVE, by_host=True)
+    betas: tuple[float, float] = option(
+        (0.9, 0.999), "decay rates of Adam's two moments", _BETAS, by_host=True
+    )
+    eps: float = option(
+        1e-8, "what Adam adds to the root of the second moment", NOT_NEGATIVE, by_host=True
+    )
     momentum: float = option(0.9, "momentum of SGD", NOT_NEGATIVE, by_host=True)
     muon_momentum: float = option(0.95, "momentum of Muon in a Megatron", NOT_NEGATIVE)
     muon_nesterov: bool = option(True, "Nesterov's momentum for Muon in a Megatron")
-    muon_ns_steps: int = option(5, "steps of Muon's Newton-Schulz iteration in a Megatron", at_least(1))
+    muon_ns_steps: int = option(
+        5, "steps of Muon's Newton-Schulz iteration in a Megatron", at_least(1)
+    )
     muon_adjust_lr: str = option(
         "match_rms_adamw",
-        "what Muon multiplies a Megatron's learning rate by; match_rms_adamw is 0.2 * sqrt(max(rows, columns)), with "
-        "which the rate of AdamW fits, original is sqrt(max(1, rows / columns))",
+        "what Muon multiplies a Megatron's learning rate by; match_rms_adamw is 0.2 * "
+        "sqrt(max(rows, columns)), with which the rate of AdamW fits, original is sqrt(max(1, rows "
+        "/ columns))",
         one_of("match_rms_adamw", "original"),
     )
     muon_split: str = option(
         "qkv",
-        "which fused weights of a Megatron Muon takes for several matrices; qkv splits queries, keys and values, all "
-        "splits gate and up projection as well",
+        "which fused weights of a Megatron Muon takes for several matrices; qkv splits queries, "
+        "keys and values, all splits gate and up projection as well",
         one_of("none", "qkv", "all"),
     )
     muon_tp_mode: str = option(
         "duplicated",
-        "how tensor-parallel ranks orthogonalize a matrix that they share; duplicated gathers it, with the result of "
-        "one rank, distributed adds up products, blockwise takes each part for a matrix of its own",
+        "how tensor-parallel ranks orthogonalize a matrix that they share; duplicated gathers it, "
+        "with the result of one rank, distributed adds up products, blockwise takes each part for "
+        "a matrix of its own",
         one_of("duplicated", "distributed", "blockwise"),
     )
     decay: str = option(
         "decoupled",
-        "the weight decay of Adam; l2 adds it to the gradient, as torch's Adam does in some forks off CUDA",
+        "the weight decay of Adam; l2 adds it to the gradient, as torch's Adam does in some forks "
+        "off CUDA",
         one_of("decoupled", "l2"),
     )
     resume_step: int | None = option(
         None,
-        "the updates that the optimizer state of a checkpoint has seen, for a checkpoint that does not say it",
+        "the updates that the optimizer state of a checkpoint has seen, for a checkpoint that does "
+        "not say it",
         at_least(0),
     )
-    clip_grad: float = option(0.0, "largest global norm of the gradient; 0 for no clipping", NOT_NEGATIVE, by_host=True)
-    count_zeros: bool = option(False, "count the zero elements of the gradient at every step", by_host=True)
+    clip_grad: float = option(
+        0.0, "largest global norm of the gradient; 0 for no clipping", NOT_NEGATIVE, by_host=True
+    )
+    count_zeros: bool = option(
+        False, "count the zero elements of the gradient at every step", by_host=True
+    )
     loss_scale: float | str | None = option(
         None, "what the loss is multiplied by; fp16 params need one", _LOSS_SCALE, by_host=True
     )
-    initial_loss_scale: float = option(2.0**16, "the dynamic loss scale of the first step", by_host=True)
+    initial_loss_scale: float = option(
+        2.0**16, "the dynamic loss scale of the first step", by_host=True
+    )
     min_loss_scale: float = option(1.0, "the least dynamic loss scale", by_host=True)
     growth_interval: int = option(
-        1000, "steps without overflow after which the dynamic loss scale doubles", at_least(1), by_host=True
+        1000,
+        "steps without overflow after which the dynamic loss scale doubles",
+        at_least(1),
+        by_host=True,
     )
     hysteresis: int = option(
         2,
@@ -196,91 +239,115 @@ class DistOptConfig:
     )
     nonfinite: str = option(
         "raise",
-        "what happens when a gradient is inf or nan and no dynamic loss scale deals with it: raise stops all ranks, "
-        "skip leaves the step out, log updates all the same",
+        "what happens when a gradient is inf or nan and no dynamic loss scale deals with it: raise "
+        "stops all ranks, skip leaves the step out, log updates all the same",
         one_of(*(policy.value for policy in NonFinitePolicy)),
     )
     grads_in_fp32: bool = option(
-        True, "keep fp32 grad buffers for 16-bit params, 4 bytes an element instead of 2", by_host=True
+        True,
+        "keep fp32 grad buffers for 16-bit params, 4 bytes an element instead of 2",
+        by_host=True,
     )
     main_params_dtype: str = option(
         "float32",
-        "how the main params of 16-bit params are kept; remainder is exact fp32 in 2 bytes beside a bf16 param, "
-        "bfloat16 rounds the param itself at random, float16 has a scale for each block of 128 elements",
+        "how the main params of 16-bit params are kept; remainder is exact fp32 in 2 bytes beside "
+        "a bf16 param, bfloat16 rounds the param itself at random, float16 has a scale for each "
+        "block of 128 elements",
         one_of("float32", "remainder", "bfloat16", "float16"),
     )
     exp_avg_dtype: str = option(
         "float32",
-        "how Adam's first moment is kept; all but float32 and bfloat16 have a scale for each block of 128 elements",
+        "how Adam's first moment is kept; all but float32 and bfloat16 have a scale for each block "
+        "of 128 elements",
         one_of(*_MOMENT_DTYPES),
     )
     exp_avg_sq_dtype: str = option(
-        "float32", "how Adam's second moment is kept; where it has scales its root is kept", one_of(*_MOMENT_DTYPES)
+        "float32",
+        "how Adam's second moment is kept; where it has scales its root is kept",
+        one_of(*_MOMENT_DTYPES),
     )
     offload_fraction: float = option(
         0.0,
-        "the part of the optimizer state of 16-bit params, by buckets, that the host keeps and updates; 0 for none",
+        "the part of the optimizer state of 16-bit params, by buckets, that the host keeps and "
+        "updates; 0 for none",
         FRACTION,
     )
-    ema_decay: float | None = option(None, "decay of fp32 averages of the main params, such as 0.999", FRACTION)
-    ema_eval: bool = option(False, "a Megatron evaluates the averages of the params in place of the params")
+    ema_decay: float | None = option(
+        None, "decay of fp32 averages of the main params, such as 0.999", FRACTION
+    )
+    ema_eval: bool = option(
+        False, "a Megatron evaluates the averages of the params in place of the params"
+    )
     bucket_size: int | None = option(
         None,
-        "elements of a bucket; none for one a buffer, or where communication is overlapped for a size that suits",
+        "elements of a bucket; none for one a buffer, or where communication is overlapped for a "
+        "size that suits",
         at_least(1),
     )
     reduce_dtype: str | None = option(
         None,
-        "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for fp32. With float32 "
-        "and int8 each node adds up its own and sends the sum once; on one node these change nothing",
+        "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for "
+        "fp32. With float32 and int8 each node adds up its own and sends the sum once; on one node "
+        "these change nothing",
         one_of("float32", "bfloat16", "float16", "int8"),
     )
     reduce_exact: str = option(
         "router,gate",
-        "parts of the names, between dots, of params that go in fp32 with reduce_dtype int8, as 1-D ones do",
+        "parts of the names, between dots, of params that go in fp32 with reduce_dtype int8, as "
+        "1-D ones do",
     )
     overlap_grad_reduce: bool | None = option(
         None,
-        "overlap the reduction of gradients with backward; auto where that is known to be safe, in a Megatron of 2023. "
-        "Your own loop needs yes, and no_sync() around all but the last backward of a step",
+        "overlap the reduction of gradients with backward; auto where that is known to be safe, in "
+        "a Megatron of 2023. Your own loop needs yes, and no_sync() around all but the last "
+        "backward of a step",
     )
     overlap_param_gather: bool = option(
         False,
-        "overlap the gathering of params with the next forward; code that reads params outside of a forward pass "
-        "then calls finish_param_gather() of the optimizer first",
+        "overlap the gathering of params with the next forward; code that reads params outside of "
+        "a forward pass then calls finish_param_gather() of the optimizer first",
     )
     shared_memory: bool = option(
-        True, "ranks that train on the CPU of one machine communicate through shared memory instead of messages"
+        True,
+        "ranks that train on the CPU of one machine communicate through shared memory instead of "
+        "messages",
     )
     log_digests: int | None = option(
         None,
-        "steps between two records of checksums of gradients, main params and optimizer state, by param, for "
-        "megatron-distopt diff; none for no such records",
+        "steps between two records of checksums of gradients, main params and optimizer state, by "
+        "param, for megatron-distopt diff; none for no such records",
         at_least(1),
     )
-    digest_file: str = option("digests.jsonl", "the file of those records, which rank 0 writes; one for each run")
+    digest_file: str = option(
+        "digests.jsonl", "the file of those records, which rank 0 writes; one for each run"
+    )
     checkpoint_format: str = option(
         "distopt",
-        "the optimizer's files behind a host's own calls; distopt loads at any parallel size, gathered is what a "
-        "Megatron's own optimizer writes and reads",
+        "the optimizer's files behind a host's own calls; distopt loads at any parallel size, "
+        "gathered is what a Megatron's own optimizer writes and reads",
         one_of("distopt", "gathered"),
     )
     async_save: bool = option(False, "train on while a copy of the optimizer state is written")
     protect_every: int | str | None = option(
         None,
-        "steps between two snapshots of the optimizer state in the memory of two nodes, from which a run goes on after "
-        "it lost one; auto takes the fewest that cost less than 1 % of the time, none for no snapshots",
+        "steps between two snapshots of the optimizer state in the memory of two nodes, from which "
+        "a run goes on after it lost one; auto takes the fewest that cost less than 1 % of the "
+        "time, none for no snapshots",
         _PROTECT_EVERY,
     )
     protect_folder: str | None = option(
-        None, "where each node keeps them, in memory; none for a folder below /dev/shm named by torchrun's --rdzv-id"
+        None,
+        "where each node keeps them, in memory; none for a folder below /dev/shm named by "
+        "torchrun's --rdzv-id",
     )
     protect_timeout: float = option(
         20.0,
-        "seconds without a sign of life after which the other ranks of a protected run end, for torchrun's restart",
+        "seconds without a sign of life after which the other ranks of a protected run end, for "
+        "torchrun's restart",
         Rule("a finite number of at least 1", lambda value: math.isfinite(value) and value >= 1),
     )
-    #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes it.
+    #: Names of the options that were given, see [Note: who wins]; only `dataclasses.replace` passes
+    #: it.
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -288,8 +355,9 @@ class DistOptConfig:
             object.__setattr__(self, name, declared.checked(getattr(self, name)))
         if not SMALLEST_SCALE <= self.min_loss_scale <= self.initial_loss_scale <= LARGEST_SCALE:
             raise ConfigError(
-                f"min_loss_scale is {self.min_loss_scale} and initial_loss_scale is {self.initial_loss_scale}. The "
-                "first must be at least 2**-126 and at most the second, which must be at most 2**127."
+                f"min_loss_scale is {self.min_loss_scale} and initial_loss_scale is "
+                f"{self.initial_loss_scale}. The first must be at least 2**-126 and at most the "
+                "second, which must be at most 2**127."
             )
 
     @property
@@ -301,8 +369,11 @@ class DistOptConfig:
         return self.decay == "decoupled"
 
     def described(self) -> tuple[str, ...]:
-        """`name=value` of every option that all ranks must have alike; the memory of a node may lie anywhere."""
-        return tuple(f"{name}={getattr(self, name)!r}" for name in OPTIONS if name != "protect_folder")
+        """`name=value` of every option that all ranks must have alike; the memory of a node may lie
+        anywhere."""
+        return tuple(
+            f"{name}={getattr(self, name)!r}" for name in OPTIONS if name != "protect_folder"
+        )
 
 
 #: All options, by name.
@@ -312,7 +383,8 @@ FREE_OPTIONS = tuple(name for name, each in OPTIONS.items() if not each.by_host)
 DistOptConfig.__doc__ = "\n\n".join(
     [
         str(DistOptConfig.__doc__).rstrip(),
-        "    Args:\n" + "\n".join(f"        {each.name}: {each.meaning}." for each in OPTIONS.values()),
+        "    Args:\n"
+        + "\n".join(f"        {each.name}: {each.meaning}." for each in OPTIONS.values()),
     ]
 )
 
@@ -321,19 +393,31 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in OPTIONS and name != "explicit":
             close = nearest(name, OPTIONS)
-            meant = f"Did you mean {close}?" if close else "help(megatron_distopt.DistOptConfig) lists them."
+            meant = (
+                f"Did you mean {close}?"
+                if close
+                else "help(megatron_distopt.DistOptConfig) lists them."
+            )
             raise ConfigError(f"There is no option {name!r}. {meant}")
 
 
 def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
-    """Returns `config` with options that a function took as keywords; they count as given by code."""
+    """Returns `config` with options that a function took as keywords; they count as given by
+    code."""
     _check_names(options)
     return dataclasses.replace(config, explicit=config.explicit.union(options), **options)
 
 
-def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | None = None) -> DistOptConfig:
-    """Returns `config` with what MEGATRON_DISTOPT_* variables say about options that are not explicit in it."""
-    given = {variable: value for variable, value in environ.items() if variable.startswith(VARIABLE_PREFIX)}
+def config_from_environment(
+    environ: Mapping[str, str], config: DistOptConfig | None = None
+) -> DistOptConfig:
+    """Returns `config` with what MEGATRON_DISTOPT_* variables say about options that are not
+    explicit in it."""
+    given = {
+        variable: value
+        for variable, value in environ.items()
+        if variable.startswith(VARIABLE_PREFIX)
+    }
     if given.pop(FIXES_VARIABLE, None) is not None:
         fixes_from(environ)
     known = {variable_of(name): name for name in FREE_OPTIONS}
@@ -344,12 +428,19 @@ def config_from_environment(environ: Mapping[str, str], config: DistOptConfig | 
             bare = [each.removeprefix(VARIABLE_PREFIX) for each in valid]
             close = nearest(variable.removeprefix(VARIABLE_PREFIX), bare)
             meant = f"Did you mean {VARIABLE_PREFIX}{close}?" if close else "Unset it."
-            raise ConfigError(f"The environment variable {variable} is none of {', '.join(valid)}. {meant}")
-    return _with_texts(config or DistOptConfig(), {known[each]: value for each, value in given.items()}, variable_of)
+            raise ConfigError(
+                f"The environment variable {variable} is none of {', '.join(valid)}. {meant}"
+            )
+    return _with_texts(
+        config or DistOptConfig(),
+        {known[each]: value for each, value in given.items()},
+        variable_of,
+    )
 
 
 def config_from_arguments(args: object, config: DistOptConfig | None = None) -> DistOptConfig:
-    """Returns `config` with what parsed arguments `distopt_*` say about options that are not explicit in it.
+    """Returns `config` with what parsed arguments `distopt_*` say about options that are not
+    explicit in it.
 
     Args:
         args: None as an attribute stands for "not given".
@@ -363,15 +454,21 @@ def config_from_arguments(args: object, config: DistOptConfig | None = None) -> 
     return _with_texts(config or DistOptConfig(), texts, flag_of)
 
 
-def _with_texts(config: DistOptConfig, texts: Mapping[str, str], spell: Callable[[str], str]) -> DistOptConfig:
-    """Returns `config` with free options as a command line or variables spell them, see [Note: who wins]."""
+def _with_texts(
+    config: DistOptConfig, texts: Mapping[str, str], spell: Callable[[str], str]
+) -> DistOptConfig:
+    """Returns `config` with free options as a command line or variables spell them, see [Note: who
+    wins]."""
     read = {name: text for name, text in texts.items() if name not in config.explicit}
-    changes: dict[str, Any] = {name: OPTIONS[name].read(text, spell(name)) for name, text in read.items()}
+    changes: dict[str, Any] = {
+        name: OPTIONS[name].read(text, spell(name)) for name, text in read.items()
+    }
     return dataclasses.replace(config, explicit=config.explicit.union(changes), **changes)
 
 
 def switch_from(environ: Mapping[str, str]) -> Switch:
-    """Reads the environment variable MEGATRON_DISTOPT; yes, true and on stand for 1, and no, false and off for 0."""
+    """Reads the environment variable MEGATRON_DISTOPT; yes, true and on stand for 1, and no, false
+    and off for 0."""
     value = environ.get("MEGATRON_DISTOPT", Switch.ON.value).lower()
     if value in YES_OR_NO:
         return Switch.ON if YES_OR_NO[value] else Switch.OFF

@@ -1,7 +1,8 @@
 """Streams, events and pinned memory of a device.
 
-They are torch's own for any accelerator (`torch.accelerator`), or where a release of torch does not have them those of
-the device's module in torch, which have the same methods. On the CPU everything is done as soon as it is called.
+They are torch's own for any accelerator (`torch.accelerator`), or where a release of torch does not
+have them those of the device's module in torch, which have the same methods. On the CPU everything
+is done as soon as it is called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def _module(device: torch.device) -> Any:
 
 @cache  # every gradient asks, and torch asks the driver
 def _accelerator_of(device_type: str) -> Any:
-    """torch.accelerator, in torch 2.6 and newer, if it is what the device belongs to; None otherwise."""
+    """torch.accelerator, in torch 2.6 and newer, if it is what the device belongs to; None
+    otherwise."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None or not accelerator.is_available():
         return None
@@ -50,7 +52,8 @@ def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Returns a function that makes the CPU wait for what is queued on the current stream by now."""
+    """Returns a function that makes the CPU wait for what is queued on the current stream by
+    now."""
     if device.type == CPU:
         return lambda: None
     wait: Callable[[], None] = current_stream(device).record_event().synchronize
@@ -58,7 +61,8 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def fence(device: torch.device) -> Callable[[], None]:
-    """Returns a function that makes the stream that is current when it is called wait for what is queued by now."""
+    """Returns a function that makes the stream that is current when it is called wait for what is
+    queued by now."""
     if device.type == CPU:
         return lambda: None
     event = current_stream(device).record_event()
@@ -76,14 +80,16 @@ def wait_for_streams(streams: Iterable[Any], device: torch.device) -> None:
 def keep_for_current_stream(tensor: Tensor) -> None:
     """Tells the allocator that the current stream uses a tensor that was allocated on another one.
 
-    Otherwise the memory would be used for something else as soon as the stream that allocated it is done with it.
+    Otherwise the memory would be used for something else as soon as the stream that allocated it is
+    done with it.
     """
     if tensor.device.type != CPU:
         tensor.record_stream(current_stream(tensor.device))
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor of the CPU that the device copies from and to without making the CPU wait."""
+    """An uninitialized tensor of the CPU that the device copies from and to without making the CPU
+    wait."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type != CPU)
 
 

@@ -1,6 +1,7 @@
 """Every exception that the package raises on purpose; docs/errors.md says what to do about each.
 
-A message is one to three sentences: what was found, with its value and place; what is required; what to type instead.
+A message is one to three sentences: what was found, with its value and place; what is required;
+what to type instead.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class HostMismatchError(HostError):
 
 
 class AccessError(DistOptError, RuntimeError):
-    """Something is read, changed or copied that one rank does not have as a whole, or not at this moment."""
+    """Something is read, changed or copied that one rank does not have as a whole, or not at this
+    moment."""
 
 
 class CheckpointError(DistOptError):

@@ -1,11 +1,13 @@
-"""How an option is declared, once: its name, type, default, meaning, the values it takes, and who may set it.
+"""How an option is declared, once: its name, type, default, meaning, the values it takes, and who
+may set it.
 
-`DistOptConfig` declares its fields with `option(...)`. From that come the checks of values, the flags, the environment
-variables, the parsing and the help of both, and the table in docs/reference.md. Imports no torch.
+`DistOptConfig` declares its fields with `option(...)`. From that come the checks of values, the
+flags, the environment variables, the parsing and the help of both, and the table in
+docs/reference.md. Imports no torch.
 
-The type of a value is checked because another one would mean something else: the text "no" is true, nan compares false
-with everything, and True is the number 1. Numbers of other libraries (numpy's scalars) are numbers. A tensor is not:
-the option would not follow it.
+The type of a value is checked because another one would mean something else: the text "no" is true,
+nan compares false with everything, and True is the number 1. Numbers of other libraries (numpy's
+scalars) are numbers. A tensor is not: the option would not follow it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from megatron_distopt.errors import ConfigError
 
 VARIABLE_PREFIX = "MEGATRON_DISTOPT_"
 #: What people write for a switch.
-YES_OR_NO = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+YES_OR_NO = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 _T = TypeVar("_T")
 
@@ -57,7 +62,11 @@ class Option:
     def values(self) -> str:
         if self.is_switch:
             return "yes, no or auto" if self._is_optional else "yes or no"
-        words = self.rule.values if self.rule else " or ".join(_TYPES[each][0] for each in self._type_names)
+        words = (
+            self.rule.values
+            if self.rule
+            else " or ".join(_TYPES[each][0] for each in self._type_names)
+        )
         return f"{words}, or none" if self._is_optional and "none" not in words else words
 
     @property
@@ -80,7 +89,8 @@ class Option:
         return "auto" if self.is_switch else "none"
 
     def checked(self, value: object, spelled: str = "") -> Any:
-        """Returns a value as a plain one of the option's type; `spelled` is how the option was written, if not in code.
+        """Returns a value as a plain one of the option's type; `spelled` is how the option was
+        written, if not in code.
 
         Raises ConfigError where the option does not take the value.
         """
@@ -104,15 +114,21 @@ class Option:
                 return self.checked(float(text), spelled)
             return YES_OR_NO[text.lower()] if self.is_switch else self.checked(text, spelled)
         except (KeyError, ValueError) as error:
-            raise error if isinstance(error, ConfigError) else self._refusal(text, spelled) from None
+            raise (
+                error if isinstance(error, ConfigError) else self._refusal(text, spelled)
+            ) from None
 
     def _refusal(self, value: object, spelled: str) -> ConfigError:
         shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:60]}... of type {type(value).__name__}"  # a tensor fills pages
+        # a tensor fills pages
+        shown = shown if len(shown) <= 60 else f"{shown[:60]}... of type {type(value).__name__}"
         close = nearest(str(value), self.rule.words) if self.rule else None
         meant = f" Did you mean {close}?" if close else ""
         in_code = self.is_switch and spelled == self.name
-        return ConfigError(f"{spelled} is {shown}. It must be {'True or False' if in_code else self.values}.{meant}")
+        return ConfigError(
+            f"{spelled} is {shown}. It must be "
+            f"{'True or False' if in_code else self.values}.{meant}"
+        )
 
 
 def option(default: _T, meaning: str, rule: Rule | None = None, *, by_host: bool = False) -> _T:
@@ -123,7 +139,10 @@ def option(default: _T, meaning: str, rule: Rule | None = None, *, by_host: bool
 def options_of(config: type) -> dict[str, Option]:
     """Returns the options that a dataclass declares, by name and in the order of the fields."""
     declared = [each for each in dataclasses.fields(config) if each.metadata]
-    return {each.name: Option(each.name, str(each.type), each.default, **each.metadata) for each in declared}
+    return {
+        each.name: Option(each.name, str(each.type), each.default, **each.metadata)
+        for each in declared
+    }
 
 
 def flag_of(name: str) -> str:
@@ -137,7 +156,8 @@ def variable_of(name: str) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Returns the word that was probably meant, whichever letters are capitals; None where no word is near."""
+    """Returns the word that was probably meant, whichever letters are capitals; None where no word
+    is near."""
     by_lower = {each.lower(): each for each in words}
     close = get_close_matches(word.lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
@@ -147,7 +167,8 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def one_of(*words: str, pattern: re.Pattern[str] | None = None) -> Rule:
-    """Returns the rule that an option is one of a few words; a pattern has the values that the last one stands for."""
+    """Returns the rule that an option is one of a few words; a pattern has the values that the last
+    one stands for."""
 
     def allows(value: str) -> bool:
         return value in words or (pattern is not None and pattern.fullmatch(value) is not None)
@@ -160,26 +181,34 @@ def at_least(number: int) -> Rule:
 
 
 FRACTION = Rule("a number from 0 to 1", lambda value: 0.0 <= value <= 1.0)
-NOT_NEGATIVE = Rule("a finite number of at least 0", lambda value: math.isfinite(value) and value >= 0)
+NOT_NEGATIVE = Rule(
+    "a finite number of at least 0", lambda value: math.isfinite(value) and value >= 0
+)
 
 
 # --- types
 
 
 def _plain(annotation: str, value: Any) -> Any:
-    """Returns a value as one of Python's own; raises TypeError or OverflowError where it is of another type."""
+    """Returns a value as one of Python's own; raises TypeError or OverflowError where it is of
+    another type."""
     _, kinds, convert = _TYPES[annotation]
     if not isinstance(value, kinds) or (isinstance(value, bool) and annotation != "bool"):
         raise TypeError(value)
     return convert(value)
 
 
-#: By annotation: in words, the classes whose instances are taken, and what makes a plain value of one.
+#: By annotation: in words, the classes whose instances are taken, and what makes a plain value of
+#: one.
 _TYPES: dict[str, tuple[str, type | tuple[type, ...], Callable[[Any], Any]]] = {
     "str": ("a text", str, str.__str__),  # str() of a member of an enum of texts would be its name
     "bool": ("True or False", bool, bool),
     "int": ("a whole number", Integral, int),
     "float": ("a number", Real, float),  # OverflowError for a whole number that float64 cannot hold
-    "tuple[float, float]": ("2 numbers", (tuple, list), lambda value: tuple(_plain("float", each) for each in value)),
+    "tuple[float, float]": (
+        "2 numbers",
+        (tuple, list),
+        lambda value: tuple(_plain("float", each) for each in value),
+    ),
     "None": ("none", type(None), lambda value: value),
 }

@@ -1,4 +1,5 @@
-"""The package's version, and the releases of torch and megatron-core that it serves; setup.py reads them from here."""
+"""The package's version, and the releases of torch and megatron-core that it serves; setup.py reads
+them from here."""
 
 VERSION = "0.1.0"
 #: As pip writes it. pip takes the newest of them that is made for the machine's Python.

@@ -1,4 +1,5 @@
-"""Writes the tables of megatron-core's versions in docs/hosts.md, from the reports of scripts/test_hosts.sh in .hosts.
+"""Writes the tables of megatron-core's versions in docs/hosts.md, from the reports of
+scripts/test_hosts.sh in .hosts.
 
 A row is replaced where there are reports of that version, and kept as it is where there are none.
 """
@@ -34,7 +35,11 @@ COLUMNS = (
 COMPARISONS = tuple(
     f"{precision} {pair}"
     for precision in ("fp32", "bf16")
-    for pair in ("distopt vs host-distributed", "distopt vs host-plain", "host-distributed vs host-plain")
+    for pair in (
+        "distopt vs host-distributed",
+        "distopt vs host-plain",
+        "host-distributed vs host-plain",
+    )
 )
 NOT_RUN = "not run"
 Rows = dict[str, dict[str, str]]
@@ -82,12 +87,16 @@ class Table:
 
     def rows_of(self, page: str) -> Rows:
         """The cells by version and column; the first two lines are its head."""
-        lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in self.split(page)[1].splitlines()]
+        lines = [
+            [cell.strip() for cell in line.strip("|\n").split("|")]
+            for line in self.split(page)[1].splitlines()
+        ]
         head = lines[0][1:]
         return {cells[0]: dict(zip(head, cells[1:], strict=True)) for cells in lines[2:]}
 
     def with_reports(self, page: str, folder: Path) -> str:
-        """The page with new rows of the versions that have reports; a column without one keeps what the page says."""
+        """The page with new rows of the versions that have reports; a column without one keeps what
+        the page says."""
         before, _, behind = self.split(page)
         rows = self.rows_of(page)
         for version in sorted(each.name for each in folder.glob("*")):
@@ -113,7 +122,9 @@ def deviations_of(folder: Path) -> dict[str, str]:
         found = ast.literal_eval(each.get("value", "{}")) if each.get("name") == "deviation" else {}
         for kind in ("loss", "grad_norm") if "loss" in found else ():
             largest[found["what"]][kind] = max(found[kind], largest[found["what"]].get(kind, 0.0))
-    return {what: f"{kinds['loss']:.1e}, {kinds['grad_norm']:.1e}" for what, kinds in largest.items()}
+    return {
+        what: f"{kinds['loss']:.1e}, {kinds['grad_norm']:.1e}" for what, kinds in largest.items()
+    }
 
 
 TABLES = (Table("versions", COLUMNS, counts_of), Table("deviations", COMPARISONS, deviations_of))
@@ -121,11 +132,15 @@ TABLES = (Table("versions", COLUMNS, counts_of), Table("deviations", COMPARISONS
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--versions", action="store_true", help="print those of the table and change nothing")
+    parser.add_argument(
+        "--versions", action="store_true", help="print those of the table and change nothing"
+    )
     args = parser.parse_args(argv)
     page = PAGE.read_text()
     if args.versions:
-        released = [version for version in TABLES[0].rows_of(page) if re.fullmatch(r"[0-9.]+", version)]
+        released = [
+            version for version in TABLES[0].rows_of(page) if re.fullmatch(r"[0-9.]+", version)
+        ]
         sys.stdout.write("\n".join(released) + "\n")
         return
     for table in TABLES:

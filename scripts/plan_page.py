@@ -1,7 +1,7 @@
 """Runs the marked commands of docs/plan.md, and writes below each what it prints.
 
-A mark is a comment before the block, `<!-- output: NAME -->`, with the beginning of the titles of the parts that are
-shown; `all` for all of them.
+A mark is a comment before the block, `<!-- output: NAME -->`, with the beginning of the titles of
+the parts that are shown; `all` for all of them.
 
 Usage: python scripts/plan_page.py
 """
@@ -18,7 +18,9 @@ from megatron_distopt.cli.show import Answer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "plan.md"
-MARKED = re.compile(r"(<!-- output: ([\w ]+) -->\n```\n\$ megatron-distopt (plan [^\n]*)\n).*?(?=```\n)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- output: ([\w ]+) -->\n```\n\$ megatron-distopt (plan [^\n]*)\n).*?(?=```\n)", re.DOTALL
+)
 #: Characters in a line.
 WIDTH = 180
 

@@ -2,8 +2,9 @@
 
 Usage: python scripts/plots.py
 
-[Note: stale pictures] Each SVG holds a digest of everything that it was made from: the result files and this script.
-`tests/benchmarks/test_plots.py` compares it, so that a new result or a new way of drawing asks for new pictures.
+[Note: stale pictures] Each SVG holds a digest of everything that it was made from: the result files
+and this script. `tests/benchmarks/test_plots.py` compares it, so that a new result or a new way of
+drawing asks for new pictures.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ NAMES = {
     "torch FSDP2": "torch FSDP2 (shards params)",
 }
 #: Makes the identifiers inside of an SVG the same at every run.
-STYLE = {"svg.hashsalt": "megatron-distopt", "svg.fonttype": "path", "font.size": 9, "text.color": TEXT}
+STYLE = {
+    "svg.hashsalt": "megatron-distopt",
+    "svg.fonttype": "path",
+    "font.size": 9,
+    "text.color": TEXT,
+}
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,21 @@ class Picture:
 
 
 def _draw_bars(
-    title: str, label: str, draw_panel: Callable[[Any, Mapping[str, Any]], None], figure: Any, result: Mapping[str, Any]
+    title: str,
+    label: str,
+    draw_panel: Callable[[Any, Mapping[str, Any]], None],
+    figure: Any,
+    result: Mapping[str, Any],
 ) -> None:
-    """A panel for each number of ranks, a row for each contestant; narrow, so that it can be read on a phone."""
+    """A panel for each number of ranks, a row for each contestant; narrow, so that it can be read
+    on a phone."""
     figure.set_size_inches(5.2, 5.4)
     panels = figure.subplots(len(result["ranks"]), 1)
     for axes, entry in zip(panels, result["ranks"], strict=True):
         draw_panel(axes, entry)
-        axes.set_title(f"{entry['ranks']} ranks, {entry['numel'] / 1e6:.0f} M parameters", fontsize=9)
+        axes.set_title(
+            f"{entry['ranks']} ranks, {entry['numel'] / 1e6:.0f} M parameters", fontsize=9
+        )
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -82,15 +95,29 @@ def _draw_bars(
 def _draw_seconds(axes: Any, entry: Mapping[str, Any]) -> None:
     found = {name: entry["seconds"][name] for name in NAMES if entry["seconds"].get(name)}
     middles = [1e3 * seconds["median"] for seconds in found.values()]
-    least = [middle - 1e3 * seconds["least"] for middle, seconds in zip(middles, found.values(), strict=True)]
-    most = [1e3 * seconds["most"] - middle for middle, seconds in zip(middles, found.values(), strict=True)]
+    least = [
+        middle - 1e3 * seconds["least"]
+        for middle, seconds in zip(middles, found.values(), strict=True)
+    ]
+    most = [
+        1e3 * seconds["most"] - middle
+        for middle, seconds in zip(middles, found.values(), strict=True)
+    ]
     spread = {"ecolor": "#57606a", "elinewidth": 1, "capsize": 2}
-    axes.barh(list(found), middles, xerr=(least, most), color=_colors(found), height=0.68, error_kw=spread)
-    _label(axes, [1e3 * seconds["most"] for seconds in found.values()], [f"{middle:.0f}" for middle in middles])
+    axes.barh(
+        list(found), middles, xerr=(least, most), color=_colors(found), height=0.68, error_kw=spread
+    )
+    _label(
+        axes,
+        [1e3 * seconds["most"] for seconds in found.values()],
+        [f"{middle:.0f}" for middle in middles],
+    )
 
 
 def _draw_bytes(axes: Any, entry: Mapping[str, Any]) -> None:
-    found = {name: entry["bytes an element"][name] for name in NAMES if name in entry["bytes an element"]}
+    found = {
+        name: entry["bytes an element"][name] for name in NAMES if name in entry["bytes an element"]
+    }
     peaks = [values["peak of a step"] for values in found.values()]
     held = [values["held between steps"] for values in found.values()]
     axes.barh(list(found), peaks, color=_colors(found), alpha=LIGHT, height=0.68)
@@ -104,7 +131,9 @@ def _colors(names: Mapping[str, Any]) -> list[str]:
 
 def _label(axes: Any, ends: Sequence[float], texts: Sequence[str]) -> None:
     for row, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(
+            text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        )
     axes.set_xlim(0, 1.25 * max(ends))
 
 
@@ -114,11 +143,15 @@ _SMOOTH = 10
 
 def _smooth(losses: Sequence[float]) -> list[float]:
     """A moving average of the last iterations."""
-    return [sum(losses[max(0, at - _SMOOTH + 1) : at + 1]) / min(at + 1, _SMOOTH) for at in range(len(losses))]
+    return [
+        sum(losses[max(0, at - _SMOOTH + 1) : at + 1]) / min(at + 1, _SMOOTH)
+        for at in range(len(losses))
+    ]
 
 
 def _draw_trainings(figure: Any, result: Mapping[str, Any]) -> None:
-    """Loss curves of the first seed, and by seed how validation differs from that of the first training."""
+    """Loss curves of the first seed, and by seed how validation differs from that of the first
+    training."""
     figure.set_size_inches(11, 4)
     curves, points = figure.subplots(1, 2, width_ratios=(1.1, 1))
     names = list(dict.fromkeys(run["name"] for run in result["runs"]))
@@ -139,12 +172,16 @@ def _draw_trainings(figure: Any, result: Mapping[str, Any]) -> None:
 
 
 def _draw_reductions(figure: Any, result: Mapping[str, Any]) -> None:
-    """A panel for each optimizer: how far losses are from those of the exact reduction, and those of seeds apart."""
+    """A panel for each optimizer: how far losses are from those of the exact reduction, and those
+    of seeds apart."""
     figure.set_size_inches(11, 4)
     names = list(dict.fromkeys(run["name"] for run in result["runs"]))
     optimizers = list(dict.fromkeys(name.partition(":")[0] for name in names))
     panels = figure.subplots(1, len(optimizers), sharey=True)
-    smooth = {name: [_smooth(run["losses"]) for run in result["runs"] if run["name"] == name] for name in names}
+    smooth = {
+        name: [_smooth(run["losses"]) for run in result["runs"] if run["name"] == name]
+        for name in names
+    }
     for axes, optimizer in zip(panels, optimizers, strict=True):
         exact, *others = [name for name in names if name.startswith(f"{optimizer}:")]
         middle = [sum(values) / len(values) for values in zip(*smooth[exact], strict=True)]
@@ -152,17 +189,25 @@ def _draw_reductions(figure: Any, result: Mapping[str, Any]) -> None:
         axes.fill_between(range(len(middle)), 0, apart, color=PEER, alpha=0.35, label=exact)
         for name, color in zip(others, ("#2a9d5c", OURS, FEWER), strict=True):
             axes.plot(_distances(smooth[name], smooth[exact]), color=color, label=name)
-        axes.set(title=f"{optimizer}; grey: seeds from their mean", xlabel="iteration", yscale="log", ylim=(1e-7, 1))
+        axes.set(
+            title=f"{optimizer}; grey: seeds from their mean",
+            xlabel="iteration",
+            yscale="log",
+            ylim=(1e-7, 1),
+        )
         axes.legend(frameon=False, fontsize=8, loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(
-        f"losses apart, nats a byte (means of {_SMOOTH} iterations,\nroot of the mean square of the seeds)"
+        f"losses apart, nats a byte (means of {_SMOOTH} iterations,\nroot of the mean square of "
+        "the seeds)"
     )
 
 
 def _distances(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
     """By iteration, the root of the mean square over seeds."""
-    pairs = [[(a - b) ** 2 for a, b in zip(*pair, strict=True)] for pair in zip(one, other, strict=True)]
+    pairs = [
+        [(a - b) ** 2 for a, b in zip(*pair, strict=True)] for pair in zip(one, other, strict=True)
+    ]
     return [(sum(squares) / len(squares)) ** 0.5 for squares in zip(*pairs, strict=True)]
 
 
@@ -179,14 +224,24 @@ def _draw_lost_node(figure: Any, result: Mapping[str, Any]) -> None:
     steps.plot(lost["seconds"], lost["step"], color=PEER, linestyle=":", linewidth=1)
     for first, end in _starts(lost["step"]):
         ranks = lost["ranks"][first]
-        color, other = (OURS, None) if ranks == max(lost["ranks"]) else (FEWER, f"the same with {ranks} ranks")
+        color, other = (
+            (OURS, None) if ranks == max(lost["ranks"]) else (FEWER, f"the same with {ranks} ranks")
+        )
         name = lost["name"] if first == 0 else other
         for axes, of in ((loss, "loss"), (rate, "lr")):
-            axes.plot(lost["step"][first:end], lost[of][first:end], color=color, linewidth=1, label=name)
+            axes.plot(
+                lost["step"][first:end], lost[of][first:end], color=color, linewidth=1, label=name
+            )
         steps.plot(lost["seconds"][first:end], lost["step"][first:end], color=color, linewidth=1.5)
     for text, seconds in result["events"].items():
-        done = max(step for step, when in zip(lost["step"], lost["seconds"], strict=True) if when <= seconds)
-        steps.annotate(text, (seconds, done), xytext=(3, -4), va="top", textcoords="offset points", fontsize=8)
+        done = max(
+            step
+            for step, when in zip(lost["step"], lost["seconds"], strict=True)
+            if when <= seconds
+        )
+        steps.annotate(
+            text, (seconds, done), xytext=(3, -4), va="top", textcoords="offset points", fontsize=8
+        )
     loss.set_ylabel("loss")
     rate.set(xlabel="step", ylabel="learning rate")
     steps.set(xlabel="seconds since the first step", ylabel="step")

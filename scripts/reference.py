@@ -1,4 +1,5 @@
-"""Writes the tables of options and of what excludes what in docs/reference.md, between their marker comments.
+"""Writes the tables of options and of what excludes what in docs/reference.md, between their marker
+comments.
 
 Usage: python scripts/reference.py
 """
@@ -17,7 +18,10 @@ BEGIN, END = "<!-- {}: begin -->\n", "<!-- {}: end -->"
 
 def reference_table() -> str:
     """The options as a Markdown table."""
-    lines = ["| option | flag and environment variable | values | default | meaning |", "|---|---|---|---|---|"]
+    lines = [
+        "| option | flag and environment variable | values | default | meaning |",
+        "|---|---|---|---|---|",
+    ]
     for name, each in OPTIONS.items():
         ours = f"`{flag_of(name)}`, `{variable_of(name)}`"
         spelled = "in a Megatron, the host's own flag" if each.by_host else ours

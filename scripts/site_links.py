@@ -1,8 +1,10 @@
-"""A hook of mkdocs: files of the repository that the pages link to become pages of the site, and the links lead there.
+"""A hook of mkdocs: files of the repository that the pages link to become pages of the site, and
+the links lead there.
 
-On a disk and in a repository browser a link such as `../benchmarks/step.py` works as it is. The site has no files
-outside of docs/, so each linked file is added as a page below `repository/`: Markdown as it is, everything else as one
-block of code. A link to a file that does not exist is left alone; mkdocs then fails in strict mode.
+On a disk and in a repository browser a link such as `../benchmarks/step.py` works as it is. The
+site has no files outside of docs/, so each linked file is added as a page below `repository/`:
+Markdown as it is, everything else as one block of code. A link to a file that does not exist is
+left alone; mkdocs then fails in strict mode.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def _targets(page: Path) -> Iterator[Path]:
 def _resolved(page: Path, link: str) -> Path | None:
     """The file of the repository that a link of a page names; None for anything else."""
     target = Path(os.path.normpath(page.parent / link))
-    return target if "://" not in link and target.is_file() and target.is_relative_to(ROOT) else None
+    return (
+        target if "://" not in link and target.is_file() and target.is_relative_to(ROOT) else None
+    )
 
 
 def _uri_of(file: Path) -> str:

@@ -1,7 +1,8 @@
-"""Two ranks train, save and load with the installed package: torchrun --nproc-per-node 2 smoke_test.py.
+"""Two ranks train, save and load with the installed package: torchrun --nproc-per-node 2
+smoke_test.py.
 
-Equal to the bit to torch's own AdamW on the sum of both ranks' gradients, which are exact; started by release.sh in an
-environment that has the package and torch alone.
+Equal to the bit to torch's own AdamW on the sum of both ranks' gradients, which are exact; started
+by release.sh in an environment that has the package and torch alone.
 """
 
 import tempfile
@@ -51,7 +52,10 @@ def main() -> None:
     if not all(map(torch.equal, ours.parameters(), weights)):
         raise SystemExit(f"rank {rank}: a loaded checkpoint has other weights")
     if rank == 0:
-        print(f"two ranks trained with {Path(megatron_distopt.__file__).parent} and torch {torch.__version__}")
+        print(
+            f"two ranks trained with {Path(megatron_distopt.__file__).parent} and torch "
+            f"{torch.__version__}"
+        )
     dist.destroy_process_group()
 
 

@@ -1,6 +1,8 @@
-"""The rules of the tree, held by reading it: who may import whom, what stays in one file, what is never written.
+"""The rules of the tree, held by reading it: who may import whom, what stays in one file, what is
+never written.
 
-The checker is the first part; the second runs it on the package; the third runs it on bad files, to see it fail.
+The checker is the first part; the second runs it on the package; the third runs it on bad files, to
+see it fail.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ import megatron_distopt
 NAME = "megatron_distopt"
 PACKAGE = Path(megatron_distopt.__file__).parent
 #: Each may import those before it and itself.
-LAYERS = ("layout", "buffers", "comm", "optimizer", "checkpoint", "formats", "hosts", "plugin", "cli")
+LAYERS = (
+    "layout",
+    "buffers",
+    "comm",
+    "optimizer",
+    "checkpoint",
+    "formats",
+    "hosts",
+    "plugin",
+    "cli",
+)
 #: Each may import those before it, and everybody may import them.
 COMMON = ("version", "errors", "options", "config", "compatibility", "device")
 ACCELERATOR = "optimizer/accelerator.py"
@@ -31,7 +43,8 @@ ACCELERATOR = "optimizer/accelerator.py"
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the package: its path from the package's folder, its text, and what Python makes of it."""
+    """One file of the package: its path from the package's folder, its text, and what Python makes
+    of it."""
 
     path: str
     text: str
@@ -58,7 +71,10 @@ _source = cache(Source)
 
 def sources(folder: Path) -> list[Source]:
     files = sorted(folder.rglob("*.py"))
-    return [_source(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    return [
+        _source(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8"))
+        for file in files
+    ]
 
 
 def violations(folder: Path, rule: Rule) -> list[str]:
@@ -66,18 +82,27 @@ def violations(folder: Path, rule: Rule) -> list[str]:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """Dotted names that a node imports: by statement, or by import_module with the name spelled out."""
+    """Dotted names that a node imports: by statement, or by import_module with the name spelled
+    out."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         return [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+        "import_module",
+        "__import__",
+    ):
+        return [
+            arg.value
+            for arg in node.args[:1]
+            if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+        ]
     return []
 
 
 def follows_the_arrow(source: Source) -> Iterator[str]:
-    """The package's own __init__ is the shop window: it names things of every layer and imports them when asked."""
+    """The package's own __init__ is the shop window: it names things of every layer and imports
+    them when asked."""
     order = COMMON if source.layer in COMMON else (*COMMON, *LAYERS)
     allowed = order[: order.index(source.layer) + 1] if source.layer in order else order
     for name in source.imported:
@@ -123,7 +148,11 @@ def prints_only_in_cli(source: Source) -> Iterator[str]:
 
 
 def asserts_with_a_message(source: Source) -> Iterator[str]:
-    yield from (f"line {node.lineno}: assert" for node in source.nodes if isinstance(node, ast.Assert) and not node.msg)
+    yield from (
+        f"line {node.lineno}: assert"
+        for node in source.nodes
+        if isinstance(node, ast.Assert) and not node.msg
+    )
 
 
 def names_what_it_catches(source: Source) -> Iterator[str]:
@@ -137,7 +166,9 @@ def leaves_nothing_to_do(source: Source) -> Iterator[str]:
 
 def leaves_internal_names_internal(source: Source) -> Iterator[str]:
     """What is public is said by the root and the packages' `__init__` alone."""
-    if source.path.rpartition("/")[2] != "__init__.py" and re.search(r"^__all__\b", source.text, re.MULTILINE):
+    if source.path.rpartition("/")[2] != "__init__.py" and re.search(
+        r"^__all__\b", source.text, re.MULTILINE
+    ):
         yield "has an __all__"
 
 
@@ -160,8 +191,13 @@ HEAVY = ("apex", "deepspeed", "megatron", "numpy", "torch", "transformer_engine"
 
 def heavy_after(statement: str) -> list[str]:
     """Which of them a fresh interpreter has loaded after a statement."""
-    probe = f"import json, sys\n{statement}\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=120)
+    probe = (
+        f"import json, sys\n{statement}\nprint(json.dumps([name for name in {HEAVY!r} if name in "
+        "sys.modules]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=120
+    )
     loaded: list[str] = json.loads(result.stdout)
     return loaded
 
@@ -172,14 +208,18 @@ def test_package_when_read_then_it_keeps_the_rule(rule: Rule) -> None:
 
 
 def cycle_of_imports(folder: Path) -> list[str]:
-    """Files that import each other in a circle, typing imports included; empty where there is no circle."""
+    """Files that import each other in a circle, typing imports included; empty where there is no
+    circle."""
     files = {
-        f"{NAME}.{source.path[:-3].replace('/', '.').removesuffix('.__init__')}": source for source in sources(folder)
+        f"{NAME}.{source.path[:-3].replace('/', '.').removesuffix('.__init__')}": source
+        for source in sources(folder)
     }
     graph = {
-        name: {each if each in files else each.rpartition(".")[0] for each in source.imported} & files.keys() - {name}
+        name: {each if each in files else each.rpartition(".")[0] for each in source.imported}
+        & files.keys() - {name}
         for name, source in files.items()
-        if source.path != "__init__.py"  # the shop window imports things of every layer when it is asked
+        # the shop window imports things of every layer when it is asked
+        if source.path != "__init__.py"
     }
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -214,13 +254,43 @@ def test_probe_when_something_heavy_is_imported_then_it_sees_it() -> None:
 
 
 BAD: list[tuple[Rule, str, str, str]] = [
-    (follows_the_arrow, "layout/a.py", f"from {NAME}.buffers import grads", f"imports {NAME}.buffers.grads"),
-    (follows_the_arrow, "comm/a.py", f"import {NAME}.optimizer.step", f"imports {NAME}.optimizer.step"),
-    (follows_the_arrow, "hosts/new/a.py", f"def f():\n    import {NAME}.plugin", f"imports {NAME}.plugin"),
+    (
+        follows_the_arrow,
+        "layout/a.py",
+        f"from {NAME}.buffers import grads",
+        f"imports {NAME}.buffers.grads",
+    ),
+    (
+        follows_the_arrow,
+        "comm/a.py",
+        f"import {NAME}.optimizer.step",
+        f"imports {NAME}.optimizer.step",
+    ),
+    (
+        follows_the_arrow,
+        "hosts/new/a.py",
+        f"def f():\n    import {NAME}.plugin",
+        f"imports {NAME}.plugin",
+    ),
     (follows_the_arrow, "hosts/a.py", f"import {NAME}", f"imports {NAME}"),
-    (follows_the_arrow, "hosts/a.py", "from ..plugin import install", "relative import ..plugin.install"),
-    (follows_the_arrow, "config.py", f"from {NAME}.layout import Span", f"imports {NAME}.layout.Span"),
-    (follows_the_arrow, "comm/a.py", f"import_module('{NAME}.hosts.torch')", f"imports {NAME}.hosts.torch"),
+    (
+        follows_the_arrow,
+        "hosts/a.py",
+        "from ..plugin import install",
+        "relative import ..plugin.install",
+    ),
+    (
+        follows_the_arrow,
+        "config.py",
+        f"from {NAME}.layout import Span",
+        f"imports {NAME}.layout.Span",
+    ),
+    (
+        follows_the_arrow,
+        "comm/a.py",
+        f"import_module('{NAME}.hosts.torch')",
+        f"imports {NAME}.hosts.torch",
+    ),
     (
         follows_the_arrow,
         "comm/a.py",
@@ -228,9 +298,24 @@ BAD: list[tuple[Rule, str, str, str]] = [
         f"imports {NAME}.hosts.base",
     ),
     (keeps_layout_pure, "layout/a.py", "import torch", "imports torch"),
-    (keeps_layout_pure, "layout/a.py", f"from {NAME}.config import Switch", f"imports {NAME}.config.Switch"),
-    (keeps_collectives_in_comm, "optimizer/a.py", "import torch.distributed as dist", "uses torch.distributed"),
-    (keeps_collectives_in_comm, "plugin/a.py", "import torch\nx = torch.distributed", "uses torch.distributed"),
+    (
+        keeps_layout_pure,
+        "layout/a.py",
+        f"from {NAME}.config import Switch",
+        f"imports {NAME}.config.Switch",
+    ),
+    (
+        keeps_collectives_in_comm,
+        "optimizer/a.py",
+        "import torch.distributed as dist",
+        "uses torch.distributed",
+    ),
+    (
+        keeps_collectives_in_comm,
+        "plugin/a.py",
+        "import torch\nx = torch.distributed",
+        "uses torch.distributed",
+    ),
     (
         keeps_megatron_in_hosts,
         "plugin/a.py",
@@ -243,13 +328,28 @@ BAD: list[tuple[Rule, str, str, str]] = [
         "import importlib\nimportlib.import_module('megatron')",
         "imports megatron",
     ),
-    (keeps_device_names_in_accelerator, "comm/a.py", "torch.cuda.synchronize()", "line 1: torch.cuda"),
-    (keeps_device_names_in_accelerator, "optimizer/step.py", "x.to(f'cuda:{rank}')", "line 1: 'cuda:'"),
+    (
+        keeps_device_names_in_accelerator,
+        "comm/a.py",
+        "torch.cuda.synchronize()",
+        "line 1: torch.cuda",
+    ),
+    (
+        keeps_device_names_in_accelerator,
+        "optimizer/step.py",
+        "x.to(f'cuda:{rank}')",
+        "line 1: 'cuda:'",
+    ),
     (prints_only_in_cli, "plugin/install.py", "def f():\n    print('done')", "line 2: print"),
     (asserts_with_a_message, "comm/a.py", "assert size > 1", "line 1: assert"),
     (names_what_it_catches, "comm/a.py", "try:\n    f()\nexcept:\n    g()", "line 3: bare except"),
     (leaves_nothing_to_do, "comm/a.py", "x = 1  # TODO: more", "TODO: more"),
-    (leaves_internal_names_internal, "comm/a.py", "__all__ = ['f']\ndef f(): ...", "has an __all__"),
+    (
+        leaves_internal_names_internal,
+        "comm/a.py",
+        "__all__ = ['f']\ndef f(): ...",
+        "has an __all__",
+    ),
 ]
 
 GOOD: list[tuple[str, str]] = [
@@ -277,7 +377,9 @@ def test_checker_when_a_file_breaks_a_rule_then_it_says_where(
 
 
 @pytest.mark.parametrize(("path", "text"), GOOD)
-def test_checker_when_a_file_keeps_all_rules_then_it_is_silent(path: str, text: str, tmp_path: Path) -> None:
+def test_checker_when_a_file_keeps_all_rules_then_it_is_silent(
+    path: str, text: str, tmp_path: Path
+) -> None:
     write(tmp_path, path, text)
     assert [what for rule in RULES for what in violations(tmp_path, rule)] == []
 

@@ -1,4 +1,5 @@
-"""The table of features that exclude each other: each row is refused, in either order, with what to do instead."""
+"""The table of features that exclude each other: each row is refused, in either order, with what to
+do instead."""
 
 from __future__ import annotations
 
@@ -58,11 +59,16 @@ def test_feature_when_it_stands_alone_then_taken(feature: Feature) -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "is_served"), [("2.5.1+cu124", False), ("1.13.1", False), ("2.6.0a0+git", True), ("2.13.0+cpu", True)]
+    ("installed", "is_served"),
+    [("2.5.1+cu124", False), ("1.13.1", False), ("2.6.0a0+git", True), ("2.13.0+cpu", True)],
 )
 def test_import_when_torch_is_older_than_the_oldest_that_is_served_then_it_says_what_to_type(
     installed: str, is_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: installed)
-    with nullcontext() if is_served else pytest.raises(ImportError, match=r"pip install 'torch>=2\.6'"):
+    with (
+        nullcontext()
+        if is_served
+        else pytest.raises(ImportError, match=r"pip install 'torch>=2\.6'")
+    ):
         megatron_distopt._check_torch()

@@ -1,4 +1,5 @@
-"""Every option, what it refuses, and what flags and environment variables may say: tables derived from OPTIONS."""
+"""Every option, what it refuses, and what flags and environment variables may say: tables derived
+from OPTIONS."""
 
 from __future__ import annotations
 
@@ -80,11 +81,23 @@ def _wrong(name: str) -> list[Any]:
 
 
 SPECIAL: list[tuple[str, Any]] = [
-    *(("optimizer", name) for name in ("torch.optim.Adagrad", ":Adagrad", "torch.optim:", "torch..optim:Adagrad")),
-    *(("optimizer", name) for name in ("torch.optim:Adagrad:Adagrad", "torch.optim: Adagrad", "torch.2optim:Adagrad")),
+    *(
+        ("optimizer", name)
+        for name in ("torch.optim.Adagrad", ":Adagrad", "torch.optim:", "torch..optim:Adagrad")
+    ),
+    *(
+        ("optimizer", name)
+        for name in ("torch.optim:Adagrad:Adagrad", "torch.optim: Adagrad", "torch.2optim:Adagrad")
+    ),
     *(("optimizer", name) for name in ("torch.optim:Adagrad\n", torch.optim.SGD)),
-    *(("betas", betas) for betas in ((0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9), (), (0.9,), 0.9, ("0.9", "0.95"))),
-    *(("loss_scale", scale) for scale in (0.0, -8.0, math.inf, math.nan, 2.0**128, ABOVE_LARGEST, BELOW_SMALLEST)),
+    *(
+        ("betas", betas)
+        for betas in ((0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9), (), (0.9,), 0.9, ("0.9", "0.95"))
+    ),
+    *(
+        ("loss_scale", scale)
+        for scale in (0.0, -8.0, math.inf, math.nan, 2.0**128, ABOVE_LARGEST, BELOW_SMALLEST)
+    ),
     *(("loss_scale", scale) for scale in ("static", "1024.0", True)),
     ("min_loss_scale", BELOW_SMALLEST),
     ("min_loss_scale", 2.0**17),  # above the initial one
@@ -97,7 +110,9 @@ WRONG = [(name, value) for name in OPTIONS for value in _wrong(name)] + SPECIAL
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda each: str(each)[:30])
-def test_config_when_an_option_does_not_take_a_value_then_refused_with_its_name(name: str, value: Any) -> None:
+def test_config_when_an_option_does_not_take_a_value_then_refused_with_its_name(
+    name: str, value: Any
+) -> None:
     with pytest.raises(ConfigError) as refused:
         DistOptConfig(**{name: value})
     text = str(refused.value)
@@ -111,7 +126,10 @@ def test_config_when_an_option_does_not_take_a_value_then_refused_with_its_name(
         *({name: _other(name)} for name in OPTIONS),
         *({"adam": source} for source in ADAM_SOURCES),
         *({"nonfinite": policy.value} for policy in NonFinitePolicy),
-        *({"optimizer": name} for name in ("muon", "torch.optim:Adagrad", "module:Class", "_my2.lion_3:_Lion4")),
+        *(
+            {"optimizer": name}
+            for name in ("muon", "torch.optim:Adagrad", "module:Class", "_my2.lion_3:_Lion4")
+        ),
         {"lr": 0.0, "weight_decay": 0.0, "eps": 0.0, "betas": (0.0, 0.0), "momentum": 0.0},
         *({"loss_scale": scale} for scale in (1024, 2**127, 2.0**127, 2.0**-126)),
         {"loss_scale": "dynamic", "min_loss_scale": 2.0**-126, "initial_loss_scale": 2.0**127},
@@ -139,13 +157,17 @@ def test_config_when_written_to_or_given_by_position_then_refused() -> None:
 
 def test_config_when_numbers_are_numpys_then_pythons_own_of_the_same_value() -> None:
     """Or two ranks of which one wrote 0.1 and one np.float64(0.1) would seem to disagree."""
-    config = DistOptConfig(lr=np.float32(0.5), eps=np.float64(0.25), hysteresis=np.int64(3), betas=[np.float16(0.5), 0])  # type: ignore[arg-type]
+    config = DistOptConfig(
+        lr=np.float32(0.5), eps=np.float64(0.25), hysteresis=np.int64(3), betas=[np.float16(0.5), 0]
+    )  # type: ignore[arg-type]
     plain = DistOptConfig(lr=0.5, eps=0.25, hysteresis=3, betas=(0.5, 0.0))
     assert config == plain
     assert config.described() == plain.described()
 
 
-@pytest.mark.parametrize("make", [DistOptConfig, lambda **given: with_options(DistOptConfig(), given)])
+@pytest.mark.parametrize(
+    "make", [DistOptConfig, lambda **given: with_options(DistOptConfig(), given)]
+)
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
@@ -167,14 +189,30 @@ def test_config_when_an_option_does_not_exist_then_refused_with_the_nearest(
 
 
 @pytest.mark.parametrize("name", FREE_OPTIONS)
-def test_option_when_code_flag_and_variable_say_something_then_code_wins_then_the_flag(name: str) -> None:
+def test_option_when_code_flag_and_variable_say_something_then_code_wins_then_the_flag(
+    name: str,
+) -> None:
     default = getattr(DistOptConfig(), name)
-    variables = {variable_of(name): _text(_other(name)), "MEGATRON_PATH": "not ours", "MEGATRON_DISTOPT": "require"}
-    flags = Namespace(**{f"distopt_{name}": _text(_other(name)), "distopt_lr": 0.1, "lr": 0.2})  # a host has those
+    variables = {
+        variable_of(name): _text(_other(name)),
+        "MEGATRON_PATH": "not ours",
+        "MEGATRON_DISTOPT": "require",
+    }
+    # a host has those
+    flags = Namespace(**{f"distopt_{name}": _text(_other(name)), "distopt_lr": 0.1, "lr": 0.2})
     in_code = DistOptConfig(**{name: default}, lr=0.5)
-    assert config_from_environment(variables) == config_from_arguments(flags) == DistOptConfig(**{name: _other(name)})
+    assert (
+        config_from_environment(variables)
+        == config_from_arguments(flags)
+        == DistOptConfig(**{name: _other(name)})
+    )
     assert config_from_environment(variables, config_from_arguments(flags, in_code)) == in_code
-    assert getattr(config_from_environment(variables, with_options(DistOptConfig(), {name: default})), name) == default
+    assert (
+        getattr(
+            config_from_environment(variables, with_options(DistOptConfig(), {name: default})), name
+        )
+        == default
+    )
     if default is not None:  # what a flag says, be it the default, stands before the variable
         said = config_from_arguments(Namespace(**{f"distopt_{name}": _text(default)}))
         assert getattr(config_from_environment(variables, said), name) == default
@@ -188,7 +226,9 @@ def test_text_when_an_option_does_not_take_it_then_refused_as_it_was_spelled(nam
     texts = [
         "",
         "no such",
-        "auto" if option.default is not None and name not in ("adam", "accelerator", "updates") else "none?",
+        "auto"
+        if option.default is not None and name not in ("adam", "accelerator", "updates")
+        else "none?",
     ]
     texts += ["1e3", "1.5", "40MB", "-1"] if "int" in option.annotation else []
     for text in texts:
@@ -199,17 +239,35 @@ def test_text_when_an_option_does_not_take_it_then_refused_as_it_was_spelled(nam
             config_from_arguments(Namespace(**{f"distopt_{name}": text}))
         assert flag_of(name) in str(refused.value)
         # What code gave is not overridden, so the text is not looked at.
-        assert config_from_environment({variable_of(name): text}, DistOptConfig(**{name: option.default}))
+        assert config_from_environment(
+            {variable_of(name): text}, DistOptConfig(**{name: option.default})
+        )
 
 
-def test_switch_when_set_then_every_usual_word_is_taken_and_auto_where_it_can_be_left_to_us() -> None:
-    for words, is_on in ((("1", "true", "Yes", "on", "ON"), True), (("0", "false", "no", "NO", "off"), False)):
+def test_switch_when_set_then_every_usual_word_is_taken_and_auto_where_it_can_be_left_to_us() -> (
+    None
+):
+    for words, is_on in (
+        (("1", "true", "Yes", "on", "ON"), True),
+        (("0", "false", "no", "NO", "off"), False),
+    ):
         for word in words:
-            names = ("ASYNC_SAVE", "SHARED_MEMORY", "OVERLAP_GRAD_REDUCE")  # off, on, and left to us by default
+            # off, on, and left to us by default
+            names = ("ASYNC_SAVE", "SHARED_MEMORY", "OVERLAP_GRAD_REDUCE")
             config = config_from_environment({f"MEGATRON_DISTOPT_{name}": word for name in names})
-            assert (config.async_save, config.shared_memory, config.overlap_grad_reduce) == (is_on,) * 3
-    assert config_from_environment({"MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE": "Auto"}).overlap_grad_reduce is None
-    assert config_from_arguments(Namespace(distopt_async_save=True, distopt_bucket_size=3)).async_save is True
+            assert (config.async_save, config.shared_memory, config.overlap_grad_reduce) == (
+                is_on,
+            ) * 3
+    assert (
+        config_from_environment(
+            {"MEGATRON_DISTOPT_OVERLAP_GRAD_REDUCE": "Auto"}
+        ).overlap_grad_reduce
+        is None
+    )
+    assert (
+        config_from_arguments(Namespace(distopt_async_save=True, distopt_bucket_size=3)).async_save
+        is True
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,10 +317,13 @@ def test_presence_when_set_or_not_then_this_member() -> None:
             switch_from({"MEGATRON_DISTOPT": word})
 
 
-def test_declarations_when_read_then_every_option_is_in_help_and_every_free_one_has_flag_and_variable() -> None:
+def test_declarations_when_read_then_options_are_in_help_and_have_flag_and_variable() -> None:
     assert [field.name for field in dataclasses.fields(DistOptConfig)] == [*OPTIONS, "explicit"]
     for name, declared in OPTIONS.items():
         assert f"{name}: {declared.meaning}." in str(DistOptConfig.__doc__)
         assert declared.default == getattr(DistOptConfig(), name)
         assert (name in FREE_OPTIONS) == (not declared.by_host)
-    assert (flag_of("async_save"), variable_of("async_save")) == ("--distopt-async-save", "MEGATRON_DISTOPT_ASYNC_SAVE")
+    assert (flag_of("async_save"), variable_of("async_save")) == (
+        "--distopt-async-save",
+        "MEGATRON_DISTOPT_ASYNC_SAVE",
+    )

@@ -1,5 +1,6 @@
-"""Every launch file under configs/ is dry-run: a stub stands in the launcher's place, and the real parsers of launcher
-and runner read what it was given. One of those that need neither a fork nor GPUs trains."""
+"""Every launch file under configs/ is dry-run: a stub stands in the launcher's place, and the real
+parsers of launcher and runner read what it was given. One of those that need neither a fork nor
+GPUs trains."""
 
 from __future__ import annotations
 
@@ -65,15 +66,18 @@ class Parsed:
     """What the launcher's own parser made of the words."""
 
     options: dict[str, Any]
-    program: list[str]  # what each rank runs, from its first word that is not the launcher's; `-m` before a module
+    # what each rank runs, from its first word that is not the launcher's; `-m` before a module
+    program: list[str]
 
 
-# ---------------------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------
+# training
 
 
 @pytest.mark.long
 def test_launch_file_when_the_deepspeed_launcher_runs_it_then_it_trains() -> None:
-    """That of torchrun differs in its last lines only; the same script under torchrun: tests/plugin/test_runner.py."""
+    """That of torchrun differs in its last lines only; the same script under torchrun:
+    tests/plugin/test_runner.py."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -83,15 +87,19 @@ def test_launch_file_when_the_deepspeed_launcher_runs_it_then_it_trains() -> Non
         "MASTER_PORT": str(port),
         "MEGATRON_DISTOPT": "require",
     }
-    environment.pop("MEGATRON_DISTOPT_ACCELERATOR", None)  # as users have it: DeepSpeed names the device
+    # as users have it: DeepSpeed names the device
+    environment.pop("MEGATRON_DISTOPT_ACCELERATOR", None)
     command = ["bash", str(FOLDER / "gpt_tiny_deepspeed.sh"), "--train-iters", "3"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"\| loss ([\d.]+) \|", done.stdout)]
     assert len(losses) == 3 and losses[-1] < losses[0]
 
 
-# ----------------------------------------------------------------------------------------------------------- dry-runs
+# ------------------------------------------------------------
+# dry-runs
 
 
 @pytest.fixture
@@ -102,8 +110,8 @@ def variables(tmp_path: Path) -> dict[str, str]:
     for launcher in ("torchrun", "deepspeed"):
         stub = stubs / launcher
         stub.write_text(
-            f"#!{sys.executable} -IS\nimport json, os, sys\nwith open(os.environ['STARTED'], 'w') as file:\n"
-            f"    json.dump([{launcher!r}, sys.argv[1:], dict(os.environ)], file)\n"
+            f"#!{sys.executable} -IS\nimport json, os, sys\nwith open(os.environ['STARTED'], 'w') "
+            f"as file:\n    json.dump([{launcher!r}, sys.argv[1:], dict(os.environ)], file)\n"
         )
         stub.chmod(0o755)
     fork = tmp_path / "a fork"
@@ -126,7 +134,9 @@ def variables(tmp_path: Path) -> dict[str, str]:
 
 def _bash(name: str, variables: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(FOLDER / f"{name}.sh"), *words]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def _dry_run(name: str, variables: dict[str, str], *words: str) -> Started:
@@ -180,7 +190,10 @@ def test_launch_files_when_read_then_name_no_machine_and_no_folder_of_one(path: 
     text = path.read_text()
     folders = set(re.findall(r"(?<![\w.~}*])/(?:\w+/)+\w*", text))
     assert folders <= {"/usr/bin/env", "/dev/null"}
-    assert set(re.findall(r"\bnode\d[\w.-]*", text)) <= {"node0.example.invalid", "node1.example.invalid"}
+    assert set(re.findall(r"\bnode\d[\w.-]*", text)) <= {
+        "node0.example.invalid",
+        "node1.example.invalid",
+    }
     if path.suffix == ".sh":
         assert os.access(path, os.X_OK)
         assert "\nset -euo pipefail\n" in text
@@ -193,7 +206,10 @@ def test_launch_when_dry_run_then_script_nodes_ranks_and_flags_are_those_that_ar
     started = _dry_run(launch.name, variables)
     parsed = _parse(started)
     options, target = parsed.options, _target(parsed, launch)
-    assert (target.name, target.is_module) == (f"{variables['MEGATRON_FORK']}/pretrain_gpt.py", False)
+    assert (target.name, target.is_module) == (
+        f"{variables['MEGATRON_FORK']}/pretrain_gpt.py",
+        False,
+    )
     assert started.launcher == ("deepspeed" if launch.by_deepspeed else "torchrun")
     if launch.by_deepspeed:
         assert options["num_gpus"] == launch.ranks
@@ -205,8 +221,13 @@ def test_launch_when_dry_run_then_script_nodes_ranks_and_flags_are_those_that_ar
         assert int(options["nnodes"].split(":")[-1]) == launch.nodes
     flags = _flags(target.arguments[launch.by_deepspeed :])
     assert flags["--use-distributed-optimizer"] == ""
-    assert not {"--deepspeed", "--deepspeed_config", "--deepspeed-config", "--zero-stage"} & flags.keys()
-    assert {flags["--data-path"], flags["--vocab-file"], flags["--merge-file"]} == {variables[name] for name in FILES}
+    assert (
+        not {"--deepspeed", "--deepspeed_config", "--deepspeed-config", "--zero-stage"}
+        & flags.keys()
+    )
+    assert {flags["--data-path"], flags["--vocab-file"], flags["--merge-file"]} == {
+        variables[name] for name in FILES
+    }
     if "CHECKPOINT_DIR" in launch.needs:
         assert flags["--save"] == flags["--load"] == variables["CHECKPOINT_DIR"]
         assert "--bf16" in flags
@@ -217,7 +238,9 @@ def test_launch_when_there_are_two_nodes_then_they_meet_where_it_is_said_and_bot
 ) -> None:
     from deepspeed.launcher.runner import fetch_hostfile
 
-    options = _parse(_dry_run("gpt_7b_torchrun_2nodes", {**variables, "MASTER_PORT": "29501"})).options
+    options = _parse(
+        _dry_run("gpt_7b_torchrun_2nodes", {**variables, "MASTER_PORT": "29501"})
+    ).options
     assert (options["master_addr"], options["master_port"]) == ("node0.example.invalid", 29501)
     assert (options["node_rank"], options["rdzv_backend"]) == (1, "static")
     (Path(variables["HOME"]) / ".deepspeed_env").write_text("MINE=1\n")
@@ -261,5 +284,7 @@ def test_launch_when_variables_are_missing_then_it_starts_or_says_which_and_what
         for given in (without, {**without, missing: ""}):
             done = _bash(launch.name, given)
             assert done.returncode != 0
-            assert re.search(rf": {missing}: must .+\. Type: export {missing}=\S+$", done.stderr.strip()), done.stderr
+            assert re.search(
+                rf": {missing}: must .+\. Type: export {missing}=\S+$", done.stderr.strip()
+            ), done.stderr
     assert not Path(variables["STARTED"]).exists()

@@ -16,7 +16,12 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.cli import main as cli
-from megatron_distopt.config import FIXES_VARIABLE, FREE_OPTIONS, config_from_environment, switch_from
+from megatron_distopt.config import (
+    FIXES_VARIABLE,
+    FREE_OPTIONS,
+    config_from_environment,
+    switch_from,
+)
 from megatron_distopt.plugin import add_arguments
 from scripts.plan_page import MARKED, with_outputs
 from scripts.plan_page import PAGE as PLAN
@@ -29,9 +34,15 @@ PAGES = (
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "configs", "patches")),
     *sorted((ROOT / "docs").rglob("*.md")),
 )
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 
-VARIABLES = {"MEGATRON_DISTOPT", FIXES_VARIABLE, *(f"MEGATRON_DISTOPT_{name.upper()}" for name in FREE_OPTIONS)}
+VARIABLES = {
+    "MEGATRON_DISTOPT",
+    FIXES_VARIABLE,
+    *(f"MEGATRON_DISTOPT_{name.upper()}" for name in FREE_OPTIONS),
+}
 #: What a path of the repository ends with, where its first folder does not give it away.
 _ENDINGS = (".py", ".md", ".sh", ".patch", ".toml")
 #: Folders of the user's or of a host, which are not here.
@@ -52,7 +63,12 @@ def _code(text: str) -> Iterator[str]:
 def _named_paths(text: str) -> set[str]:
     """Words in backticks that look like a path of the repository."""
     spans = re.findall(r"`([^`\n]+)`", _without_code(text))
-    words = {word for span in spans for word in span.split() if re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", word)}
+    words = {
+        word
+        for span in spans
+        for word in span.split()
+        if re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", word)
+    }
     return {word for word in words if "/" in word and _is_ours(word)}
 
 
@@ -60,7 +76,11 @@ def _is_ours(word: str) -> bool:
     first = word.partition("/")[0]
     if first in _FOREIGN:
         return False
-    return (ROOT / first).is_dir() or (ROOT / "megatron_distopt" / first).is_dir() or word.endswith(_ENDINGS)
+    return (
+        (ROOT / first).is_dir()
+        or (ROOT / "megatron_distopt" / first).is_dir()
+        or word.endswith(_ENDINGS)
+    )
 
 
 def _without_code(text: str) -> str:
@@ -76,15 +96,23 @@ def _links(page: Path) -> list[tuple[Path, str]]:
 
 def _anchors(page: Path) -> set[str]:
     """Anchors of the headings, as GitHub and the site make them."""
-    headings = re.findall(r"^#+ (.+)$", _without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#+ (.+)$", _without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE
+    )
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name in ("docs", "internals")], ids=lambda page: page.stem
+    "page",
+    [page for page in PAGES if page.parent.name in ("docs", "internals")],
+    ids=lambda page: page.stem,
 )
 def test_page_of_the_docs_when_it_begins_then_with_the_question_that_it_answers(page: Path) -> None:
-    assert re.match(r"# [^\n]+\n\n\*[A-Z][^\n]*\?\*\n", page.read_text(encoding="utf-8")), "no *question?* first"
+    assert re.match(r"# [^\n]+\n\n\*[A-Z][^\n]*\?\*\n", page.read_text(encoding="utf-8")), (
+        "no *question?* first"
+    )
 
 
 @each_page
@@ -92,12 +120,19 @@ def test_page_when_it_links_then_file_and_heading_exist(page: Path) -> None:
     links = _links(page)
     assert links, "a page without links leads nowhere"
     assert [file for file, _ in links if not file.is_file()] == []
-    assert [(file, anchor) for file, anchor in links if anchor and anchor not in _anchors(file)] == []
+    assert [
+        (file, anchor) for file, anchor in links if anchor and anchor not in _anchors(file)
+    ] == []
 
 
 @each_page
 def test_page_when_it_names_a_file_then_it_links_to_it(page: Path) -> None:
-    text = re.sub(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(
+        r"<!-- (\w+): begin -->.*?<!-- \1: end -->",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
     linked = {file for file, _ in _links(page)} | {page}
     bases = (ROOT, ROOT / "megatron_distopt", page.parent)
     spans = re.findall(r"`([\w.-]+(?:/[\w.-]+)+)`", _without_code(text))
@@ -109,14 +144,22 @@ def test_page_when_it_names_a_file_then_it_links_to_it(page: Path) -> None:
 def test_page_when_it_names_a_path_then_that_exists(page: Path) -> None:
     bases = (ROOT, ROOT / "megatron_distopt", page.parent)
     named = _named_paths(page.read_text(encoding="utf-8"))
-    missing = [word for word in sorted(named) if not any(any(base.glob(word.rstrip("/"))) for base in bases)]
+    missing = [
+        word
+        for word in sorted(named)
+        if not any(any(base.glob(word.rstrip("/"))) for base in bases)
+    ]
     assert not missing
 
 
 @each_page
 def test_page_when_it_shows_a_command_then_the_parser_takes_it(page: Path) -> None:
     for line in _code(page.read_text(encoding="utf-8")):
-        words = shlex.split(line.strip().removeprefix("$ "), comments=True) if "megatron-distopt " in line else []
+        words = (
+            shlex.split(line.strip().removeprefix("$ "), comments=True)
+            if "megatron-distopt " in line
+            else []
+        )
         if words[:1] == ["megatron-distopt"] and len(words) > 1:
             own = words[1 : words.index("--")] if "--" in words else words[1:]
             try:
@@ -134,13 +177,19 @@ def test_page_when_it_names_a_flag_of_ours_then_the_parser_knows_it(page: Path) 
 
 @each_page
 def test_page_when_it_names_a_variable_of_ours_then_that_is_read(page: Path) -> None:
-    named = set(re.findall(r"\bMEGATRON_DISTOPT(?:_[A-Z_]*[A-Z])?(?![A-Z_*])", page.read_text(encoding="utf-8")))
+    named = set(
+        re.findall(
+            r"\bMEGATRON_DISTOPT(?:_[A-Z_]*[A-Z])?(?![A-Z_*])", page.read_text(encoding="utf-8")
+        )
+    )
     assert named <= VARIABLES
 
 
 @each_page
 def test_page_when_it_sets_a_variable_of_ours_then_the_value_is_taken(page: Path) -> None:
-    for name, value in re.findall(r"\b(MEGATRON_DISTOPT\w*)=([\w.:]*\w)", page.read_text(encoding="utf-8")):
+    for name, value in re.findall(
+        r"\b(MEGATRON_DISTOPT\w*)=([\w.:]*\w)", page.read_text(encoding="utf-8")
+    ):
         switch_from({name: value})
         config_from_environment({name: value})
 
@@ -165,7 +214,9 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     code = "import setuptools.build_meta as build; build.prepare_metadata_for_build_wheel('.')"
-    subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, timeout=120, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, timeout=120, check=True
+    )
     [written] = folder.glob("*.dist-info/METADATA")
     return Parser().parsestr(written.read_text(encoding="utf-8"))
 
@@ -173,7 +224,9 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
 def test_metadata_when_built_then_it_is_complete_and_has_no_address(metadata: Message) -> None:
     assert metadata["Author"] == "The megatron-distopt developers"
     assert metadata["Summary"] and metadata["Keywords"] and metadata.get_all("Classifier")
-    assert any(requirement.startswith("torch>=") for requirement in metadata.get_all("Requires-Dist", []))
+    assert any(
+        requirement.startswith("torch>=") for requirement in metadata.get_all("Requires-Dist", [])
+    )
     assert metadata["Home-page"] is None and metadata["Project-URL"] is None
 
 
@@ -181,4 +234,8 @@ def test_index_page_when_built_then_it_needs_no_checkout(metadata: Message) -> N
     page = metadata.get_payload()
     assert isinstance(page, str) and "pip install megatron-distopt" in page
     assert re.findall(r"\]\((?!https?:)", page) == []
-    assert [name for name in ("scripts/", "configs/", "examples/", "benchmarks/", "<!--") if name in page] == []
+    assert [
+        name
+        for name in ("scripts/", "configs/", "examples/", "benchmarks/", "<!--")
+        if name in page
+    ] == []

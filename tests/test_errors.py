@@ -27,7 +27,9 @@ def test_page_when_compared_with_the_classes_then_each_has_a_row_and_no_other() 
 @pytest.mark.parametrize("name", CLASSES)
 def test_row_when_it_names_a_base_then_the_class_has_it(name: str) -> None:
     bases = {base.__name__ for base in CLASSES[name].__mro__[1:]}
-    assert ROWS[name] in bases or (ROWS[name] == "" and CLASSES[name].__bases__ == (errors.DistOptError,))
+    assert ROWS[name] in bases or (
+        ROWS[name] == "" and CLASSES[name].__bases__ == (errors.DistOptError,)
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,9 @@ def test_row_when_it_names_a_base_then_the_class_has_it(name: str) -> None:
         ("InvariantError", "AssertionError"),
     ],
 )
-def test_error_when_raised_then_callers_catch_it_as_what_they_know(name: str, caught_as: str) -> None:
+def test_error_when_raised_then_callers_catch_it_as_what_they_know(
+    name: str, caught_as: str
+) -> None:
     ours = getattr(errors, name)
     theirs = getattr(errors, caught_as, None) or getattr(builtins, caught_as)
     with pytest.raises(theirs) as error:

@@ -11,7 +11,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "one_parameter.md"
 
 
 class _AcceptAnything(doctest.OutputChecker):
-    """For rank 1, which must take part in every collective and whose numbers the page does not show."""
+    """For rank 1, which must take part in every collective and whose numbers the page does not
+    show."""
 
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
         return True
@@ -19,7 +20,9 @@ class _AcceptAnything(doctest.OutputChecker):
 
 def run_page(rank: int, size: int) -> tuple[int, int, str]:
     checker = doctest.OutputChecker() if rank == 0 else _AcceptAnything()
-    test = doctest.DocTestParser().get_doctest(PAGE.read_text(encoding="utf-8"), {}, PAGE.name, str(PAGE), 0)
+    test = doctest.DocTestParser().get_doctest(
+        PAGE.read_text(encoding="utf-8"), {}, PAGE.name, str(PAGE), 0
+    )
     report: list[str] = []
     result = doctest.DocTestRunner(checker=checker).run(test, out=report.append)
     return result.failed, result.attempted, "".join(report)

@@ -1,4 +1,5 @@
-"""The quickstart chooses what three minutes allow, all ranks the same, and writes down what it chose and measured."""
+"""The quickstart chooses what three minutes allow, all ranks the same, and writes down what it
+chose and measured."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ NOTHING = Insisted()
 
 
 def chosen(probe: Probe | None, insisted: Insisted = NOTHING, **more: Any) -> Choice:
-    return choose(insisted, **{"precision": FP32, "trials": trials(0.3, 0.1), "probe": probe, "ranks": 2, **more})
+    return choose(
+        insisted,
+        **{"precision": FP32, "trials": trials(0.3, 0.1), "probe": probe, "ranks": 2, **more},
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,9 @@ def chosen(probe: Probe | None, insisted: Insisted = NOTHING, **more: Any) -> Ch
         (0.02, 0.02, BF16),  # half the memory at the same speed
     ],
 )
-def test_precision_when_both_are_measured_then_it_is_the_faster(bf16: float, fp32: float, expected: Precision) -> None:
+def test_precision_when_both_are_measured_then_it_is_the_faster(
+    bf16: float, fp32: float, expected: Precision
+) -> None:
     assert choose_precision(NOTHING, candidates=ON_A_CPU, trials=trials(bf16, fp32)) is expected
 
 
@@ -95,7 +101,12 @@ def test_length_when_more_than_the_fewest_are_chosen_then_three_minutes_are_kept
 
 # On two ranks: a model of two layers, of which a training takes a moment.
 TINY = Settings(
-    num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=16, validation_windows=8, sample_nbytes=4
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=2,
+    seq_length=16,
+    validation_windows=8,
+    sample_nbytes=4,
 )
 SLEEP = 0.2
 
@@ -113,7 +124,9 @@ def on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def measured(**insisted: Any) -> Choice:
-        return measure.measure(TINY, Insisted(**insisted), text, cpu, seconds_before=lambda: 40.0 + rank)
+        return measure.measure(
+            TINY, Insisted(**insisted), text, cpu, seconds_before=lambda: 40.0 + rank
+        )
 
     forward_backward = train._forward_backward
     measure.MOST_REPEATS = 1
@@ -138,7 +151,8 @@ def on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
         more = {"precision": precision, "compare": compare, "output": Path(folder) / precision}
         namespace = argparse.Namespace(**{**args, **more})
         quickstart.run_all(namespace, settings, text, cpu)
-        quickstart.plot.plot = lambda *runs, **about: None  # curves take longer than a training, and are drawn once
+        # curves take longer than a training, and are drawn once
+        quickstart.plot.plot = lambda *runs, **about: None
     return found
 
 
@@ -173,7 +187,9 @@ def test_measure_when_ranks_differ_in_speed_then_they_choose_the_same_and_measur
 
 @pytest.fixture
 def summaries(results: list[dict[str, Choice]], folder: Path) -> dict[str, Any]:
-    return {name: json.loads((folder / name / "summary.json").read_text()) for name in ("fp32", "bf16")}
+    return {
+        name: json.loads((folder / name / "summary.json").read_text()) for name in ("fp32", "bf16")
+    }
 
 
 def test_summary_when_a_run_ends_then_it_says_what_was_chosen_and_measured(
@@ -183,16 +199,24 @@ def test_summary_when_a_run_ends_then_it_says_what_was_chosen_and_measured(
         choice = summary["choice"]
         assert (choice["precision"], choice["iterations"], choice["trials"]) == (name, 4, [])
         assert "--precision" in choice["reason"] and "--iterations" in choice["reason"]
-        assert all(seconds > 0 for seconds in summary["step"].values()) and len(summary["step"]) == 3
+        assert (
+            all(seconds > 0 for seconds in summary["step"].values()) and len(summary["step"]) == 3
+        )
         for metrics in ["metrics.jsonl", "metrics-host.jsonl"][: 2 if name == "fp32" else 1]:
-            lines = [json.loads(line) for line in (folder / name / metrics).read_text().splitlines()]
+            lines = [
+                json.loads(line) for line in (folder / name / metrics).read_text().splitlines()
+            ]
             assert len(lines) == 4
             # Adding iterations up leaves out the scheduler and the report between them.
             assert sum(sum(line["step"].values()) for line in lines) <= lines[-1]["seconds"]
     assert (folder / "fp32" / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-NUMEL = 256 * 32 + 2 * (3 * 32 * 32 + 3 * 32 + 32 * 32 + 32 + 2 * 4 * 32 * 32 + 4 * 32 + 32 + 4 * 32) + 2 * 32
+NUMEL = (
+    256 * 32
+    + 2 * (3 * 32 * 32 + 3 * 32 + 32 * 32 + 32 + 2 * 4 * 32 * 32 + 4 * 32 + 32 + 4 * 32)
+    + 2 * 32
+)
 
 
 @pytest.mark.parametrize(("name", "param", "state"), [("fp32", 4, 8), ("bf16", 2, 12)])
@@ -201,7 +225,8 @@ def test_summary_when_a_run_ends_then_memory_is_that_of_the_model(
 ) -> None:
     whole, rank = summaries[name]["memory_undistributed"], summaries[name]["memory_per_rank"]
     assert (whole["param_nbytes"], whole["grad_nbytes"]) == (param * NUMEL, 4 * NUMEL)
-    # megatron-core pads each param to 64 elements and the bucket to 128 a rank: a few percent of so small a model.
+    # megatron-core pads each param to 64 elements and the bucket to 128 a rank: a few percent of so
+    # small a model.
     assert whole["state_nbytes"] == pytest.approx(state * NUMEL, rel=0.05)
     assert rank["param_nbytes"] == pytest.approx(param * NUMEL, rel=0.05)
     assert rank["grad_nbytes"] == pytest.approx(4 * NUMEL, rel=0.05)

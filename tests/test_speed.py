@@ -1,6 +1,8 @@
-"""A small form of benchmarks/step.py and benchmarks/train.py: that this package is not overtaken by what it replaces.
+"""A small form of benchmarks/step.py and benchmarks/train.py: that this package is not overtaken by
+what it replaces.
 
-Both sides run in the same processes, turn by turn, and only the ratio of their medians is looked at; no time is.
+Both sides run in the same processes, turn by turn, and only the ratio of their medians is looked
+at; no time is.
 """
 
 from __future__ import annotations
@@ -27,23 +29,33 @@ from peers.transformer import TrainSetting, batch
 
 #: 2.4 million elements in 36 tensors.
 STEP = StepSetting(3, 256, 0, 1)
-#: Of the medians, which is 1.8 to 2 on two cores that other tests use, too; for more elements see benchmarks/README.md.
+#: Of the medians, which is 1.8 to 2 on two cores that other tests use, too; for more elements see
+#: benchmarks/README.md.
 STEP_RATIO = 1.3
 
 #: 6.4 million elements; 8 tokens, so that the step is mostly communication and update.
-TRAIN = {"layers": 2, "hidden": 512, "vocabulary": 64, "sequence": 8, "sequences": 1, "bucket_size": 10**6}
+TRAIN = {
+    "layers": 2,
+    "hidden": 512,
+    "vocabulary": 64,
+    "sequence": 8,
+    "sequences": 1,
+    "bucket_size": 10**6,
+}
 #: 1.6 to 1.8; with gloo's own collectives it would be 1.1.
 TRAIN_RATIO = 1.2
 RANKS = 2
 
-#: Of a measurement; the best of some counts, because whatever else runs meanwhile takes processors from either side.
+#: Of a measurement; the best of some counts, because whatever else runs meanwhile takes processors
+#: from either side.
 REPEATS, MEASUREMENTS = 3, 4
 #: Steps whose losses are compared.
 COMPARED = 4
 
 
 def ratio_of(turns: Mapping[str, Callable[[], float]], wanted: float) -> float:
-    """Collective, fork of 2023 over ours: the best of some measurements, or the first that is enough on all ranks."""
+    """Collective, fork of 2023 over ours: the best of some measurements, or the first that is
+    enough on all ranks."""
     best = 0.0
     for _ in range(MEASUREMENTS):
         best = max(best, _measured(turns))
@@ -79,10 +91,12 @@ def test_step_when_beside_the_fork_then_is_faster_by_a_wide_margin() -> None:
     try:
         steppers = {"ForkStep": ForkStepper(STEP, torch_adam(foreach=False)), "ours": Ours(STEP)}
         ratio = ratio_of(
-            {name: lambda stepper=stepper: _step(stepper) for name, stepper in steppers.items()}, STEP_RATIO
+            {name: lambda stepper=stepper: _step(stepper) for name, stepper in steppers.items()},
+            STEP_RATIO,
         )
         for one, other in zip(steppers["ForkStep"].params, steppers["ours"].params, strict=True):
-            # The same work: they differ where a value lay at the edge between two bf16 numbers, by one of those.
+            # The same work: they differ where a value lay at the edge between two bf16 numbers, by
+            # one of those.
             torch.testing.assert_close(one, other, rtol=2**-7, atol=0.0)
     finally:
         dist.destroy_process_group()
@@ -93,7 +107,10 @@ def test_step_when_beside_the_fork_then_is_faster_by_a_wide_margin() -> None:
 def train(rank: int, size: int) -> tuple[float, list[list[float]]]:
     setting = TrainSetting(**TRAIN, rank=rank, size=size)
     losses: dict[str, list[float]] = {"ForkStep": [], "ours": []}
-    trainers = {"ForkStep": ForkTrainer(setting, torch_adam(foreach=False)), "ours": OursTrainer(setting)}
+    trainers = {
+        "ForkStep": ForkTrainer(setting, torch_adam(foreach=False)),
+        "ours": OursTrainer(setting),
+    }
 
     def turn(name: str) -> float:
         dist.barrier()
@@ -111,7 +128,7 @@ def train(rank: int, size: int) -> tuple[float, list[list[float]]]:
 
 def test_training_when_beside_the_fork_then_is_faster() -> None:
     for ratio, (theirs, ours) in run_ranks(train, RANKS):
-        # The same work. Both compute in bf16; their norms are added up in another order, which by then is up to 2.4e-4
-        # and grows from step to step. Without clipping it is above 3e-3.
+        # The same work. Both compute in bf16; their norms are added up in another order, which by
+        # then is up to 2.4e-4 and grows from step to step. Without clipping it is above 3e-3.
         assert ours[:COMPARED] == pytest.approx(theirs[:COMPARED], rel=1e-3)
         assert ratio >= TRAIN_RATIO

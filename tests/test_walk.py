@@ -1,4 +1,5 @@
-"""How far one gradient travels until its param is updated: few files and few calls, so that it can be followed."""
+"""How far one gradient travels until its param is updated: few files and few calls, so that it can
+be followed."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ from tests.support.mini_fork import MiniFork
 from tests.support.spawn import run_ranks
 
 PACKAGE = Path(megatron_distopt.__file__).parent
-#: From the hook of the gradient until the main param is updated and rounded, in plain torch: eager, one microbatch, one
-#: rank, one param.
+#: From the hook of the gradient until the main param is updated and rounded, in plain torch: eager,
+#: one microbatch, one rank, one param.
 MOST_FILES, MOST_CALLS = 16, 60
-#: What the calls that a Megatron makes of our optimizer in one step go through, for a whole model on one rank. How
-#: often a function is called depends on the number of params, so functions are counted. They may only fall.
+#: What the calls that a Megatron makes of our optimizer in one step go through, for a whole model
+#: on one rank. How often a function is called depends on the number of params, so functions are
+#: counted. They may only fall.
 MOST_IN_MEGATRON = {"2023": (19, 63), "core": (17, 60)}  # files, functions
 
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 
 
 class Walk:
-    """The functions of the package that are called while it is open; comprehensions count as their functions."""
+    """The functions of the package that are called while it is open; comprehensions count as their
+    functions."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -54,7 +57,10 @@ class Walk:
         is_ours = code.co_filename.startswith(str(PACKAGE)) and code.co_name not in _COMPREHENSIONS
         if event == "call" and is_ours and not self._is_over:
             self.calls.append(
-                (str(Path(code.co_filename).relative_to(PACKAGE)), getattr(code, "co_qualname", code.co_name))
+                (
+                    str(Path(code.co_filename).relative_to(PACKAGE)),
+                    getattr(code, "co_qualname", code.co_name),
+                )
             )
 
 
@@ -77,7 +83,9 @@ def ends_at(walk: Walk, function: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_gradient_when_it_is_followed_to_its_param_then_the_way_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_when_it_is_followed_to_its_param_then_the_way_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = torch.nn.Linear(8, 8, bias=False).bfloat16()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = megatron_distopt.distribute(model, adamw, clip_grad=1.0)
@@ -90,7 +98,10 @@ def test_gradient_when_it_is_followed_to_its_param_then_the_way_is_short(monkeyp
             loss.backward()
             optimizer.step()
     assert not torch.equal(before, model.weight)
-    assert walk.calls[0][0] == "hosts/torch/grads.py" and walk.calls[-1][1] in ("write_model", "rounds_itself")
+    assert walk.calls[0][0] == "hosts/torch/grads.py" and walk.calls[-1][1] in (
+        "write_model",
+        "rounds_itself",
+    )
     assert len(walk.files) <= MOST_FILES, sorted(walk.files)
     assert len(walk.calls) <= MOST_CALLS, walk.calls
 

@@ -1,7 +1,8 @@
-"""One report on whether this package is right and fast on a machine: `scripts/gpu_check.sh`, see docs/gpu_check.md.
+"""One report on whether this package is right and fast on a machine: `scripts/gpu_check.sh`, see
+docs/gpu_check.md.
 
-Importing it makes the repository importable, and what the script installed next to the user's packages: at the end of
-the path, so that whatever the user has comes first.
+Importing it makes the repository importable, and what the script installed next to the user's
+packages: at the end of the path, so that whatever the user has comes first.
 """
 
 from __future__ import annotations

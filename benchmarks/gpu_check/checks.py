@@ -37,7 +37,8 @@ class SkipError(Exception):
 
 
 class WrongError(AssertionError):
-    """Raised by a check whose result is wrong; the message says what was expected and what was found."""
+    """Raised by a check whose result is wrong; the message says what was expected and what was
+    found."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Place:
     seconds: float = 10.0  # for measurements
     memory_nbytes: int = 0  # of the smallest device; 0 where it does not say
     without: tuple[str, ...] = ()  # contestants that ended the process of an earlier attempt
-    say: Callable[[str], None] = lambda text: None  # is told what is done now, so that a crash can be attributed to it
+    # is told what is done now, so that a crash can be attributed to it
+    say: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)

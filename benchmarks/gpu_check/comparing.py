@@ -1,4 +1,5 @@
-"""What the checks of correctness have in common: the optimizer, a step with given gradients, and comparisons."""
+"""What the checks of correctness have in common: the optimizer, a step with given gradients, and
+comparisons."""
 
 from __future__ import annotations
 
@@ -32,8 +33,11 @@ def _fused(place: Place) -> bool:
 
 
 def same_adam(place: Place) -> tuple[str, dict[str, bool]]:
-    """The same kernel for us and for torch, element by element: its name with us, and torch's option."""
-    return ("torch_fused", {"fused": True}) if _fused(place) else ("torch_foreach", {"foreach": True})
+    """The same kernel for us and for torch, element by element: its name with us, and torch's
+    option."""
+    return (
+        ("torch_fused", {"fused": True}) if _fused(place) else ("torch_foreach", {"foreach": True})
+    )
 
 
 def is_exact(size: int) -> bool:
@@ -54,7 +58,9 @@ def values_of(module: torch.nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in module.parameters()]
 
 
-def require_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], names: Sequence[str], when: str) -> None:
+def require_equal(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], names: Sequence[str], when: str
+) -> None:
     """
     Raises:
         WrongError: a bit differs; with the first name, and how many elements.
@@ -63,7 +69,10 @@ def require_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], names: Seque
         if not torch.equal(one, other):
             differ = one != other
             largest = float((one.float() - other.float()).abs().max())
-            text = f"{int(differ.sum())} of {one.numel()} elements of {name} differ {when}, by at most {largest:.3g}"
+            text = (
+                f"{int(differ.sum())} of {one.numel()} elements of {name} differ {when}, by at "
+                f"most {largest:.3g}"
+            )
             raise WrongError(text)
 
 
@@ -83,8 +92,15 @@ def train_given(optimizer: Any, model: Given, step: int, place: Place) -> None:
 
 
 def require_close(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor], start: Sequence[Tensor], allowed: float, what: str
+    ours: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    start: Sequence[Tensor],
+    allowed: float,
+    what: str,
 ) -> float:
     apart = relative_change(ours, theirs, start)
-    require(apart <= allowed, f"{what}: {apart:.3g} of the change from the reference, at most {allowed:g} is rounding")
+    require(
+        apart <= allowed,
+        f"{what}: {apart:.3g} of the change from the reference, at most {allowed:g} is rounding",
+    )
     return apart

@@ -1,7 +1,8 @@
-"""Is a step right here? Against torch's own optimizers, the same steps done otherwise, and collectives by themselves.
+"""Is a step right here? Against torch's own optimizers, the same steps done otherwise, and
+collectives by themselves.
 
-Every check trains for a few steps. Where gradients are `grads_of`, every sum is exact in whatever order, so equal means
-equal to the bit; the reason stands where a check allows more.
+Every check trains for a few steps. Where gradients are `grads_of`, every sum is exact in whatever
+order, so equal means equal to the bit; the reason stands where a check allows more.
 """
 
 from __future__ import annotations
@@ -35,14 +36,24 @@ from gpu_check.comparing import (
     values_of,
 )
 from gpu_check.machine import CPU
-from gpu_check.models import ADAM, BUCKET_SIZE, Given, Net, groups_of, mean_grads, relative_change, samples
+from gpu_check.models import (
+    ADAM,
+    BUCKET_SIZE,
+    Given,
+    Net,
+    groups_of,
+    mean_grads,
+    relative_change,
+    samples,
+)
 from gpu_check.peers import is_compiled
 from megatron_distopt import distribute
 from megatron_distopt.errors import DistOptError
 
 #: By implementation of Adam, the op of DeepSpeed's that it needs.
 _OPS = {"deepspeed": "fused_adam", "deepspeed_cpu": "cpu_adam"}
-#: Some kernels compute 1 - beta2 in fp32, which is 6e-6 off where beta2 is 0.99; another formula is 1e-3 off.
+#: Some kernels compute 1 - beta2 in fp32, which is 6e-6 off where beta2 is 0.99; another formula is
+#: 1e-3 off.
 _ROUNDED_IN_KERNELS = 5e-5
 #: Of the norm of the gradient in fp32, after steps that were rounded otherwise.
 _NORM = 1e-4
@@ -52,7 +63,8 @@ _NORM = 1e-4
 
 
 def in_place_collectives(place: Place) -> Found:
-    """Reduce-scatter into a view of its input and all-gather from a view of its output, against separate tensors."""
+    """Reduce-scatter into a view of its input and all-gather from a view of its output, against
+    separate tensors."""
     combinations = 0
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (8, 1003, 1 << 20):
@@ -76,14 +88,20 @@ def _one_exchange(place: Place, dtype: torch.dtype, numel: int, asynchronous: bo
     wanted = sum(_grid(place, rank, numel * place.size)[mine] for rank in range(place.size))
     how = f"of a reduce-scatter of {numel} elements in {dtype}, async_op={asynchronous}"
     require(torch.equal(apart.float(), wanted), f"the sum {how} is wrong")
-    require(torch.equal(within[mine], apart), f"the result {how} into a view of its input is not that into a tensor")
+    require(
+        torch.equal(within[mine], apart),
+        f"the result {how} into a view of its input is not that into a tensor",
+    )
     gathered = torch.empty_like(whole)
     _all_gather(gathered, apart)
     inside = torch.zeros_like(whole)
     inside[mine] = apart
     _done(_all_gather(inside, inside[mine], async_op=asynchronous))
     how = how.replace("a reduce-scatter", "an all-gather")
-    require(torch.equal(inside, gathered), f"the result {how} from a view of its output is not that from a tensor")
+    require(
+        torch.equal(inside, gathered),
+        f"the result {how} from a view of its output is not that from a tensor",
+    )
 
 
 def _done(work: Any) -> None:
@@ -106,11 +124,20 @@ def undistributed(place: Place) -> Found:
     for dtype in (torch.float32, torch.bfloat16):
         for clip in (0.0, CLIP_GRAD):
             _against_undistributed(place, dtype, clip, name, option)
-    exact = "to the bit" if is_exact(place.size) else f"to {ROUNDED:g}, because a mean over {place.size} is rounded"
-    return Found(f"fp32 and bf16 params equal {exact} after {STEPS} steps by {name}; to {ROUNDED:g} where clipped")
+    exact = (
+        "to the bit"
+        if is_exact(place.size)
+        else f"to {ROUNDED:g}, because a mean over {place.size} is rounded"
+    )
+    return Found(
+        f"fp32 and bf16 params equal {exact} after {STEPS} steps by {name}; to {ROUNDED:g} where "
+        "clipped"
+    )
 
 
-def _against_undistributed(place: Place, dtype: torch.dtype, clip: float, name: str, option: dict[str, bool]) -> None:
+def _against_undistributed(
+    place: Place, dtype: torch.dtype, clip: float, name: str, option: dict[str, bool]
+) -> None:
     model, plain = (Given(dtype).to(place.device) for _ in range(2))
     start = values_of(plain)
     optimizer = sharded(model, config_of(adam=name, clip_grad=clip))
@@ -120,14 +147,19 @@ def _against_undistributed(place: Place, dtype: torch.dtype, clip: float, name: 
         train_given(optimizer, model, step, place)
         reference.step(mean_grads(step, place.size, place.device))
         if clip == 0.0 and is_exact(place.size):
-            require_equal(values_of(model), values_of(plain), names, f"after step {step} in {dtype}")
+            require_equal(
+                values_of(model), values_of(plain), names, f"after step {step} in {dtype}"
+            )
     allowed = ROUNDED if dtype is torch.float32 else ROUNDED_TO_16_BITS
-    require_close(values_of(model), values_of(plain), start, allowed, f"{dtype} params, clip_grad={clip}")
+    require_close(
+        values_of(model), values_of(plain), start, allowed, f"{dtype} params, clip_grad={clip}"
+    )
     optimizer.release()
 
 
 class _Undistributed:
-    """What a careful user writes: fp32 main params, the mean gradient, clipping, AdamW, and a copy back.
+    """What a careful user writes: fp32 main params, the mean gradient, clipping, AdamW, and a copy
+    back.
 
     Args:
         model: that is updated.
@@ -137,7 +169,10 @@ class _Undistributed:
 
     def __init__(self, model: Given, option: dict[str, bool], clip: float) -> None:
         self._held, self._clip = dict(model.held), clip
-        self._mains = {name: torch.nn.Parameter(param.detach().clone().float()) for name, param in self._held.items()}
+        self._mains = {
+            name: torch.nn.Parameter(param.detach().clone().float())
+            for name, param in self._held.items()
+        }
         self._adam = torch.optim.AdamW(groups_of(self._mains), **ADAM, **option)
 
     def step(self, grads: dict[str, Tensor]) -> None:
@@ -152,7 +187,8 @@ class _Undistributed:
 
 
 def kernels(place: Place) -> Found:
-    """Every implementation of Adam that is installed, against torch's for-loop in float64 on the CPU."""
+    """Every implementation of Adam that is installed, against torch's for-loop in float64 on the
+    CPU."""
     start, wanted = _in_float64(place)
     found: dict[str, float] = {}
     absent: list[str] = []
@@ -172,9 +208,16 @@ def kernels(place: Place) -> Found:
         found[name] = relative_change(values_of(model), wanted, start)
         optimizer.release()
     wrong = {name: apart for name, apart in found.items() if not apart <= _ROUNDED_IN_KERNELS}
-    require(not wrong, f"{wrong} of the change from float64, at most {_ROUNDED_IN_KERNELS:g} is rounding; all: {found}")
+    require(
+        not wrong,
+        f"{wrong} of the change from float64, at most {_ROUNDED_IN_KERNELS:g} is rounding; all: "
+        f"{found}",
+    )
     said = ", ".join(f"{name} {apart:.1e}" for name, apart in found.items())
-    return Found(f"from float64: {said}; not here: {', '.join(absent) or 'none'}", {"apart": found, "absent": absent})
+    return Found(
+        f"from float64: {said}; not here: {', '.join(absent) or 'none'}",
+        {"apart": found, "absent": absent},
+    )
 
 
 def _adam_sources() -> tuple[str, ...]:
@@ -186,7 +229,10 @@ def _adam_sources() -> tuple[str, ...]:
 def _in_float64(place: Place) -> tuple[list[Tensor], list[Tensor]]:
     """Params at the start and at the end, on the CPU."""
     cpu = torch.device(CPU)
-    params = {name: torch.nn.Parameter(param.detach().double()) for name, param in Given(torch.float32).held.items()}
+    params = {
+        name: torch.nn.Parameter(param.detach().double())
+        for name, param in Given(torch.float32).held.items()
+    }
     start = [param.detach().clone() for param in params.values()]
     adam = torch.optim.AdamW(groups_of(params), **ADAM, foreach=False)
     for step in range(STEPS):
@@ -206,15 +252,32 @@ def ddp(place: Place) -> Found:
     losses, norms = [], []
     for step in range(2 * STEPS):
         (sample,) = samples(step, place.rank, place.device)
-        losses.append([_ours_step(optimizer, ours, [sample]), _ddp_step(adam, theirs, wrapped, sample)])
-        norms.append([float(optimizer.last_step.grad_norm), float(clip_grad_norm_(theirs.parameters(), math.inf))])
+        losses.append(
+            [_ours_step(optimizer, ours, [sample]), _ddp_step(adam, theirs, wrapped, sample)]
+        )
+        norms.append(
+            [
+                float(optimizer.last_step.grad_norm),
+                float(clip_grad_norm_(theirs.parameters(), math.inf)),
+            ]
+        )
     apart, norm = (max(abs(one / other - 1) for one, other in pairs) for pairs in (losses, norms))
-    changed = require_close(values_of(ours), values_of(theirs), start, 1e-3, "params after a training in fp32")
-    require(apart <= ROUNDED, f"a loss is {apart:.3g} from that under DistributedDataParallel: {losses}")
+    changed = require_close(
+        values_of(ours), values_of(theirs), start, 1e-3, "params after a training in fp32"
+    )
+    require(
+        apart <= ROUNDED, f"a loss is {apart:.3g} from that under DistributedDataParallel: {losses}"
+    )
     # Adam divides by the size of gradients: only the norm shows a wrong one.
-    require(norm <= _NORM, f"a norm of the gradient is {norm:.3g} from that under DistributedDataParallel: {norms}")
+    require(
+        norm <= _NORM,
+        f"a norm of the gradient is {norm:.3g} from that under DistributedDataParallel: {norms}",
+    )
     figures = {"losses": losses, "loss": apart, "norm": norm, "params": changed}
-    said = f"losses of {2 * STEPS} steps apart by at most {apart:.1e}, norms by {norm:.1e}, params by {changed:.1e}"
+    said = (
+        f"losses of {2 * STEPS} steps apart by at most {apart:.1e}, norms by {norm:.1e}, params by "
+        f"{changed:.1e}"
+    )
     return Found(said, figures)
 
 
@@ -230,7 +293,9 @@ def _ours_step(optimizer: Any, model: Net, microbatches: Sequence[Tensor]) -> fl
     return total
 
 
-def _ddp_step(adam: torch.optim.Optimizer, model: Net, wrapped: torch.nn.Module, sample: Tensor) -> float:
+def _ddp_step(
+    adam: torch.optim.Optimizer, model: Net, wrapped: torch.nn.Module, sample: Tensor
+) -> float:
     adam.zero_grad()
     output = wrapped(sample)
     loss = (output.float() - sample.flip(-1)).square().mean()
@@ -243,7 +308,8 @@ def _ddp_step(adam: torch.optim.Optimizer, model: Net, wrapped: torch.nn.Module,
 
 
 def overlaps(place: Place) -> Found:
-    """Both overlaps, alone and together, against a run without, in bf16 with two microbatches a step."""
+    """Both overlaps, alone and together, against a run without, in bf16 with two microbatches a
+    step."""
     runs = {
         "neither": {},
         "grads": {"overlap_grad_reduce": True},
@@ -254,11 +320,18 @@ def overlaps(place: Place) -> Found:
     for name, options in runs.items():
         values = _trained(place, {**options, "bucket_size": BUCKET_SIZE, "clip_grad": CLIP_GRAD})
         wanted = wanted or values
-        require_equal(values, wanted, numbered(values), f"with overlap of {name} from the run without")
-    return Found(f"grads, params and both: {2 * STEPS} steps in bf16 equal to the bit to the run without overlap")
+        require_equal(
+            values, wanted, numbered(values), f"with overlap of {name} from the run without"
+        )
+    return Found(
+        f"grads, params and both: {2 * STEPS} steps in bf16 equal to the bit to the run without "
+        "overlap"
+    )
 
 
-def _trained(place: Place, options: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def _trained(
+    place: Place, options: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     model = Net(dtype).to(place.device)
     optimizer = distribute(model, config_of(**options))
     for step in range(2 * STEPS):
@@ -270,9 +343,20 @@ def _trained(place: Place, options: dict[str, Any], dtype: torch.dtype = torch.b
 
 
 CHECKS = (
-    Check("collectives", "collectives in place equal those into other tensors", in_place_collectives, least_ranks=2),
+    Check(
+        "collectives",
+        "collectives in place equal those into other tensors",
+        in_place_collectives,
+        least_ranks=2,
+    ),
     Check("undistributed", "steps equal torch's AdamW on one rank", undistributed),
     Check("ddp", "a training agrees with DistributedDataParallel and AdamW", ddp),
     Check("overlaps", "both overlaps change no bit", overlaps, limit=90),
-    Check("kernels", "every Adam that is installed agrees with float64", kernels, where=Where.ALL, limit=150),
+    Check(
+        "kernels",
+        "every Adam that is installed agrees with float64",
+        kernels,
+        where=Where.ALL,
+        limit=150,
+    ),
 )

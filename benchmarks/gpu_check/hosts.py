@@ -1,4 +1,5 @@
-"""Is a training right inside a Megatron here? Against the optimizers that megatron-core and a fork of 2023 have."""
+"""Is a training right inside a Megatron here? Against the optimizers that megatron-core and a fork
+of 2023 have."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ T = TypeVar("T")
 
 STEPS = 8
 _KINDS = ("plain", "distributed", "ours")
-#: Relative, of the loss and of the norm of the gradient: bf16 params that are rounded the other way.
+#: Relative, of the loss and of the norm of the gradient: bf16 params that are rounded the other
+#: way.
 _LOSS, _NORM = 5e-3, 5e-2
 #: Names the folder of the megatron-core on which the small fork of 2023 stands.
 _FORK_CORE_VARIABLE = "MINI_FORK_CORE"
@@ -45,21 +47,32 @@ def _apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def megatron_core(place: Place) -> Found:
-    """The same transformer under its DistributedDataParallel with its two optimizers, and with ours in their place."""
+    """The same transformer under its DistributedDataParallel with its two optimizers, and with ours
+    in their place."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise SkipError("megatron-core is not installed")
     curves: dict[str, Curve] = {}
     for kind in _KINDS:
         place.say(kind)
         train = partial(_core_training, kind, place)
-        curves[kind] = train() if kind == "ours" else _theirs(f"megatron-core's own {kind} optimizer", train)
+        curves[kind] = (
+            train() if kind == "ours" else _theirs(f"megatron-core's own {kind} optimizer", train)
+        )
     version = import_module("megatron.core").__version__
     figures = {"version": version, "losses": {kind: curve.losses for kind, curve in curves.items()}}
     ours = curves.pop("ours")
-    found = {kind: (_apart(ours.losses, each.losses), _apart(ours.norms, each.norms)) for kind, each in curves.items()}
-    said = "; ".join(f"from its {kind} one: loss {loss:.1e}, norm {norm:.1e}" for kind, (loss, norm) in found.items())
+    found = {
+        kind: (_apart(ours.losses, each.losses), _apart(ours.norms, each.norms))
+        for kind, each in curves.items()
+    }
+    said = "; ".join(
+        f"from its {kind} one: loss {loss:.1e}, norm {norm:.1e}"
+        for kind, (loss, norm) in found.items()
+    )
     if any(loss > _LOSS or norm > _NORM for loss, norm in found.values()):
-        raise WrongError(f"{version}, {said}; at most {_LOSS:g} and {_NORM:g} is rounding: {figures['losses']}")
+        raise WrongError(
+            f"{version}, {said}; at most {_LOSS:g} and {_NORM:g} is rounding: {figures['losses']}"
+        )
     return Found(f"{version}, bf16, {STEPS} steps, both overlaps; {said}", figures)
 
 
@@ -128,14 +141,21 @@ def _fork(place: Place) -> Any:
     support = import_module("tests.support.mini_fork")
     folder = os.environ.get(_FORK_CORE_VARIABLE)
     if folder is None or not (Path(folder) / "megatron").exists():
-        raise SkipError("megatron-core 0.2.0, on which the small fork of 2023 stands, could not be installed")
+        raise SkipError(
+            "megatron-core 0.2.0, on which the small fork of 2023 stands, could not be installed"
+        )
     os.environ["MINI_FORK_DEVICE"] = place.device.type
     support.core_folder = lambda: Path(folder)
     return support.MiniFork.imported()
 
 
 CHECKS = (
-    Check("megatron_core", "a training in megatron-core agrees with its own optimizers", megatron_core, limit=120),
+    Check(
+        "megatron_core",
+        "a training in megatron-core agrees with its own optimizers",
+        megatron_core,
+        limit=120,
+    ),
     Check(
         "megatron_2023",
         "a training in a Megatron of 2023 agrees with its own optimizer",

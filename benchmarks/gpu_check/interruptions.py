@@ -1,4 +1,5 @@
-"""Does a run survive here what interrupts it? Gradients that are not finite, and an end from which it is resumed."""
+"""Does a run survive here what interrupts it? Gradients that are not finite, and an end from which
+it is resumed."""
 
 from __future__ import annotations
 
@@ -37,10 +38,15 @@ def nonfinite(place: Place) -> Found:
     _left_out(place, config_of(nonfinite="skip"), torch.bfloat16)
     scale = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "hysteresis": 1}
     dynamic = _left_out(place, config_of(**scale), torch.float16) if _has_half(place) else None
-    require(dynamic in (None, 32.0), f"the dynamic loss scale is {dynamic} after one overflow at 64, not 32")
+    require(
+        dynamic in (None, 32.0),
+        f"the dynamic loss scale is {dynamic} after one overflow at 64, not 32",
+    )
     _raised(place)
     _logged(place)
-    return Found(f"skip, raise and log{', dynamic loss scale' if dynamic else '; the device has no fp16'}")
+    return Found(
+        f"skip, raise and log{', dynamic loss scale' if dynamic else '; the device has no fp16'}"
+    )
 
 
 def _has_half(place: Place) -> bool:
@@ -51,7 +57,9 @@ def _has_half(place: Place) -> bool:
     return True
 
 
-def _poisoned(place: Place, config: DistOptConfig, dtype: torch.dtype) -> tuple[Any, Given, list[Tensor]]:
+def _poisoned(
+    place: Place, config: DistOptConfig, dtype: torch.dtype
+) -> tuple[Any, Given, list[Tensor]]:
     """After a good step and one with a NaN on the last rank; and the params between them."""
     model = Given(dtype).to(place.device)
     optimizer = sharded(model, config)
@@ -71,28 +79,41 @@ def _backward(optimizer: Any, model: Given, step: int, place: Place, poison: boo
 
 
 def _left_out(place: Place, config: DistOptConfig, dtype: torch.dtype) -> float:
-    """The bad step changes no param, and the next good one changes them; returns the loss scale in between."""
+    """The bad step changes no param, and the next good one changes them; returns the loss scale in
+    between."""
     optimizer, model, before = _poisoned(place, config, dtype)
     optimizer.step()
     require_equal(
-        values_of(model), before, list(model.held), f"after a step that is to be skipped ({config.nonfinite})"
+        values_of(model),
+        before,
+        list(model.held),
+        f"after a step that is to be skipped ({config.nonfinite})",
     )
     scale = float(optimizer.scale_loss(torch.ones((), device=place.device)))
     _backward(optimizer, model, 2, place, poison=False)
     optimizer.step()
     after = values_of(model)
     require(not torch.equal(after[0], before[0]), "a good step after a skipped one changes nothing")
-    require(all(bool(each.isfinite().all()) for each in after), "a NaN came into the params after a skipped step")
+    require(
+        all(bool(each.isfinite().all()) for each in after),
+        "a NaN came into the params after a skipped step",
+    )
     optimizer.release()
     return scale
 
 
 def _raised(place: Place) -> None:
-    """At once, or at the next step where the host does not wait for the device; params stay as they were."""
+    """At once, or at the next step where the host does not wait for the device; params stay as they
+    were."""
     optimizer, model, before = _poisoned(place, config_of(nonfinite="raise"), torch.bfloat16)
     try:
         optimizer.step()
-        require_equal(values_of(model), before, list(model.held), "after a step whose error comes one step later")
+        require_equal(
+            values_of(model),
+            before,
+            list(model.held),
+            "after a step whose error comes one step later",
+        )
         _backward(optimizer, model, 2, place, poison=False)
         optimizer.step()
     except NonFiniteGradError as error:
@@ -107,7 +128,10 @@ def _logged(place: Place) -> None:
     optimizer, model, _ = _poisoned(place, config_of(nonfinite="log"), torch.bfloat16)
     optimizer.step()
     after = dict(zip(model.held, values_of(model), strict=True))
-    require(bool(after["weight"].isnan().any()), "nonfinite='log' did not update with a NaN, as it promises")
+    require(
+        bool(after["weight"].isnan().any()),
+        "nonfinite='log' did not update with a NaN, as it promises",
+    )
     optimizer.release()
 
 
@@ -115,7 +139,8 @@ def _logged(place: Place) -> None:
 
 
 def resume(place: Place) -> Found:
-    """Saved by all ranks and loaded by each smaller number of them, which go on as if there had been no end."""
+    """Saved by all ranks and loaded by each smaller number of them, which go on as if there had
+    been no end."""
     wanted, start = _train_and_save(place)
     sizes = rank_counts(place.size)
     for size in sizes:
@@ -127,7 +152,10 @@ def resume(place: Place) -> Found:
                 require_equal(values, wanted, numbered(values), how)
             require_close(values, wanted, start, ROUNDED_TO_16_BITS, f"params {how}")
         dist.barrier()
-    return Found(f"saved by {place.size} and resumed by {', '.join(map(str, sizes))}, equal to a run that did not end")
+    return Found(
+        f"saved by {place.size} and resumed by {', '.join(map(str, sizes))}, equal to a run that "
+        "did not end"
+    )
 
 
 def _train_and_save(place: Place) -> tuple[list[Tensor], list[Tensor]]:
@@ -158,7 +186,8 @@ def _of_mean(place: Place, group: Any) -> tuple[Given, Any]:
 
 
 def _train_mean(optimizer: Any, model: Given, step: int, place: Place) -> None:
-    """All ranks have the same gradients, so that their mean does not depend on how many they are."""
+    """All ranks have the same gradients, so that their mean does not depend on how many they
+    are."""
     optimizer.zero_grad()
     model(grads_of(step, 0, place.device)).backward()
     optimizer.step()
@@ -188,7 +217,9 @@ def state_dict(place: Place) -> Found:
 
 def _copied(state: Any) -> Any:
     """All tensors in it as they are now."""
-    return tree_map(lambda each: each.detach().clone() if isinstance(each, Tensor) else copy.copy(each), state)
+    return tree_map(
+        lambda each: each.detach().clone() if isinstance(each, Tensor) else copy.copy(each), state
+    )
 
 
 CHECKS = (

@@ -1,6 +1,8 @@
-"""The devices of this machine and the software that matters, and what is asked of a device, whatever its name.
+"""The devices of this machine and the software that matters, and what is asked of a device,
+whatever its name.
 
-python -m gpu_check.machine DEVICE FILE     in a process of its own, because asking a device starts it
+python -m gpu_check.machine DEVICE FILE     in a process of its own, because asking a device starts
+it
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import torch.distributed as dist
 from peers.machine import processor, version_of
 
 CPU = "cpu"
-#: MODULE or MODULE:FUNCTION that registers a device with torch; those of vendors torch imports by itself.
+#: MODULE or MODULE:FUNCTION that registers a device with torch; those of vendors torch imports by
+#: itself.
 _BACKEND_VARIABLE = "GPU_CHECK_IMPORT"
 _PACKAGES = {
     "torch": "torch",
@@ -50,12 +53,14 @@ class Machine:
     device: str  # its type, as in `torch.device(...).type`
     names: tuple[str, ...]  # of the devices of that type; of the processor for a CPU
     count: int  # ranks that can run at once
-    memory_nbytes: int  # free on the device that has least; all that it has where torch says no more, 0 for unknown
+    # free on the device that has least; all that it has where torch says no more, 0 for unknown
+    memory_nbytes: int
     backend: str  # of torch.distributed, as torch chooses it for the device
     host: str  # operating system, processor, cores
     python: str  # its version
     versions: Mapping[str, str]  # of packages, "not installed" where one is not there
-    built_for: str = ""  # what torch was built for, such as the vendor's libraries, and the version of the collectives
+    # what torch was built for, such as the vendor's libraries, and the version of the collectives
+    built_for: str = ""
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Machine:
@@ -67,7 +72,9 @@ class Machine:
         """Devices in a few words, such as "8 x NVIDIA H100"."""
         kinds = dict.fromkeys(self.names)
         counts = {kind: self.names.count(kind) for kind in kinds}
-        return ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in counts.items())
+        return ", ".join(
+            f"{count} x {kind}" if count > 1 else kind for kind, count in counts.items()
+        )
 
 
 def device_type_of(choice: str) -> str:
@@ -77,15 +84,18 @@ def device_type_of(choice: str) -> str:
         DeviceError: it is not there.
     """
     if not hasattr(torch, "accelerator"):
-        raise DeviceError(f"Invalid torch: {torch.__version__}. Must be 2.6 or newer. Update it, or use another torch.")
+        raise DeviceError(
+            f"Invalid torch: {torch.__version__}. Must be 2.6 or newer. Update it, or use another "
+            "torch."
+        )
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     there = [current.type] if current else []
     if choice == "auto":
         if not there:
             raise DeviceError(
-                f"Invalid --device: auto, but torch {torch.__version__} finds no accelerator. Must find one. "
-                "Install the torch of your device's vendor, name its Python (PYTHON=... scripts/gpu_check.sh), or "
-                "write --device cpu."
+                f"Invalid --device: auto, but torch {torch.__version__} finds no accelerator. Must "
+                "find one. Install the torch of your device's vendor, name its Python (PYTHON=... "
+                "scripts/gpu_check.sh), or write --device cpu."
             )
         return there[0]
     if choice not in (CPU, *there):
@@ -115,7 +125,9 @@ def look(choice: str) -> Machine:
     memory, python = _memory(device, count), platform.python_version()
     versions = {name: version_of(name, module) for module, name in _PACKAGES.items()}
     host = f"{platform.system()} {platform.release()}, {processor()}, {os.cpu_count()} cores"
-    return Machine(device, names, count, memory, backend, host, python, versions, _built_for(device))
+    return Machine(
+        device, names, count, memory, backend, host, python, versions, _built_for(device)
+    )
 
 
 def rank_counts(count: int) -> tuple[int, ...]:
@@ -135,14 +147,23 @@ def _memory(device: str, count: int) -> int:
 
 
 def _free(device: torch.device) -> int:
-    """All that it has before torch 2.9, which counts memory for all devices; 0 where nobody says."""
+    """All that it has before torch 2.9, which counts memory for all devices; 0 where nobody
+    says."""
     info = _asked("get_memory_info", device, device.index)
-    return int(info[0]) if info else getattr(_asked("get_device_properties", device, device.index), "total_memory", 0)
+    return (
+        int(info[0])
+        if info
+        else getattr(_asked("get_device_properties", device, device.index), "total_memory", 0)
+    )
 
 
 def _built_for(device: str) -> str:
     said = {name: value for name, value in vars(torch.version).items() if isinstance(value, str)}
-    found = [f"{name} {value}" for name, value in said.items() if name not in _NOT_OF_INTEREST and name[0] != "_"]
+    found = [
+        f"{name} {value}"
+        for name, value in said.items()
+        if name not in _NOT_OF_INTEREST and name[0] != "_"
+    ]
     library = getattr(getattr(torch, device, None), "nccl", None)
     if library is not None:
         found.append(f"nccl {'.'.join(map(str, library.version()))}")
@@ -171,7 +192,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(device: torch.device, act: Callable[[], object], times: int = 1) -> float:
-    """How long one call takes: by two events of the device where it has them, else by the host's clock.
+    """How long one call takes: by two events of the device where it has them, else by the host's
+    clock.
 
     Args:
         device: that carries it out.
@@ -209,8 +231,8 @@ def _events(device: torch.device) -> tuple[Any, Any] | None:
 
 
 def _asked(name: str, device: torch.device, *args: Any) -> Any:
-    """What a function of `torch.accelerator` answers, which has those about memory from torch 2.9 on, or of the module
-    of the device. None where neither has it or can answer."""
+    """What a function of `torch.accelerator` answers, which has those about memory from torch 2.9
+    on, or of the module of the device. None where neither has it or can answer."""
     for module in (torch.accelerator, getattr(torch, device.type, None)):
         function = getattr(module, name, None)
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError, TypeError):
@@ -226,7 +248,8 @@ def memory_now(device: torch.device) -> int | None:
 
 
 def most_memory(device: torch.device) -> int | None:
-    """The most bytes of tensors at any time since `reset_most_memory`; None where the device does not say."""
+    """The most bytes of tensors at any time since `reset_most_memory`; None where the device does
+    not say."""
     nbytes: int | None = _asked("max_memory_allocated", device, device)
     return nbytes
 

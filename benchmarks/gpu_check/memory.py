@@ -1,4 +1,5 @@
-"""How much memory does training need here, compared with 6 + 12/n bytes an element and with peers?"""
+"""How much memory does training need here, compared with 6 + 12/n bytes an element and with
+peers?"""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting
 
 from gpu_check.checks import Check, Found, Place, SkipError, Where, WrongError
-from gpu_check.machine import CPU, empty_cache, memory_now, most_memory, reset_most_memory, synchronize
+from gpu_check.machine import (
+    CPU,
+    empty_cache,
+    memory_now,
+    most_memory,
+    reset_most_memory,
+    synchronize,
+)
 from gpu_check.peers import memory_peers
 
 #: So few tokens that what is measured is not activations.
@@ -36,10 +44,19 @@ def held(place: Place) -> Found:
     if ours.why_not:
         raise WrongError(f"ours did not run: {ours.why_not}")
     between, peak, wanted = ours.held / ours.numel, ours.step_peak / ours.numel, target(place.size)
-    figures = {"numel": ours.numel, "target": wanted, "contestants": [asdict(each) for each in readings]}
+    figures = {
+        "numel": ours.numel,
+        "target": wanted,
+        "contestants": [asdict(each) for each in readings],
+    }
     if between > _MARGIN * wanted:
-        raise WrongError(f"{between:.2f} bytes an element are held between steps, not 6 + 12/n = {wanted:.2f}")
-    said = f"{between:.2f} bytes an element held, {peak:.2f} at the peak of a step; 6 + 12/n = {wanted:.2f}"
+        raise WrongError(
+            f"{between:.2f} bytes an element are held between steps, not 6 + 12/n = {wanted:.2f}"
+        )
+    said = (
+        f"{between:.2f} bytes an element held, {peak:.2f} at the peak of a step; 6 + 12/n = "
+        f"{wanted:.2f}"
+    )
     return Found(f"{said}; {ours.numel / 1e6:.1f} M elements", figures)
 
 
@@ -48,7 +65,15 @@ def _setting(place: Place) -> TrainSetting:
     hidden = 2048 if is_large else 512
     layers = 4
     return TrainSetting(
-        layers, hidden, _VOCABULARY, _SEQUENCE, 1, 12 * hidden**2, place.rank, place.size, str(place.device)
+        layers,
+        hidden,
+        _VOCABULARY,
+        _SEQUENCE,
+        1,
+        12 * hidden**2,
+        place.rank,
+        place.size,
+        str(place.device),
     )
 
 

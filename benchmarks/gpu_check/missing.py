@@ -1,4 +1,5 @@
-"""What scripts/gpu_check.sh installs next to the user's packages; it checks options and device first.
+"""What scripts/gpu_check.sh installs next to the user's packages; it checks options and device
+first.
 
     python -m gpu_check.missing [options of the command]
 
@@ -15,7 +16,17 @@ from importlib.util import find_spec
 from gpu_check.__main__ import look, parse_args
 from megatron_distopt.version import MEGATRON_CORE
 
-_DEEPSPEED_NEEDS = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic>=2", "tqdm")
+_DEEPSPEED_NEEDS = (
+    "einops",
+    "hjson",
+    "msgpack",
+    "ninja",
+    "packaging",
+    "psutil",
+    "py-cpuinfo",
+    "pydantic>=2",
+    "tqdm",
+)
 _CORE_NEEDS = ("einops", "numpy", "packaging")
 
 

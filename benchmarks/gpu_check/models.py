@@ -1,4 +1,5 @@
-"""Models and data of the checks of correctness: small, the same on all ranks, and the same at every run."""
+"""Models and data of the checks of correctness: small, the same on all ranks, and the same at every
+run."""
 
 from __future__ import annotations
 
@@ -39,26 +40,36 @@ class Given(Module):
         generator = torch.Generator().manual_seed(7)
         values = {name: torch.randn(shape, generator=generator) for name, shape in _SHAPES.items()}
         wide = {name: torch.float32 if name == _WIDE else dtype for name in _SHAPES}
-        self.held = ParameterDict({name: Parameter(value.to(wide[name])) for name, value in values.items()})
+        self.held = ParameterDict(
+            {name: Parameter(value.to(wide[name])) for name, value in values.items()}
+        )
 
     def forward(self, grads: Mapping[str, Tensor]) -> Tensor:
         """A loss whose gradient with respect to each param is the given one."""
-        parts = [(self.held[name] * grad.to(self.held[name])).float().sum() for name, grad in grads.items()]
+        parts = [
+            (self.held[name] * grad.to(self.held[name])).float().sum()
+            for name, grad in grads.items()
+        ]
         return torch.stack(parts).sum()
 
 
 def grads_of(step: int, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Multiples of 1/256 that bf16 and fp16 hold: any sum of them is exact, in whatever order it is added up."""
+    """Multiples of 1/256 that bf16 and fp16 hold: any sum of them is exact, in whatever order it is
+    added up."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return {
-        name: (torch.randint(-8, 9, shape, generator=generator) / 256).to(device) for name, shape in _SHAPES.items()
+        name: (torch.randint(-8, 9, shape, generator=generator) / 256).to(device)
+        for name, shape in _SHAPES.items()
     }
 
 
 def mean_grads(step: int, size: int, device: torch.device) -> dict[str, Tensor]:
     """Of all ranks; exact where their number is a power of two."""
     everyones = [grads_of(step, rank, device) for rank in range(size)]
-    return {name: sum((grads[name] for grads in everyones[1:]), everyones[0][name]) / size for name in _SHAPES}
+    return {
+        name: sum((grads[name] for grads in everyones[1:]), everyones[0][name]) / size
+        for name in _SHAPES
+    }
 
 
 def groups_of(params: Mapping[str, Parameter]) -> list[dict[str, Any]]:
@@ -78,7 +89,12 @@ class Net(Sequential):
             torch.manual_seed(5)
             parts: list[Module] = []
             for _ in range(layers):
-                parts += [Linear(_WIDTH, 2 * _WIDTH), GELU(), Linear(2 * _WIDTH, _WIDTH), LayerNorm(_WIDTH)]
+                parts += [
+                    Linear(_WIDTH, 2 * _WIDTH),
+                    GELU(),
+                    Linear(2 * _WIDTH, _WIDTH),
+                    LayerNorm(_WIDTH),
+                ]
             super().__init__(*parts)
         self.to(dtype)
 
@@ -94,12 +110,17 @@ def samples(step: int, rank: int, device: torch.device, count: int = 1) -> list[
     return [torch.randn(_BATCH, _WIDTH, generator=generator).to(device) for _ in range(count)]
 
 
-def relative_change(ours: Sequence[Tensor], theirs: Sequence[Tensor], start: Sequence[Tensor]) -> float:
-    """How far two results are apart, over how far the second went from the start; root of the sums of squares."""
+def relative_change(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], start: Sequence[Tensor]
+) -> float:
+    """How far two results are apart, over how far the second went from the start; root of the sums
+    of squares."""
     apart = sum(_square(one, other) for one, other in zip(ours, theirs, strict=True))
     went = sum(_square(one, other) for one, other in zip(theirs, start, strict=True))
     return float((apart / went) ** 0.5)
 
 
 def _square(one: Tensor, other: Tensor) -> float:
-    return float((one.detach().float().cpu().double() - other.detach().float().cpu().double()).square().sum())
+    return float(
+        (one.detach().float().cpu().double() - other.detach().float().cpu().double()).square().sum()
+    )

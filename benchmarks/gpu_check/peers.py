@@ -1,4 +1,5 @@
-"""Whom this package is compared with: the peers of the other benchmarks, and DistributedDataParallel."""
+"""Whom this package is compared with: the peers of the other benchmarks, and
+DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -17,11 +18,18 @@ from gpu_check.machine import CPU
 _SLOW = ("fork of 2023", "torch for-loop", "megatron-core")
 _ON_CPU_ONLY = ("DeepSpeed CPUAdam", MESSAGES)
 #: Whose memory is compared.
-_FOR_MEMORY = ("ours", "ours, overlap", "ours, both overlaps", "megatron-core, fused Adam", "DeepSpeed ZeRO-1")
+_FOR_MEMORY = (
+    "ours",
+    "ours, overlap",
+    "ours, both overlaps",
+    "megatron-core, fused Adam",
+    "DeepSpeed ZeRO-1",
+)
 
 
 def is_compiled(op: str) -> bool:
-    """Whether an op of DeepSpeed's was built when it was installed, or compiled earlier; compiling takes minutes."""
+    """Whether an op of DeepSpeed's was built when it was installed, or compiled earlier; compiling
+    takes minutes."""
     try:
         if import_module("deepspeed.git_version_info").installed_ops.get(op):
             return True
@@ -32,7 +40,8 @@ def is_compiled(op: str) -> bool:
 
 
 def step_peers(place: Place) -> list[StepEntry]:
-    """For a step on one rank; "ours" comes first. DeepSpeed's ops are not compiled for it: that takes minutes."""
+    """For a step on one rank; "ours" comes first. DeepSpeed's ops are not compiled for it: that
+    takes minutes."""
     first, *others = step_entries(may_compile=False)
     if place.device.type != CPU:
         others.insert(0, StepEntry("ours, torch fused", partial(steppers.Ours, adam="torch_fused")))
@@ -49,7 +58,9 @@ def train_peers(place: Place) -> list[TrainEntry]:
 
 def memory_peers(place: Place) -> list[TrainEntry]:
     """Whose bytes are counted."""
-    return [entry for entry in train_peers(place) if entry.name in _FOR_MEMORY or "FSDP2" in entry.name]
+    return [
+        entry for entry in train_peers(place) if entry.name in _FOR_MEMORY or "FSDP2" in entry.name
+    ]
 
 
 def _is_wanted(name: str, place: Place) -> bool:

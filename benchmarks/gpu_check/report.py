@@ -1,4 +1,5 @@
-"""What was found, as files: report.md to read, report.json to keep, and an archive to send where something failed."""
+"""What was found, as files: report.md to read, report.json to keep, and an archive to send where
+something failed."""
 
 from __future__ import annotations
 
@@ -59,14 +60,20 @@ def write_report(report: Report, folder: Path, logs: Path) -> None:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    return {**vars(report), "machine": asdict(report.machine), "outcomes": [each.as_json() for each in report.outcomes]}
+    return {
+        **vars(report),
+        "machine": asdict(report.machine),
+        "outcomes": [each.as_json() for each in report.outcomes],
+    }
 
 
 def lines_of(report: Report) -> Iterator[str]:
     """The lines of report.md."""
     yield f"# megatron_distopt {VERSION} on {report.machine.name}"
     yield ""
-    yield f"**{report.counts}** in {report.seconds:.0f} s, {report.date}. Command: `{report.command}`"
+    yield (
+        f"**{report.counts}** in {report.seconds:.0f} s, {report.date}. Command: `{report.command}`"
+    )
     if report.note:
         yield from ("", report.note)
     yield from _failures(report.having(Status.FAILS))
@@ -98,7 +105,11 @@ def _machine(machine: Machine) -> Iterator[str]:
     yield f"| devices | {machine.name}, {gib} free, torch calls it `{machine.device}` |"
     yield f"| collectives | {machine.backend}, at most {_ranks(machine.count)} |"
     yield f"| host | {machine.host}, Python {machine.python} |"
-    there = [f"{name} {version}" for name, version in machine.versions.items() if version != "not installed"]
+    there = [
+        f"{name} {version}"
+        for name, version in machine.versions.items()
+        if version != "not installed"
+    ]
     absent = [name for name, version in machine.versions.items() if version == "not installed"]
     yield f"| software | {', '.join(there)} |"
     if machine.built_for:
@@ -133,7 +144,11 @@ def _speed(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def _times(outcome: Outcome) -> Iterator[str]:
     contestants = outcome.figures["contestants"]
-    found = [statistics.median(each["seconds"]) for each in contestants if each["name"] == "ours" and each["seconds"]]
+    found = [
+        statistics.median(each["seconds"])
+        for each in contestants
+        if each["name"] == "ours" and each["seconds"]
+    ]
     ours = found[0] if found else None
     yield f"{outcome.figures['numel'] / 1e6:.1f} million elements; medians of interleaved rounds."
     yield from ("", "| | ms | least to most | / ours | rounds | |", "|---|--:|--:|--:|--:|---|")
@@ -148,7 +163,10 @@ def _times_row(each: Mapping[str, Any], ours: float | None) -> str:
     median = statistics.median(seconds)
     ratio = f"{median / ours:.2f}" if ours else ""
     spread = f"{1e3 * min(seconds):.3g} to {1e3 * max(seconds):.3g}"
-    return f"| {each['name']} | {1e3 * median:.3g} | {spread} | {ratio} | {len(seconds)} | {each['why_not']} |"
+    return (
+        f"| {each['name']} | {1e3 * median:.3g} | {spread} | {ratio} | {len(seconds)} | "
+        f"{each['why_not']} |"
+    )
 
 
 def _memory(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -157,27 +175,45 @@ def _memory(outcomes: Sequence[Outcome]) -> Iterator[str]:
             continue
         goal = f"6 + 12/n = {outcome.figures['target']:.2f}"
         yield from ("", f"### Bytes an element: {_ranks(outcome.ranks)}, {goal}", "")
-        yield from ("| | held between steps | peak of a step | peak of building | |", "|---|--:|--:|--:|---|")
+        yield from (
+            "| | held between steps | peak of a step | peak of building | |",
+            "|---|--:|--:|--:|---|",
+        )
         for each in outcome.figures["contestants"]:
-            cells = [f"{each[name] / each['numel']:.2f}" for name in ("held", "step_peak", "build_peak")]
+            cells = [
+                f"{each[name] / each['numel']:.2f}" for name in ("held", "step_peak", "build_peak")
+            ]
             cells = ["", "", ""] if each["why_not"] else cells
             yield f"| {' | '.join([each['contestant'], *cells, each['why_not']])} |"
 
 
 def _for_the_docs(report: Report) -> Iterator[str]:
     """Rows of the table of docs/hosts.md: plain torch, and each host that was run."""
-    ran = [each for each in report.outcomes if each.subject == "correctness" and each.status is not Status.SKIPPED]
+    ran = [
+        each
+        for each in report.outcomes
+        if each.subject == "correctness" and each.status is not Status.SKIPPED
+    ]
     machine, torch = report.machine, f"torch {report.machine.versions['torch']}"
     where = f"{machine.name}, {machine.backend}, {torch}, Python {machine.python}"
     rows = []
     for host in dict.fromkeys(_HOSTS.get(each.check, _PLAIN) for each in ran):
         here = [each for each in ran if _HOSTS.get(each.check, _PLAIN) == host]
-        names, ranks = dict.fromkeys(each.check for each in here), sorted({each.ranks for each in here})
+        names, ranks = (
+            dict.fromkeys(each.check for each in here),
+            sorted({each.ranks for each in here}),
+        )
         failed = [each for each in here if each.status is Status.FAILS]
-        wrong = f"{len(failed)} of {len(here)} checks fail: {', '.join(dict.fromkeys(each.check for each in failed))}"
+        wrong = (
+            f"{len(failed)} of {len(here)} checks fail: "
+            f"{', '.join(dict.fromkeys(each.check for each in failed))}"
+        )
         what = f"`scripts/gpu_check.sh`: {', '.join(names)}; DP {', '.join(map(str, ranks))}"
         version = here[0].figures.get("version", torch)
-        rows.append(f"| {host} | {version} | {what} | {where} | {report.date} | {wrong if failed else 'passes'} |")
+        rows.append(
+            f"| {host} | {version} | {what} | {where} | {report.date} | "
+            f"{wrong if failed else 'passes'} |"
+        )
     if rows:
         yield from ("", "## The lines to add to docs/hosts.md", "", "```", *rows, "```")
 
@@ -187,9 +223,18 @@ def _to_send(report: Report) -> Iterator[str]:
     if report.having(Status.FAILS):
         yield "## What to send"
         yield ""
-        yield f"`{ARCHIVE}`, next to this file, which holds this report, `report.json` and what all ranks printed."
-        yield "It names hardware, software and paths of this machine, and has no data of yours. Open an issue with it."
+        yield (
+            f"`{ARCHIVE}`, next to this file, which holds this report, `report.json` and what all "
+            "ranks printed."
+        )
+        yield (
+            "It names hardware, software and paths of this machine, and has no data of yours. Open "
+            "an issue with it."
+        )
         return
     yield "## What to send"
     yield ""
-    yield "Nothing failed. `report.json` and the lines above are what a pull request to docs/hosts.md needs."
+    yield (
+        "Nothing failed. `report.json` and the lines above are what a pull request to "
+        "docs/hosts.md needs."
+    )

@@ -1,4 +1,5 @@
-"""All checks; starts ranks for them, and others where some crash or hang: no check can end the report."""
+"""All checks; starts ranks for them, and others where some crash or hang: no check can end the
+report."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ def batches_of(count: int, subjects: Sequence[str] = SUBJECTS) -> Iterator[Batch
     """What is to be run with that many devices: subject by subject, few ranks first."""
     for subject in SUBJECTS:
         for ranks in rank_counts(count):
-            runs = {Where.ONE: ranks == 1, Where.ALL: ranks == count, Where.ENDS: ranks in (1, count)}
+            runs = {
+                Where.ONE: ranks == 1,
+                Where.ALL: ranks == count,
+                Where.ENDS: ranks in (1, count),
+            }
             here = [
                 check
                 for check in CHECKS
@@ -65,7 +70,12 @@ def batches_of(count: int, subjects: Sequence[str] = SUBJECTS) -> Iterator[Batch
 def impossible(count: int, subjects: Sequence[str] = SUBJECTS) -> list[Outcome]:
     """Checks that need more devices than there are, as skipped."""
     return [
-        Outcome.of(check, count, Status.SKIPPED, f"needs {check.least_ranks} devices, and this machine has {count}")
+        Outcome.of(
+            check,
+            count,
+            Status.SKIPPED,
+            f"needs {check.least_ranks} devices, and this machine has {count}",
+        )
         for check in CHECKS
         if check.subject in subjects and check.least_ranks > count
     ]
@@ -80,7 +90,8 @@ class Runner:
     defined_in: str = "gpu_check.runner:CHECKS"  # MODULE:NAME of the checks to choose from
 
     def run(self, batch: Batch, deadline: float, seconds: float) -> Iterator[Outcome]:
-        """Carries out the checks of a batch; after one that crashes or hangs the next one gets new ranks.
+        """Carries out the checks of a batch; after one that crashes or hangs the next one gets new
+        ranks.
 
         Args:
             batch: of checks.
@@ -102,14 +113,22 @@ class Runner:
                             yield Outcome.of(check, batch.ranks, Status.FAILS, why)
                             break
                         order = {"check": check.name, "seconds": seconds, "without": without}
-                        outcome, is_lost = self._judged(check, batch, crew, crew.ask(order, check.limit))
+                        outcome, is_lost = self._judged(
+                            check, batch, crew, crew.ask(order, check.limit)
+                        )
                         doing = crew.doing
                         if is_lost:
                             crew.kill()
                             crew = None
-                        crashed = is_lost and doing and not doing.startswith("ours") and doing not in without
+                        crashed = (
+                            is_lost
+                            and doing
+                            and not doing.startswith("ours")
+                            and doing not in without
+                        )
                         if crashed and len(without) < _MOST_CRASHES:
-                            without.append(doing)  # once more, without the peer that ended the process
+                            # once more, without the peer that ended the process
+                            without.append(doing)
                             continue
                         yield outcome
                         break
@@ -124,34 +143,50 @@ class Runner:
         here.mkdir()
         members = []
         for rank in range(batch.ranks):
-            told = {"rank": rank, "size": batch.ranks, "device": machine.device, "backend": machine.backend}
+            told = {
+                "rank": rank,
+                "size": batch.ranks,
+                "device": machine.device,
+                "backend": machine.backend,
+            }
             told |= {"folder": str(here), "memory_nbytes": machine.memory_nbytes}
             command = [sys.executable, "-m", "gpu_check.worker", json.dumps(told), self.defined_in]
-            members.append(Member(command, _environment(batch, machine.device, rank), self._log(batch, rank)))
+            members.append(
+                Member(command, _environment(batch, machine.device, rank), self._log(batch, rank))
+            )
         crew = Crew(members, here)
         if all(crew.wait(_START_SECONDS)):
             return crew
         crew.kill()
         return None
 
-    def _judged(self, check: Check, batch: Batch, crew: Crew, answers: Sequence[dict]) -> tuple[Outcome, bool]:  # type: ignore[type-arg]
-        """The outcome of a check, and whether its ranks are lost: the worst answer counts, the earliest of several."""
+    def _judged(
+        self, check: Check, batch: Batch, crew: Crew, answers: Sequence[dict]
+    ) -> tuple[Outcome, bool]:  # type: ignore[type-arg]
+        """The outcome of a check, and whether its ranks are lost: the worst answer counts, the
+        earliest of several."""
         given = [(rank, answer) for rank, answer in enumerate(answers) if answer]
         missing = [rank for rank, answer in enumerate(answers) if not answer]
         is_lost = bool(missing) or not all(answer["goes_on"] for _, answer in given)
         for status in (Status.FAILS, Status.SKIPPED):
-            found = sorted((answer["time"], rank) for rank, answer in given if answer["status"] == status.value)
+            found = sorted(
+                (answer["time"], rank) for rank, answer in given if answer["status"] == status.value
+            )
             if found:
                 _, rank = found[0]
                 where = "" if answers[rank]["goes_on"] else f"rank {rank}: "
-                return Outcome.of(check, batch.ranks, status, f"{where}{answers[rank]['detail']}"), is_lost
+                return Outcome.of(
+                    check, batch.ranks, status, f"{where}{answers[rank]['detail']}"
+                ), is_lost
         if not missing:
             first = answers[0]
             more = {"seconds": first["seconds"], "figures": first["figures"]}
             return Outcome.of(check, batch.ranks, Status.PASSES, first["detail"], **more), is_lost
         ended = [rank for rank in missing if rank in crew.ended]
         if ended:
-            detail = f"rank {ended[0]} {crew.how_ended(ended[0])}: {self._last_line(batch, ended[0])}"
+            detail = (
+                f"rank {ended[0]} {crew.how_ended(ended[0])}: {self._last_line(batch, ended[0])}"
+            )
             return Outcome.of(check, batch.ranks, Status.FAILS, detail), True
         for rank in missing:
             crew.processes[rank].send_signal(signal.SIGUSR1)  # it prints its stacks to its log
@@ -167,16 +202,26 @@ class Runner:
         """What a rank printed last, or before the stacks that Python prints at a crash."""
         text = self._log(batch, rank).read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        crashes = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+        crashes = [
+            number for number, line in enumerate(lines) if line.startswith("Fatal Python error")
+        ]
         last = lines[max(crashes[-1] - 1, 0) : crashes[-1] + 1] if crashes else lines[-1:]
         return " ".join(last)[-300:] or "it printed nothing"
 
 
 def _environment(batch: Batch, device: str, rank: int) -> dict[str, str]:
     """As a launcher sets it, and what torch has to find before it is imported."""
-    size, more = str(batch.ranks), [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    size, more = (
+        str(batch.ranks),
+        [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")],
+    )
     found = {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
+        **{
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+        },
         "PYTHONPATH": os.pathsep.join(filter(None, more)),
         "PYTHONWARNINGS": "ignore",
         # DeepSpeed names the device where it is installed, and takes seconds to be imported.
@@ -189,6 +234,7 @@ def _environment(batch: Batch, device: str, rank: int) -> dict[str, str]:
     if device == CPU:
         found |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
         if batch.checks[0].subject == "memory":
-            # What is freed goes back to the system at once, so that the high-water mark is that of live memory.
+            # What is freed goes back to the system at once, so that the high-water mark is that of
+            # live memory.
             found["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     return found

@@ -1,4 +1,5 @@
-"""How fast is a step here, compared with what a user would use instead, and with what the device's memory allows?"""
+"""How fast is a step here, compared with what a user would use instead, and with what the device's
+memory allows?"""
 
 from __future__ import annotations
 
@@ -69,9 +70,16 @@ def _contestants(
     why_not = rounds.failures()["why_not"]
     seconds = {name: list(rounds.values(name, median_seconds).values()) for name in rounds.of}
     if not seconds.get(OURS):
-        raise WrongError(f"ours did not run: {why_not.get(OURS, 'it ended the process, see the logs')}")
+        raise WrongError(
+            f"ours did not run: {why_not.get(OURS, 'it ended the process, see the logs')}"
+        )
     found = [
-        {"name": name, "seconds": seconds[name], "deviation": deviation[name], "why_not": why_not.get(name, "")}
+        {
+            "name": name,
+            "seconds": seconds[name],
+            "deviation": deviation[name],
+            "why_not": why_not.get(name, ""),
+        }
         for name in rounds.of
     ]
     if wrong := [name for name in rounds.of if is_ours(name) and (deviation[name] or 0.0) > most]:
@@ -82,9 +90,15 @@ def _contestants(
 
 def _said(contestants: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
     """Median seconds of ours, and which of the others is the fastest."""
-    medians = {each["name"]: statistics.median(each["seconds"]) for each in contestants if each["seconds"]}
+    medians = {
+        each["name"]: statistics.median(each["seconds"]) for each in contestants if each["seconds"]
+    }
     ours = medians[OURS]
-    peers = {name: each for name, each in medians.items() if not is_ours(name) and name != FORWARD_BACKWARD.name}
+    peers = {
+        name: each
+        for name, each in medians.items()
+        if not is_ours(name) and name != FORWARD_BACKWARD.name
+    }
     if not peers:
         return ours, "no peer ran"
     fastest = min(peers, key=lambda name: peers[name])
@@ -95,14 +109,18 @@ def _said(contestants: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
 
 
 def bandwidth(place: Place) -> Found:
-    """What a copy between two large tensors reads and writes a second; the fastest of several counts."""
+    """What a copy between two large tensors reads and writes a second; the fastest of several
+    counts."""
     nbytes = (1 << 28) if _is_small(place) else min(2 * _GIB, place.memory_nbytes // 8)
     source = torch.ones(nbytes // 4, device=place.device)
     target = torch.empty_like(source)
     times = 2 if place.device.type == CPU else 20
-    rates = [2 * nbytes / seconds_of(place.device, lambda: target.copy_(source), times) for _ in range(5)]
+    rates = [
+        2 * nbytes / seconds_of(place.device, lambda: target.copy_(source), times) for _ in range(5)
+    ]
     return Found(
-        f"{max(rates) / 1e9:.3g} GB/s read and written by a copy of {nbytes / 1e6:.0f} MB", {"copy": max(rates)}
+        f"{max(rates) / 1e9:.3g} GB/s read and written by a copy of {nbytes / 1e6:.0f} MB",
+        {"copy": max(rates)},
     )
 
 
@@ -122,7 +140,8 @@ def step_setting(place: Place) -> StepSetting:
 
 
 def step(place: Place) -> Found:
-    """An optimizer step without communication: clip by the norm, update fp32 main params, round to bf16."""
+    """An optimizer step without communication: clip by the norm, update fp32 main params, round to
+    bf16."""
     setting = step_setting(place)
     rates: list[float] = []
     reference: list[Tensor] = []
@@ -130,14 +149,26 @@ def step(place: Place) -> Found:
     for number in _rounds(place):
         rates.append(bandwidth(place).figures["copy"])
         for entry in _turns(place, step_peers(place), readings):
-            readings.append(read_step(entry, setting, number, 5, reference, partial(seconds_of, place.device)))
+            readings.append(
+                read_step(entry, setting, number, 5, reference, partial(seconds_of, place.device))
+            )
     rounds = Rounds(readings)
     contestants = _contestants(place, rounds, rounds.first(lambda each: each.deviation), TOLERANCE)
     ours, peers = _said(contestants)
     seconds = rounds.values(OURS, median_seconds)
-    share = statistics.median(FLOOR_NBYTES * setting.numel / each / rates[number] for number, each in seconds.items())
-    figures = {"numel": setting.numel, "copy": statistics.median(rates), "share": share, "contestants": contestants}
-    said = f"{1e3 * ours:.3g} ms for {setting.numel / 1e6:.1f} M elements: {100 * share:.0f} % of the speed of a copy"
+    share = statistics.median(
+        FLOOR_NBYTES * setting.numel / each / rates[number] for number, each in seconds.items()
+    )
+    figures = {
+        "numel": setting.numel,
+        "copy": statistics.median(rates),
+        "share": share,
+        "contestants": contestants,
+    }
+    said = (
+        f"{1e3 * ours:.3g} ms for {setting.numel / 1e6:.1f} M elements: {100 * share:.0f} % of the "
+        "speed of a copy"
+    )
     return Found(f"{said} ({FLOOR_NBYTES} bytes an element); {peers}", figures)
 
 
@@ -145,17 +176,29 @@ def forms(place: Place) -> Found:
     """The same step with state in low precision, which a device updates in several passes."""
     setting, readings = step_setting(place), list[StepReading]()
     entries = [StepEntry(OURS, Ours)]
-    entries += [StepEntry(f"{OURS}, {name}", partial(Ours, **options)) for name, options in LOW_PRECISION.items()]
+    entries += [
+        StepEntry(f"{OURS}, {name}", partial(Ours, **options))
+        for name, options in LOW_PRECISION.items()
+    ]
     for number in _rounds(place):
         for entry in _turns(place, entries, readings):
-            readings.append(read_step(entry, setting, number + 1, 3, [], partial(seconds_of, place.device)))
+            readings.append(
+                read_step(entry, setting, number + 1, 3, [], partial(seconds_of, place.device))
+            )
     rounds = Rounds(readings)
     contestants = _contestants(place, rounds, dict.fromkeys(rounds.of), math.inf)
     ours = statistics.median(contestants[0]["seconds"])
-    over = {each["name"]: statistics.median(each["seconds"]) / ours for each in contestants[1:] if each["seconds"]}
+    over = {
+        each["name"]: statistics.median(each["seconds"]) / ours
+        for each in contestants[1:]
+        if each["seconds"]
+    }
     said = ", ".join(f"{name.removeprefix('ours, ')} {ratio:.2f}" for name, ratio in over.items())
     figures = {"numel": setting.numel, "contestants": contestants}
-    return Found(f"over state in fp32, {1e3 * ours:.3g} ms for {setting.numel / 1e6:.1f} M elements: {said}", figures)
+    return Found(
+        f"over state in fp32, {1e3 * ours:.3g} ms for {setting.numel / 1e6:.1f} M elements: {said}",
+        figures,
+    )
 
 
 # Whole training steps
@@ -187,16 +230,22 @@ def train(place: Place) -> Found:
         for entry in _turns(place, entries, readings):
             readings.append(read_training(entry, setting, _pace(place), number))
     rounds = Rounds(readings)
-    deviation = {name: losses_apart(found, rounds.of.get(OURS, [])) for name, found in rounds.of.items()}
+    deviation = {
+        name: losses_apart(found, rounds.of.get(OURS, [])) for name, found in rounds.of.items()
+    }
     contestants = _contestants(place, rounds, deviation, _LOSSES_APART)
     ours, peers = _said(contestants)
     figures = {"numel": setting.numel, "contestants": contestants}
-    return Found(f"{1e3 * ours:.3g} ms a step, {setting.numel / 1e6:.1f} M elements; {peers}", figures)
+    return Found(
+        f"{1e3 * ours:.3g} ms a step, {setting.numel / 1e6:.1f} M elements; {peers}", figures
+    )
 
 
 CHECKS = (
     Check("bandwidth", "how fast a copy is", bandwidth, "speed", Where.ONE),
     Check("step", "an optimizer step, compared with peers", step, "speed", Where.ONE, limit=240),
-    Check("forms", "an optimizer step of state in low precision", forms, "speed", Where.ONE, limit=120),
+    Check(
+        "forms", "an optimizer step of state in low precision", forms, "speed", Where.ONE, limit=120
+    ),
     Check("train", "training steps, compared with peers", train, "speed", Where.ENDS, limit=180),
 )

@@ -1,10 +1,13 @@
 """One rank: carries out the checks that it is told, one after the other.
 
-    python -m gpu_check.worker PLACE CHECKS     PLACE is JSON: rank, size, device, backend, folder, memory_nbytes;
-                                                CHECKS is MODULE:NAME of all that there are
+    python -m gpu_check.worker PLACE CHECKS
 
-A result that is wrong, or a reason to skip, is an answer, and the rank goes on. After any other error it answers and
-ends: others may be waiting in a collective, and the device may be in no state to go on.
+PLACE is JSON: rank, size, device, backend, folder, memory_nbytes. CHECKS is MODULE:NAME of all that
+there are.
+
+A result that is wrong, or a reason to skip, is an answer, and the rank goes on. After any other
+error it answers and ends: others may be waiting in a collective, and the device may be in no state
+to go on.
 """
 
 from __future__ import annotations
@@ -34,16 +37,21 @@ _TIME_LIMIT = timedelta(minutes=3)
 def main() -> None:
     told, (module, _, name) = json.loads(sys.argv[1]), sys.argv[2].partition(":")
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the parent asks for stacks before it ends a rank that hangs
+    # the parent asks for stacks before it ends a rank that hangs
+    faulthandler.register(signal.SIGUSR1)
     import_backend()
-    checks: dict[str, Check] = {check.name: check for check in getattr(importlib.import_module(module), name)}
+    checks: dict[str, Check] = {
+        check.name: check for check in getattr(importlib.import_module(module), name)
+    }
     rank, size = told["rank"], told["size"]
     device = torch.device(told["device"], None if told["device"] == CPU else rank)
     use(device)
     if device.type == CPU:
         torch.set_num_threads(1)
     store = dist.FileStore(str(Path(told["folder"]) / "store"), size)
-    dist.init_process_group(told["backend"], store=store, rank=rank, world_size=size, timeout=_TIME_LIMIT)
+    dist.init_process_group(
+        told["backend"], store=store, rank=rank, world_size=size, timeout=_TIME_LIMIT
+    )
     answer({"met": rank})
     for order in orders():
         place = Place(
@@ -75,7 +83,11 @@ def carry_out(check: Check, place: Place) -> None:
         traceback.print_exc()
         said = (str(error).strip().splitlines() or [""])[0]
         found, status, goes_on = Found(f"{type(error).__name__}: {said}"[:400]), Status.FAILS, False
-    result: dict[str, Any] = {"status": status.value, "detail": found.detail, "figures": dict(found.figures)}
+    result: dict[str, Any] = {
+        "status": status.value,
+        "detail": found.detail,
+        "figures": dict(found.figures),
+    }
     answer({**result, "seconds": time.monotonic() - begin, "goes_on": goes_on, "time": time.time()})
     if not goes_on:
         _leave(1)

@@ -1,1 +1,2 @@
-"""What benchmarks compare this package with: one peer a file, each with the same model and the same state."""
+"""What benchmarks compare this package with: one peer a file, each with the same model and the same
+state."""

@@ -42,13 +42,18 @@ def check_compiled(op: str, may_compile: bool) -> None:
     """Compiling one op takes longer than all of a quick run.
 
     Raises:
-        RuntimeError: it would have to be compiled, or compiled again for another torch or DeepSpeed, and may not.
+        RuntimeError: it would have to be compiled, or compiled again for another torch or
+            DeepSpeed, and may not.
     """
     from torch.utils.cpp_extension import _get_build_directory
 
     folder = Path(_get_build_directory(op, verbose=False))
-    if not may_compile and not ((folder / f"{op}.so").exists() and _is_of_these(folder / "build.ninja")):
-        raise RuntimeError(f"DeepSpeed's op {op} is not compiled yet, and compiling it takes minutes")
+    if not may_compile and not (
+        (folder / f"{op}.so").exists() and _is_of_these(folder / "build.ninja")
+    ):
+        raise RuntimeError(
+            f"DeepSpeed's op {op} is not compiled yet, and compiling it takes minutes"
+        )
 
 
 def _is_of_these(recipe: Path) -> bool:

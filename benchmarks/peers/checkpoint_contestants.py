@@ -1,4 +1,5 @@
-"""What a contestant of checkpoint.py is, this package, and what users have without another package."""
+"""What a contestant of checkpoint.py is, this package, and what users have without another
+package."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of an element of the model at its worst: of each rank, and of all ranks together besides."""
+    """Bytes of an element of the model at its worst: of each rank, and of all ranks together
+    besides."""
 
     rank: int
     together: int
@@ -63,7 +65,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant before it is built. By its memory, what does not fit is left out and not killed."""
+    """A contestant before it is built. By its memory, what does not fit is left out and not
+    killed."""
 
     name: str  # in results
     build: Callable[[Setting], Contestant]  # it, from the setting
@@ -84,7 +87,13 @@ class Ours(Contestant):
             for run in sharded.flat_params:
                 fill(run.main)
                 moments = {kind: fill(torch.empty_like(run.main)) for kind in KINDS[1:]}
-                restore(sharded.inner, sharded.inner.param_groups[run.plan.key.group], run.main, moments, step=10)
+                restore(
+                    sharded.inner,
+                    sharded.inner.param_groups[run.plan.key.group],
+                    run.main,
+                    moments,
+                    step=10,
+                )
 
     def save(self, folder: Path) -> None:
         self._optimizer.save(folder)
@@ -114,11 +123,12 @@ class OursInBackground(Ours):
 
 
 class Gathered(Contestant):
-    """The algorithm of Megatron-LM 23.06 and Megatron-DeepSpeed: gather on the first rank, which writes one file.
+    """The algorithm of Megatron-LM 23.06 and Megatron-DeepSpeed: gather on the first rank, which
+    writes one file.
 
-    It is written here anew after what their files hold: for each of main params and moments one fp32 buffer of the
-    whole model. Shards travel over gloo, as there; nobody holds model params here, and what it takes to find params in
-    a shard is left out.
+    It is written here anew after what their files hold: for each of main params and moments one
+    fp32 buffer of the whole model. Shards travel over gloo, as there; nobody holds model params
+    here, and what it takes to find params in a shard is left out.
     """
 
     _FILE = "distrib_optim.pt"
@@ -136,7 +146,9 @@ class Gathered(Contestant):
     def load(self, folder: Path) -> None:
         wholes: dict[str, Tensor] = {}
         if self._group.rank == 0:
-            wholes = torch.load(folder / self._FILE, map_location="cpu", weights_only=True)[0][torch.float32]
+            wholes = torch.load(folder / self._FILE, map_location="cpu", weights_only=True)[0][
+                torch.float32
+            ]
         for kind, shard in self._shards.items():
             parts = list(wholes[kind].split(shard.numel())) if self._group.rank == 0 else None
             if parts is not None and self._group.size == 1:
@@ -152,10 +164,11 @@ class Gathered(Contestant):
 
 
 class Undistributed(Contestant):
-    """torch's AdamW over fp32 main params: the first rank saves the whole state with torch.save, all load it.
+    """torch's AdamW over fp32 main params: the first rank saves the whole state with torch.save,
+    all load it.
 
-    Ranks that do not save have their state from the load on. What they would have before takes no part in the save, and
-    there is not memory for it at every size.
+    Ranks that do not save have their state from the load on. What they would have before takes no
+    part in the save, and there is not memory for it at every size.
     """
 
     _FILE = "optimizer.pt"
@@ -170,7 +183,10 @@ class Undistributed(Contestant):
 
     def save(self, folder: Path) -> None:
         if self._rank == 0:
-            torch.save({"main": self._mains, "optimizer": self._optimizer.state_dict()}, folder / self._FILE)
+            torch.save(
+                {"main": self._mains, "optimizer": self._optimizer.state_dict()},
+                folder / self._FILE,
+            )
 
     def forget(self) -> None:
         """As in a new run: its moments come with the checkpoint."""
@@ -196,7 +212,8 @@ class Undistributed(Contestant):
         self._mains.clear()
 
 
-# Params twice while they move into their buffer, 12 bytes of state, a tensor in hand; in the background a copy of it.
+# Params twice while they move into their buffer, 12 bytes of state, a tensor in hand; in the
+# background a copy of it.
 SYNC = Entry("ours", Ours, save=Memory(4, 12), load=Memory(2, 13))
 ASYNC = Entry("ours async", OursInBackground, save=Memory(4, 24), load=Memory(2, 25))
 GATHERED = Entry("gather", Gathered, save=Memory(0, 24), load=Memory(0, 24))

@@ -12,7 +12,9 @@ import deepspeed
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -54,11 +56,15 @@ class MegatronCore(Contestant):
 
     def load(self, folder: Path) -> None:
         state = {"optimizer": self._sharded_state(is_loading=True)}
-        self._core.optimizer.load_state_dict(dist_checkpointing.load(state, str(folder))["optimizer"])
+        self._core.optimizer.load_state_dict(
+            dist_checkpointing.load(state, str(folder))["optimizer"]
+        )
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         model_state = self._core.model.sharded_state_dict()
-        return self._core.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=self._metadata)
+        return self._core.optimizer.sharded_state_dict(
+            model_state, is_loading=is_loading, metadata=self._metadata
+        )
 
     def tensors(self) -> Iterator[Tensor]:
         return tensors_of_adam(self._inner)
@@ -116,10 +122,14 @@ class DeepSpeedZero(Contestant):
         del self._engine
 
 
-# Params twice while they move, 12 bytes of state, and copies of what lies in a larger storage. In the format that loads
-# at every parallel size, every rank gathers the whole state, a bucket beside it.
+# Params twice while they move, 12 bytes of state, and copies of what lies in a larger storage. In
+# the format that loads at every parallel size, every rank gathers the whole state, a bucket beside
+# it.
 DP_RESHARDABLE = Entry(
-    "megatron-core dp_reshardable", partial(MegatronCore, sharding="dp_reshardable"), Memory(4, 12), Memory(2, 24)
+    "megatron-core dp_reshardable",
+    partial(MegatronCore, sharding="dp_reshardable"),
+    Memory(4, 12),
+    Memory(2, 24),
 )
 FULLY_RESHARDABLE = Entry(
     "megatron-core fully_reshardable",

@@ -1,4 +1,5 @@
-"""What checkpoint.py finds: seconds, memory and bytes of a save and a load on all ranks at once, ratios, and tables.
+"""What checkpoint.py finds: seconds, memory and bytes of a save and a load on all ranks at once,
+ratios, and tables.
 
 How each figure is read is said in benchmarks/README.md; whoever changes it here changes it there.
 """
@@ -41,12 +42,15 @@ class CheckpointReading:
     # Until the call has returned on all ranks; in the background the stall, in the steady state.
     save_seconds: float | None = None
     first_save_seconds: float | None = None  # the same of the first save, where there are two
-    disk_seconds: float | None = None  # until all files are on the disk, counted from the same moment
+    # until all files are on the disk, counted from the same moment
+    disk_seconds: float | None = None
     load_seconds: float | None = None  # until the call has returned on all ranks
-    # Of processor time until all files are on the disk, of all ranks and what they started; of the last save.
+    # Of processor time until all files are on the disk, of all ranks and what they started; of the
+    # last save.
     save_cpu_seconds: float | None = None
     load_cpu_seconds: float | None = None  # the same of the load
-    save_nbytes: int | None = None  # host memory beyond that of the state, at its peak, on the rank that needed most
+    # host memory beyond that of the state, at its peak, on the rank that needed most
+    save_nbytes: int | None = None
     load_nbytes: int | None = None  # the same for the load
     total_save_nbytes: int | None = None  # the same, the peaks of all ranks added up
     disk_nbytes: int | None = None  # of all files
@@ -63,10 +67,13 @@ class _Saved:
 
 
 def read(entry: Entry, setting: Setting, folder: Path, number: int) -> CheckpointReading:
-    """Collective: builds a contestant, saves, loads, checks and drops it; the folder is empty again afterwards."""
+    """Collective: builds a contestant, saves, loads, checks and drops it; the folder is empty again
+    afterwards."""
     about: dict[str, Any] = {"contestant": entry.name, "numel": setting.numel}
     about |= {"ranks": setting.size, "round": number}
-    to_save, to_load = (memory.nbytes(setting.numel, setting.size) for memory in (entry.save, entry.load))
+    to_save, to_load = (
+        memory.nbytes(setting.numel, setting.size) for memory in (entry.save, entry.load)
+    )
     free = exchange(available_nbytes())[0] - _RESERVE_NBYTES
     if to_save > free:
         return CheckpointReading(**about, why_not=f"not run: {_needs(to_save, free)}")
@@ -108,14 +115,16 @@ def _save(contestant: Contestant, folder: Path, numel: int) -> _Saved:
         contestant.finish()
         _sync_files(target)
         end, cpu = now() - start, _cpu_seconds() - cpu_before
-    return _Saved(seconds, end, sum(exchange(cpu)), exchange(status("VmHWM") - before_nbytes), target)
+    return _Saved(
+        seconds, end, sum(exchange(cpu)), exchange(status("VmHWM") - before_nbytes), target
+    )
 
 
 def touch_free_memory(most_nbytes: int) -> None:
     """Uses free memory once, of which the host of a virtual machine may not have given any yet.
 
-    The first use of a page costs more there than the copy into it, for whoever happens to get it: 0.6 s and not 0.3 s
-    for the same save of 600 MB.
+    The first use of a page costs more there than the copy into it, for whoever happens to get it:
+    0.6 s and not 0.3 s for the same save of 600 MB.
 
     Args:
         most_nbytes: less where less is free.
@@ -127,7 +136,9 @@ def touch_free_memory(most_nbytes: int) -> None:
                 memory[start] = 1
 
 
-def _load(contestant: Contestant, folder: Path, before: list[list[float]], about: dict[str, Any]) -> CheckpointReading:
+def _load(
+    contestant: Contestant, folder: Path, before: list[list[float]], about: dict[str, Any]
+) -> CheckpointReading:
     contestant.forget()
     for path in _files(folder):
         _with_descriptor(path, _drop_from_cache)
@@ -141,7 +152,9 @@ def _load(contestant: Contestant, folder: Path, before: list[list[float]], about
     after = checksum(contestant.tensors())
     if not all(exchange(after == (before[dist.get_rank()] or before[0]))):
         return CheckpointReading(**about, why_not="load failed: the state is not what was saved")
-    return CheckpointReading(**about, load_seconds=seconds, load_cpu_seconds=cpu, load_nbytes=nbytes)
+    return CheckpointReading(
+        **about, load_seconds=seconds, load_cpu_seconds=cpu, load_nbytes=nbytes
+    )
 
 
 def _needs(needed: int, free: int) -> str:
@@ -226,13 +239,19 @@ def _figure(name: str, reading: CheckpointReading) -> float | None:
 
 def lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A table a setting; the last line has the ratios of all."""
-    times, sizes = ("returns s", "on disk s", "load s", "cpu s"), ("save +MiB", "load +MiB", "disk MB")
+    times, sizes = (
+        ("returns s", "on disk s", "load s", "cpu s"),
+        ("save +MiB", "load +MiB", "disk MB"),
+    )
     header = ("", *times, *sizes, "on disk / ours", "")
     return reports(found, _heading, header, _rows, _last_words)
 
 
 def _heading(setting: Mapping[str, Any]) -> str:
-    return f"{setting['ranks']} ranks, {setting['numel'] / 1e6:.0f} M elements (median, [smallest to largest])"
+    return (
+        f"{setting['ranks']} ranks, {setting['numel'] / 1e6:.0f} M elements (median, [smallest to "
+        "largest])"
+    )
 
 
 def _rows(setting: Mapping[str, Any]) -> list[list[str]]:
@@ -258,6 +277,10 @@ def _median(values: Spread | None, unit: float, digits: int = 0) -> str:
 
 
 def _last_words(setting: Mapping[str, Any]) -> str:
-    parts = [f"{name}/{OURS} {ratio.median:.2f}" for name, ratio in setting[_ON_DISK].items() if ratio]
+    parts = [
+        f"{name}/{OURS} {ratio.median:.2f}" for name, ratio in setting[_ON_DISK].items() if ratio
+    ]
     stall = [f"async stall/sync {setting[_STALL].median:.3f}"] if setting[_STALL] else []
-    return f"{setting['ranks']} ranks, {setting['numel'] / 1e6:.0f} M: save " + ", ".join([*parts, *stall])
+    return f"{setting['ranks']} ranks, {setting['numel'] / 1e6:.0f} M: save " + ", ".join(
+        [*parts, *stall]
+    )

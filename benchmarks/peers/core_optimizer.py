@@ -1,8 +1,9 @@
 """megatron-core's DistributedDataParallel and distributed optimizer around any module, on a CPU.
 
-[Note: its Adam] Where neither TransformerEngine nor apex is there, it makes `torch.optim.AdamW(...)` and does not say
-how that is to run; on a CPU that is torch's loop over tensors. No option of its own changes it, but the optimizer
-inside can be told to run fused before its first step, which a user could do, too.
+[Note: its Adam] Where neither TransformerEngine nor apex is there, it makes
+`torch.optim.AdamW(...)` and does not say how that is to run; on a CPU that is torch's loop over
+tensors. No option of its own changes it, but the optimizer inside can be told to run fused before
+its first step, which a user could do, too.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from peers.adam import ADAM, CLIP_GRAD
 class CoreOptimizer:
     """With both of its overlaps: reduce-scatter under backward, all-gather under the next forward.
 
-    What examples/megatron_on_cpu.py changes in torch is put back by `close`, so that others do not run with it.
+    What examples/megatron_on_cpu.py changes in torch is put back by `close`, so that others do not
+    run with it.
 
     Args:
         module: bf16.
         bucket_size: elements of a bucket.
         loss_scale: constant; None for none.
         is_fused: see [Note: its Adam].
-        kind: "distributed" or "plain" for its own optimizers, "ours" for this package in the place of the first.
-        fields: more of its OptimizerConfig. For ours they are set behind the host's check, which asks for a package.
+        kind: "distributed" or "plain" for its own optimizers, "ours" for this package in the place
+            of the first.
+        fields: more of its OptimizerConfig. For ours they are set behind the host's check, which
+            asks for a package.
     """
 
     def __init__(
@@ -75,11 +79,19 @@ class CoreOptimizer:
         self.model = DistributedDataParallel(TransformerConfig(**shape, bf16=True), ddp, module)
 
     def _build(
-        self, loss_scale: float | None, fields: Mapping[str, Any], *, is_distributed: bool, is_ours: bool
+        self,
+        loss_scale: float | None,
+        fields: Mapping[str, Any],
+        *,
+        is_distributed: bool,
+        is_ours: bool,
     ) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        (beta1, beta2), rates = ADAM["betas"], {"lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"]}
+        (beta1, beta2), rates = (
+            ADAM["betas"],
+            {"lr": ADAM["lr"], "weight_decay": ADAM["weight_decay"]},
+        )
         adam = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": ADAM["eps"], **rates}
         config = OptimizerConfig(
             optimizer="adam",

@@ -1,7 +1,9 @@
-"""Processes that are given orders and answer: one for each rank, all given the same order at the same time.
+"""Processes that are given orders and answer: one for each rank, all given the same order at the
+same time.
 
-Orders and answers are JSON, one a line: orders come by standard input, answers go to a pipe of their own, because
-libraries print to standard output. A line {"at": text} says what a rank is doing and is no answer.
+Orders and answers are JSON, one a line: orders come by standard input, answers go to a pipe of
+their own, because libraries print to standard output. A line {"at": text} says what a rank is doing
+and is no answer.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Crew:
                 stdout=log,
                 stderr=log,
                 pass_fds=(sink,),
-                start_new_session=True,  # Ctrl-C is for this process; and all that it starts can be ended with it
+                # Ctrl-C is for this process; and all that it starts can be ended with it
+                start_new_session=True,
             )
         self.processes.append(process)
         os.close(sink)
@@ -82,7 +85,8 @@ class Crew:
             limit: seconds without any news after which ranks count as hanging.
 
         Returns:
-            Answers by rank; None of a rank that ended, or did not answer in time or soon after the others.
+            Answers by rank; None of a rank that ended, or did not answer in time or soon after the
+            others.
         """
         for process in self.processes:
             with contextlib.suppress(BrokenPipeError):  # it ended: there will be no answer
@@ -125,7 +129,11 @@ class Crew:
         status = self.processes[rank].returncode
         if status is None:
             return "closed its pipe"
-        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return (
+            f"was ended by {signal.Signals(-status).name}"
+            if status < 0
+            else f"ended with status {status}"
+        )
 
     def stop(self) -> None:
         """Without orders they leave by themselves; those that do not are killed."""

@@ -1,14 +1,18 @@
-"""The distributed optimizer of the Megatron forks of 2023 (23.06 and its children), written down anew.
+"""The distributed optimizer of the Megatron forks of 2023 (23.06 and its children), written down
+anew.
 
-Facts, not code, are taken from them: what they do per step, tensor by tensor, in which order and in which memory.
-tests/benchmarks/test_fork_step.py compares it bit for bit with a fork's own, where MEGATRON_FORK names one and
-MEGATRON_FORK_RUN what helps it onto a CPU.
+Facts, not code, are taken from them: what they do per step, tensor by tensor, in which order and in
+which memory. tests/benchmarks/test_fork_step.py compares it bit for bit with a fork's own, where
+MEGATRON_FORK names one and MEGATRON_FORK_RUN what helps it onto a CPU.
 
-- Every gradient is added to a view of one flat fp32 grad buffer; params lie in it in reverse order of registration.
+- Every gradient is added to a view of one flat fp32 grad buffer; params lie in it in reverse order
+  of registration.
 - The whole buffer is divided by the number of ranks, then reduce-scattered at once, after backward.
-- The step loops over this rank's param shards in Python: gradients are handed to main params, unscaled, measured as a
-  list, clipped one by one, updated by an Adam over many tensors, and copied to the param buffer one by one.
-- The param buffer lies in the memory of the grad buffer. It is all-gathered at once, and copied to params one by one.
+- The step loops over this rank's param shards in Python: gradients are handed to main params,
+  unscaled, measured as a list, clipped one by one, updated by an Adam over many tensors, and copied
+  to the param buffer one by one.
+- The param buffer lies in the memory of the grad buffer. It is all-gathered at once, and copied to
+  params one by one.
 """
 
 from __future__ import annotations
@@ -62,7 +66,12 @@ class ForkStep:
         clip_grad: float = 1.0,
         loss_scale: float | None = None,
     ) -> None:
-        self._rank, self._size, self._clip_grad, self._loss_scale = rank, size, clip_grad, loss_scale
+        self._rank, self._size, self._clip_grad, self._loss_scale = (
+            rank,
+            size,
+            clip_grad,
+            loss_scale,
+        )
         self._params = list(reversed(list(model.parameters())))
         self._ends = list(accumulate(param.numel() for param in self._params))
         numel = -(-self._ends[-1] // size) * size
@@ -75,7 +84,10 @@ class ForkStep:
         pieces = [self._pieces(group["params"]) for group in groups]  # type: ignore[arg-type]
         self._pieces_of_all = [piece for found in pieces for piece in found]
         self._adam = adam(
-            [{**group, "params": [piece.main for piece in found]} for group, found in zip(groups, pieces, strict=True)]
+            [
+                {**group, "params": [piece.main for piece in found]}
+                for group, found in zip(groups, pieces, strict=True)
+            ]
         )
 
     def _accumulate(self) -> None:
@@ -107,7 +119,8 @@ class ForkStep:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Collective: the average of all ranks' gradients, in this rank's part of the grad buffer."""
+        """Collective: the average of all ranks' gradients, in this rank's part of the grad
+        buffer."""
         self._grads /= self._size
         if self._size > 1:
             _reduce_scatter(self._grads[self._shard], self._grads)
@@ -140,7 +153,12 @@ class ForkStep:
     def _clip(self, grads: list[Any]) -> float:
         square = self._grads.new_zeros(1)
         if grads:
-            square += torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])) ** 2
+            square += (
+                torch.linalg.vector_norm(
+                    torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
+                )
+                ** 2
+            )
         self._over_ranks(square, dist.ReduceOp.SUM)
         norm = square.item() ** 0.5
         coefficient = self._clip_grad / (norm + 1.0e-6)

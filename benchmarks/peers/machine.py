@@ -39,10 +39,15 @@ def about(load_before: tuple[float, float, float], seconds: float) -> dict[str, 
         "machine": {
             "processor": processor(),
             "cores": os.cpu_count(),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "memory_gib": round(
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+            ),
             "kernel": platform.release(),
         },
-        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version_of(name) for name in _PACKAGES},
+        },
         "load_before": [round(value, 2) for value in load_before],
         "load_after": [round(value, 2) for value in os.getloadavg()],
         "seconds": round(seconds, 1),
@@ -61,7 +66,10 @@ def version_of(package: str, module: str = "") -> str:
 def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def available_nbytes() -> int:
@@ -76,7 +84,8 @@ def memory_rates(nbytes: int, repeats: int = 5) -> MemoryRates:
     """By one thread; of each the fastest repeat counts.
 
     Args:
-        nbytes: read and written in one go by a copy, together; a tensor of more than 256 MiB is cut off there.
+        nbytes: read and written in one go by a copy, together; a tensor of more than 256 MiB is cut
+            off there.
         repeats: of each.
     """
     numel = min(nbytes // 2, _MOST_NBYTES) // 4

@@ -15,13 +15,15 @@ from peers.ranks import exchange, failure_of_any
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting, batch
 
-#: Steps before the one that is measured: moments and what a first step leaves behind are there then.
+#: Steps before the one that is measured: moments and what a first step leaves behind are there
+#: then.
 _WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes of one rank beyond what it had before the contestant was built; the rank that needed most."""
+    """Bytes of one rank beyond what it had before the contestant was built; the rank that needed
+    most."""
 
     contestant: str  # its name
     ranks: int  # data-parallel ranks
@@ -66,10 +68,16 @@ class HostGauge:
         return status("VmHWM") - self._before
 
     def held(self) -> int:
-        return covered((address, nbytes) for address, nbytes in storages().items() if address not in self._known)
+        return covered(
+            (address, nbytes)
+            for address, nbytes in storages().items()
+            if address not in self._known
+        )
 
 
-def read(entry: TrainEntry, setting: TrainSetting, gauge: Callable[[], Gauge] = HostGauge) -> MemoryReading:
+def read(
+    entry: TrainEntry, setting: TrainSetting, gauge: Callable[[], Gauge] = HostGauge
+) -> MemoryReading:
     """Collective: builds a contestant, trains with it and drops it."""
     measured: list[MemoryReading] = []
     why_not = failure_of_any(lambda: measured.append(_measure(entry, setting, gauge())))
@@ -122,7 +130,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def reset_peak() -> int:
-    """Resident memory once all that is free was given back, from which the high-water mark now counts."""
+    """Resident memory once all that is free was given back, from which the high-water mark now
+    counts."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

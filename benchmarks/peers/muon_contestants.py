@@ -1,4 +1,5 @@
-"""Muon on several ranks: ours, megatron-core's layer-wise optimizer, and torch's on every rank alone."""
+"""Muon on several ranks: ours, megatron-core's layer-wise optimizer, and torch's on every rank
+alone."""
 
 from __future__ import annotations
 
@@ -24,16 +25,20 @@ class MuonStepper(Stepper):
     """Muon for matrices and AdamW for the rest, each rank with the same gradients.
 
     Attributes:
-        update_seconds: CPU time of this process in its optimizers' own steps so far, with what they send.
+        update_seconds: CPU time of this process in its optimizers' own steps so far, with what they
+            send.
     """
 
     update_seconds = 0.0
 
     def set_grads(self, norm: float) -> None:
-        """Leaves gradients of a given norm by a backward, the same on every rank and for all contestants."""
+        """Leaves gradients of a given norm by a backward, the same on every rank and for all
+        contestants."""
         factor = norm / self.setting.numel**0.5
         drawn = [fill(torch.empty_like(param)).mul_(factor) for param in self.params]
-        torch.stack([(param * grad).sum() for param, grad in zip(self.params, drawn, strict=True)]).sum().backward()
+        torch.stack(
+            [(param * grad).sum() for param, grad in zip(self.params, drawn, strict=True)]
+        ).sum().backward()
 
     def _timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +64,8 @@ def _both(params: Iterable[Parameter]) -> list[Optimizer]:
 
 
 class OursMuon(MuonStepper):
-    """This package through its documented calls; reduce-scatter and all-gather are a part of its step."""
+    """This package through its documented calls; reduce-scatter and all-gather are a part of its
+    step."""
 
     def __init__(self, setting: StepSetting) -> None:
         from megatron_distopt import DistOptConfig, distribute
@@ -83,7 +89,8 @@ class OursMuon(MuonStepper):
 
 
 class TorchMuon(MuonStepper):
-    """`torch.optim.Muon` with fp32 main params; every rank updates everything, and nothing is sent."""
+    """`torch.optim.Muon` with fp32 main params; every rank updates everything, and nothing is
+    sent."""
 
     def __init__(self, setting: StepSetting) -> None:
         super().__init__(setting)
@@ -109,7 +116,8 @@ class TorchMuon(MuonStepper):
 
 
 class LayerWise(MuonStepper):
-    """megatron-core's LayerWiseDistributedOptimizer over its own buffers, with `torch.optim.Muon` in its Muon's place.
+    """megatron-core's LayerWiseDistributedOptimizer over its own buffers, with `torch.optim.Muon`
+    in its Muon's place.
 
     Its own Muon comes from the package emerging_optimizers, which is not on PyPI.
     """
@@ -156,7 +164,10 @@ def _wrapped(module: Module) -> Any:
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     tag_params_for_buffer_routing([module])
     layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
-        list(module.parameters()), ddp.bucket_size, parallel_state.get_data_parallel_world_size(), ddp
+        list(module.parameters()),
+        ddp.bucket_size,
+        parallel_state.get_data_parallel_world_size(),
+        ddp,
     )
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, bf16=True)
     return DistributedDataParallel(config, ddp, module, full_param_layout=layout)

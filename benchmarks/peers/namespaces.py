@@ -2,11 +2,11 @@
 
 Two have a pair of interfaces; more of them are each joined to a switch, in a namespace of its own.
 
-[Note: size of the bucket] `tbf` lets through what lies in its token bucket, so after a pause that much leaves at the
-speed of memory: half a millisecond's worth, or 128 KiB where that is more. With a bucket smaller than TCP's largest
-packet (64 KiB, before it is cut into frames) the kernel would cut it earlier, and half of the rate would be reached.
-What is reached is measured (overlap_rank.py), not believed.
-"""
+[Note: size of the bucket] `tbf` lets through what lies in its token bucket, so after a pause that
+much leaves at the speed of memory: half a millisecond's worth, or 128 KiB where that is more. With
+a bucket smaller than TCP's largest packet (64 KiB, before it is cut into frames) the kernel would
+cut it earlier, and half of the rate would be reached. What is reached is measured
+(overlap_rank.py), not believed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Link:
     def setup(self) -> list[Command]:
         """What makes the namespaces and joins them."""
         ends = range(self.num_ends)
-        joined = [self._pair(self._end(0), self._end(1))] if self.num_ends == 2 else self._switched()
+        joined = (
+            [self._pair(self._end(0), self._end(1))] if self.num_ends == 2 else self._switched()
+        )
         return [
             *(["ip", "netns", "add", self.namespace(end)] for end in self._all()),
             *joined,
@@ -98,21 +100,35 @@ class Link:
         bits = round(gigabits * 1e9)
         burst = max(round(bits / 8 * _BURST_SECONDS), _LEAST_BURST_NBYTES)
         bucket = ["tbf", "rate", f"{bits}bit", "burst", f"{burst}b", "limit", f"{_QUEUE_NBYTES}b"]
-        return ["tc", "-n", self.namespace(end), "qdisc", "replace", "dev", self.interface(end), "root", *bucket]
+        return [
+            "tc",
+            "-n",
+            self.namespace(end),
+            "qdisc",
+            "replace",
+            "dev",
+            self.interface(end),
+            "root",
+            *bucket,
+        ]
 
     def set_rate(self, gigabits: float) -> None:
         """Limits what each end of a link that is there sends; 0 for no limit. Connections stay."""
         for end in range(self.num_ends):
             where = ["dev", self.interface(end), "root"]
-            _run(["tc", "-n", self.namespace(end), "qdisc", "delete", *where])  # fails where nothing is limited
+            # fails where nothing is limited
+            _run(["tc", "-n", self.namespace(end), "qdisc", "delete", *where])
             if gigabits:
                 _do(self.limit(end, gigabits))
 
 
 @contextmanager
 def join(num_ends: int = NUM_ENDS) -> Iterator[Link]:
-    """Makes the link, and removes it whatever happens, SIGTERM included; first what killed processes left."""
-    for name in leftovers(_run(["ip", "netns", "list"]).stdout, lambda process: os.path.exists(f"/proc/{process}")):
+    """Makes the link, and removes it whatever happens, SIGTERM included; first what killed
+    processes left."""
+    for name in leftovers(
+        _run(["ip", "netns", "list"]).stdout, lambda process: os.path.exists(f"/proc/{process}")
+    ):
         _run(["ip", "netns", "delete", name])
     link = Link(os.getpid(), num_ends)
     before = signal.signal(signal.SIGTERM, _leave)
@@ -139,14 +155,21 @@ def leftovers(listing: str, is_alive: Callable[[int], bool]) -> list[str]:
 
 
 def why_not(command: str) -> str:
-    """Why no namespace can be made here, and what to type instead of `command`; empty where one can be."""
+    """Why no namespace can be made here, and what to type instead of `command`; empty where one can
+    be."""
     absent = [program for program in ("ip", "tc") if not shutil.which(program)]
     if absent:
         remedy = "Install them: apt-get install iproute2"
-        return f"Invalid programs: no {absent[0]!r}. Must have ip and tc, which make and limit the network. {remedy}."
+        return (
+            f"Invalid programs: no {absent[0]!r}. Must have ip and tc, which make and limit the "
+            f"network. {remedy}."
+        )
     if os.geteuid() != 0:
         remedy = f"Run sudo -E {command}"
-        return f"Invalid user: id {os.geteuid()}. Must be root, who alone makes network namespaces. {remedy}."
+        return (
+            f"Invalid user: id {os.geteuid()}. Must be root, who alone makes network namespaces. "
+            f"{remedy}."
+        )
     name = Link(os.getpid()).namespace(0)
     done = _run(["ip", "netns", "add", name])
     if done.returncode:

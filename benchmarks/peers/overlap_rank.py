@@ -1,13 +1,17 @@
-"""One rank of overlap.py or slow_networks.py: a process that is given orders and answers with readings.
+"""One rank of overlap.py or slow_networks.py: a process that is given orders and answers with
+readings.
 
-    python -m peers.overlap_rank PLACE     PLACE is JSON: rank, size, interface, address, store, ours, model
-                                           and, where a node has several ranks, local_size
+    python -m peers.overlap_rank PLACE
 
-[Note: without communication] Where the store is a file, the rank is in torch's fake process group: every collective
-returns at once, whatever it would have brought. What such a step takes is what the same contestant needs for forward,
-backward, packing and update alone; its losses mean nothing. The fake group copies a rank's own part into the output.
-Where the output *is* that part, the copy would be time that training does not need; `mute` takes it away. Where it is
-not (FSDP2's reduced gradients), the copy has to stay.
+PLACE is JSON: rank, size, interface, address, store, ours, model and, where a node has several
+ranks, local_size.
+
+[Note: without communication] Where the store is a file, the rank is in torch's fake process group:
+every collective returns at once, whatever it would have brought. What such a step takes is what the
+same contestant needs for forward, backward, packing and update alone; its losses mean nothing. The
+fake group copies a rank's own part into the output. Where the output *is* that part, the copy would
+be time that training does not need; `mute` takes it away. Where it is not (FSDP2's reduced
+gradients), the copy has to stay.
 """
 
 from __future__ import annotations
@@ -34,7 +38,13 @@ import peers.environment  # noqa: F401 - for the path; its variables are inherit
 from megatron_distopt.comm import collectives
 from peers import fork_step
 from peers.crew import answer, orders
-from peers.train_contestants import FORWARD, FORWARD_BACKWARD, REDUCING_ENTRIES, ZeroRedundancy, train_entries
+from peers.train_contestants import (
+    FORWARD,
+    FORWARD_BACKWARD,
+    REDUCING_ENTRIES,
+    ZeroRedundancy,
+    train_entries,
+)
 from peers.train_readings import WARM_UP, Pace, read
 from peers.trainers import TrainEntry
 from peers.transformer import TrainSetting
@@ -42,7 +52,12 @@ from peers.transformer import TrainSetting
 _ALONE = (FORWARD, FORWARD_BACKWARD)
 #: Of a collective: a peer that fails on one rank alone leaves the other one waiting.
 TIME_LIMIT = timedelta(minutes=3)
-_NAMES = ("reduce_scatter_single", "reduce_scatter_tensor", "all_gather_single", "all_gather_into_tensor")
+_NAMES = (
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "all_gather_single",
+    "all_gather_into_tensor",
+)
 #: What modules that are imported before call them.
 _OWN_NAMES = ("_reduce_scatter", "_all_gather")
 #: Elements of a tensor of statistics, at most: gradients are longer.
@@ -56,17 +71,29 @@ def main() -> None:
     place = json.loads(sys.argv[1])
     rank, size, is_mute = place["rank"], place["size"], not place["store"].startswith("tcp:")
     local_size = place.get("local_size", size)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank % local_size, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
-    os.environ.update({name: str(value) for name, value in ranks.items()}, GLOO_SOCKET_IFNAME=place["interface"])
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local_size,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": local_size,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in ranks.items()}, GLOO_SOCKET_IFNAME=place["interface"]
+    )
     torch.set_num_threads(1)
     if is_mute:
-        # A file and not torch's fake store: megatron-core makes gloo groups beside, for its checkpoints.
+        # A file and not torch's fake store: megatron-core makes gloo groups beside, for its
+        # checkpoints.
         store = dist.FileStore(place["store"], size)
         mute()
         dist.init_process_group("fake", store=store, rank=rank, world_size=size, timeout=TIME_LIMIT)
     else:
-        dist.init_process_group("gloo", init_method=place["store"], rank=rank, world_size=size, timeout=TIME_LIMIT)
-    entries = {entry.name: entry for entry in (*_ALONE, *train_entries(place["ours"]), *REDUCING_ENTRIES)}
+        dist.init_process_group(
+            "gloo", init_method=place["store"], rank=rank, world_size=size, timeout=TIME_LIMIT
+        )
+    entries = {
+        entry.name: entry for entry in (*_ALONE, *train_entries(place["ours"]), *REDUCING_ENTRIES)
+    }
     setting = TrainSetting(**place["model"], rank=rank, size=size)
     for order in orders():
         if "probe_seconds" in order:
@@ -87,11 +114,14 @@ def main() -> None:
 
 
 def reached(rank: int, server: int, address: str, seconds: float) -> float:
-    """Collective: payload of plain TCP from rank 0 to a server at its address, 10**9 bits a second; 0 on others."""
+    """Collective: payload of plain TCP from rank 0 to a server at its address, 10**9 bits a second;
+    0 on others."""
     if rank != server:
         dist.barrier()
     if rank == 0:
-        with socket.create_connection((address, _PROBE_PORT), timeout=_PROBE_TIME_LIMIT) as connection:
+        with socket.create_connection(
+            (address, _PROBE_PORT), timeout=_PROBE_TIME_LIMIT
+        ) as connection:
             piece, end = bytes(_PIECE_NBYTES), time.perf_counter() + seconds + _SKIPPED_SECONDS
             while time.perf_counter() < end:
                 connection.sendall(piece)
@@ -130,7 +160,8 @@ def mute() -> None:
 
 
 def _as_if_all_said_the_same(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Sums of small tensors become those of equal ranks, by which ours recognises that all are in the same step."""
+    """Sums of small tensors become those of equal ranks, by which ours recognises that all are in
+    the same step."""
 
     @wraps(all_reduce)
     def act(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:

@@ -39,7 +39,9 @@ def run_on_ranks(
         path = Path(folder) / "readings.jsonl"
         path.touch()
         try:
-            mp.spawn(_start, (size, folder, path, minutes, function, args), nprocs=size, daemon=daemon)
+            mp.spawn(
+                _start, (size, folder, path, minutes, function, args), nprocs=size, daemon=daemon
+            )
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             why = f"{size} ranks ended early: {str(error).strip().splitlines()[-1]}"
         return [json.loads(line) for line in path.read_text().splitlines()], why
@@ -55,9 +57,13 @@ def _start(
     args: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+    )
     store = dist.FileStore(os.path.join(folder, "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=minutes))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=minutes)
+    )
     function(rank, size, path, *args)
     dist.destroy_process_group()
 
@@ -77,7 +83,8 @@ def exchange(value: Any) -> list[Any]:
 
 
 def failure_of_any(act: Callable[[], object]) -> str:
-    """Collective: what it raised on the first rank on which it did, in a line; empty where it went well on all."""
+    """Collective: what it raised on the first rank on which it did, in a line; empty where it went
+    well on all."""
     return next((text for text in exchange(failure(act)) if text), "")
 
 

@@ -1,11 +1,13 @@
-"""One rank of a subject of quality.py: the quickstart's model in plain torch, on ranks each of which is a node.
+"""One rank of a subject of quality.py: the quickstart's model in plain torch, on ranks each of
+which is a node.
 
-    torchrun --nproc-per-node 2 benchmarks/peers/reduced_training.py --optimizer Adam --iterations 8 --output FOLDER
-        --reductions fp32 int8
+    torchrun --nproc-per-node 2 benchmarks/peers/reduced_training.py --optimizer Adam
+        --iterations 8 --output FOLDER --reductions fp32 int8
 
-Model, text and learning rates are those of the quickstart, but windows are short, batches small, and params and Muon's
-products fp32, so that nothing but gradients is rounded and processors without instructions for bf16 can be used.
-megatron-core's optimizer communicates by itself; `distribute` takes its place.
+Model, text and learning rates are those of the quickstart, but windows are short, batches small,
+and params and Muon's products fp32, so that nothing but gradients is rounded and processors without
+instructions for bf16 can be used. megatron-core's optimizer communicates by itself; `distribute`
+takes its place.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def training(optimizer_name: str, reduction: str, text: Text, settings: Settings
     model, dtype = model_of(settings), {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)
     given = optimizers_of(optimizer_name, model, settings)
     with _exempting_nothing() if is_all else nullcontext():
-        optimizer = distribute(model, given, clip_grad=settings.clip_grad, shared_memory=False, reduce_dtype=dtype)
+        optimizer = distribute(
+            model, given, clip_grad=settings.clip_grad, shared_memory=False, reduce_dtype=dtype
+        )
     losses = [each.item() for each in train(model, optimizer, text, settings)]
     found = {
         "validation": validation(model, text, settings),
@@ -97,16 +101,28 @@ def model_of(settings: Settings) -> Module:
 
 def optimizers_of(name: str, model: Module, settings: Settings) -> list[Optimizer]:
     """AdamW over everything, or Muon over the matrices of the layers; only matrices are decayed."""
-    matrices = dict[str, Parameter]((name, param) for name, param in model.named_parameters() if param.dim() > 1)
-    whole = [param for name, param in matrices.items() if name.startswith("decoder.")] if name == "Muon" else []
+    matrices = dict[str, Parameter](
+        (name, param) for name, param in model.named_parameters() if param.dim() > 1
+    )
+    whole = (
+        [param for name, param in matrices.items() if name.startswith("decoder.")]
+        if name == "Muon"
+        else []
+    )
     small = [param for param in model.parameters() if param.dim() < 2]
     rest = [param for param in matrices.values() if not any(param is other for other in whole)]
-    groups = [{"params": rest, "weight_decay": settings.weight_decay}, {"params": small, "weight_decay": 0.0}]
+    groups = [
+        {"params": rest, "weight_decay": settings.weight_decay},
+        {"params": small, "weight_decay": 0.0},
+    ]
     adam = AdamW(groups, lr=settings.max_lr, betas=(0.9, 0.95), fused=True)
     if not whole:
         return [adam]
     decay, TorchMuonOptions.travel_dtype = settings.weight_decay, torch.float32
-    return [Muon(whole, lr=settings.max_lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adam]
+    return [
+        Muon(whole, lr=settings.max_lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        adam,
+    ]
 
 
 def train(model: Module, optimizer: Optimizer, text: Text, settings: Settings) -> Iterator[Tensor]:
@@ -131,7 +147,9 @@ def _learning_rate(iteration: int, settings: Settings) -> float:
     if iteration < warm_up:
         return settings.max_lr * iteration / warm_up
     part = (iteration - warm_up) / (end - warm_up)
-    return settings.min_lr + (settings.max_lr - settings.min_lr) * (1 + math.cos(math.pi * part)) / 2
+    return (
+        settings.min_lr + (settings.max_lr - settings.min_lr) * (1 + math.cos(math.pi * part)) / 2
+    )
 
 
 @torch.no_grad()
@@ -139,7 +157,9 @@ def validation(model: Module, text: Text, settings: Settings) -> float:
     """Collective: bits a byte of text that was not trained on."""
     total = torch.zeros(2, dtype=torch.float64)  # nats, bytes
     rank, ranks, shape = dist.get_rank(), dist.get_world_size(), settings.batch_shape
-    for batch in validation_batches(text, windows=settings.validation_windows, rank=rank, ranks=ranks, shape=shape):
+    for batch in validation_batches(
+        text, windows=settings.validation_windows, rank=rank, ranks=ranks, shape=shape
+    ):
         losses = token_losses(model, batch)
         total += torch.tensor([losses.double().sum().item(), losses.numel()], dtype=torch.float64)
     dist.all_reduce(total)
@@ -166,7 +186,9 @@ def _exempting_nothing() -> Iterator[None]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--optimizer", choices=("Adam", "Muon"), default="Adam")
     parser.add_argument("--reductions", nargs="+", default=["fp32"])
     parser.add_argument("--iterations", type=int, required=True)

@@ -1,4 +1,5 @@
-"""What the scripts share when they report: readings by contestant and round, spreads, ratios to ours, and tables."""
+"""What the scripts share when they report: readings by contestant and round, spreads, ratios to
+ours, and tables."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def over(peer: ByRound, ours: ByRound) -> Spread | None:
-    """Each repeat of a peer over the repeat of ours in the same round; a round that one of them lacks is left out."""
+    """Each repeat of a peer over the repeat of ours in the same round; a round that one of them
+    lacks is left out."""
     return spread([one / ours[number] for number, one in peer.items() if ours.get(number)])
 
 
@@ -75,9 +77,14 @@ class Rounds(Generic[Reading]):
 
     def pooled(self, figure: Callable[[Reading], Sequence[float]]) -> dict[str, Spread | None]:
         """By contestant, over all values of its rounds."""
-        return {name: spread([value for each in found for value in figure(each)]) for name, found in self.of.items()}
+        return {
+            name: spread([value for each in found for value in figure(each)])
+            for name, found in self.of.items()
+        }
 
-    def over(self, figure: Callable[[Reading], float | None], ours: str = OURS) -> dict[str, Spread | None]:
+    def over(
+        self, figure: Callable[[Reading], float | None], ours: str = OURS
+    ) -> dict[str, Spread | None]:
         """Ratios of the same round, of all but ours."""
         own = self.values(ours, figure)
         return {name: over(self.values(name, figure), own) for name in self.of if name != ours}
@@ -85,13 +92,17 @@ class Rounds(Generic[Reading]):
     def first(self, figure: Callable[[Reading], Value | None]) -> dict[str, Value | None]:
         """By contestant the first one that there is."""
         found = {
-            name: [value for each in rounds if (value := figure(each)) is not None] for name, rounds in self.of.items()
+            name: [value for each in rounds if (value := figure(each)) is not None]
+            for name, rounds in self.of.items()
         }
         return {name: values[0] if values else None for name, values in found.items()}
 
     def failures(self) -> dict[str, dict[str, Any]]:
         """How often each failed, and why."""
-        failed = {name: [each.why_not for each in found if each.why_not] for name, found in self.of.items()}
+        failed = {
+            name: [each.why_not for each in found if each.why_not]
+            for name, found in self.of.items()
+        }
         return {
             "why_not": {name: reasons[0] for name, reasons in failed.items() if reasons},
             "failed_rounds": {name: len(reasons) for name, reasons in failed.items()},
@@ -105,7 +116,8 @@ def failures_of(name: str, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def doubts_of(off: float | None, tolerance: float, apart: str, not_compared: str) -> Iterator[str]:
-    """What a reader has to know of a deviation from ours: that it is not known, or is too large; nan is too large."""
+    """What a reader has to know of a deviation from ours: that it is not known, or is too large;
+    nan is too large."""
     if off is None:
         yield f"NOT COMPARED: {not_compared}"
     elif not off <= tolerance:
@@ -118,7 +130,8 @@ def median_seconds(reading: Any) -> float | None:
 
 
 def failure(act: Callable[[], object]) -> str:
-    """What it raised, in a line; empty where it went well. That a peer cannot run is a result, too."""
+    """What it raised, in a line; empty where it went well. That a peer cannot run is a result,
+    too."""
     try:
         act()
     except ModuleNotFoundError as error:
@@ -130,7 +143,8 @@ def failure(act: Callable[[], object]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines with columns as wide as they have to be; the first is aligned to the left, and the last may be long."""
+    """Lines with columns as wide as they have to be; the first is aligned to the left, and the last
+    may be long."""
     widths = [max(len(row[place]) for row in (header, *rows)) for place in range(len(header))]
     for row in (header, *rows):
         first, *middle, last = row
@@ -145,7 +159,8 @@ def reports(
     rows: Callable[[Mapping[str, Any]], Sequence[Sequence[str]]],
     last_words: Callable[[Mapping[str, Any]], str],
 ) -> Iterator[str]:
-    """Lines of what was found in several settings: a table each, and at the end one line with the ratios of all."""
+    """Lines of what was found in several settings: a table each, and at the end one line with the
+    ratios of all."""
     for setting in found:
         yield ""
         yield heading(setting)

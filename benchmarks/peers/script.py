@@ -14,22 +14,35 @@ from typing import Any, Protocol, TypeVar
 from peers.machine import about
 
 
-def parser_of(doc: str | None, quick: str, *, has_contestants: bool = True) -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None, quick: str, *, has_contestants: bool = True
+) -> argparse.ArgumentParser:
     """A parser with the options that every script has; `quick` says what its quick form runs."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, help="where to write the result")
     if has_contestants:
         parser.add_argument(
-            "--contestants", nargs="+", default=[], help="names; all where left out; the first one always"
+            "--contestants",
+            nargs="+",
+            default=[],
+            help="names; all where left out; the first one always",
         )
     parser.set_defaults(load_before=os.getloadavg(), started=time.monotonic())
     return parser
 
 
 def add_training(parser: argparse.ArgumentParser, *, layers: int, hidden: int) -> None:
-    """Options of the scripts that train on several ranks; `layers` and `hidden` are of the model by default."""
-    parser.add_argument("--ours", nargs="+", default=[], help="name=value of DistOptConfig: ours once more with these")
+    """Options of the scripts that train on several ranks; `layers` and `hidden` are of the model by
+    default."""
+    parser.add_argument(
+        "--ours",
+        nargs="+",
+        default=[],
+        help="name=value of DistOptConfig: ours once more with these",
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="data-parallel ranks")
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--hidden", type=int, default=hidden, help="a multiple of 64")
@@ -54,7 +67,10 @@ def pick(entries: Sequence[_Entry], names: Sequence[str]) -> list[_Entry]:
     known = [entry.name for entry in entries]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise SystemExit(f"Invalid --contestants: {unknown[0]!r}. Must be one of {known}. Quote a name with a space.")
+        raise SystemExit(
+            f"Invalid --contestants: {unknown[0]!r}. Must be one of {known}. Quote a name with a "
+            "space."
+        )
     return [entry for entry in entries if not names or entry.name in ("ours", *names)]
 
 
@@ -72,9 +88,16 @@ def _rounded(value: Any) -> Any:
 
 
 def conclude(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str]) -> None:
-    """Writes what was found, with machine, command and settings, to where `--json` says, and prints the lines."""
+    """Writes what was found, with machine, command and settings, to where `--json` says, and prints
+    the lines."""
     if args.json:
         known = about(args.load_before, time.monotonic() - args.started)
-        settings = {name: value for name, value in vars(args).items() if name not in ("json", "load_before", "started")}
-        args.json.write_text(json.dumps(_rounded({**known, "settings": settings, **result}), indent=1) + "\n")
+        settings = {
+            name: value
+            for name, value in vars(args).items()
+            if name not in ("json", "load_before", "started")
+        }
+        args.json.write_text(
+            json.dumps(_rounded({**known, "settings": settings, **result}), indent=1) + "\n"
+        )
     print("\n".join(lines))

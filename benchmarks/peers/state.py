@@ -1,4 +1,5 @@
-"""The model and the optimizer state that every contestant keeps: names, shapes and values are the same for all."""
+"""The model and the optimizer state that every contestant keeps: names, shapes and values are the
+same for all."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def named_shapes(setting: Setting) -> dict[str, tuple[int, ...]]:
         "fc2_weight": (h, 4 * h),
         "fc2_bias": (h,),
     }
-    return {f"layer{k}_{name}": shape for k in range(setting.layers) for name, shape in layer.items()}
+    return {
+        f"layer{k}_{name}": shape for k in range(setting.layers) for name, shape in layer.items()
+    }
 
 
 class Weights(Module):
@@ -66,7 +69,10 @@ def groups_of(module: Module) -> list[dict[str, object]]:
     """Weight decay for matrices only, as everybody has it."""
     params = list(module.parameters())
     small = [param for param in params if param.ndim == 1]
-    return [{"params": [param for param in params if param.ndim > 1]}, {"params": small, "weight_decay": 0.0}]
+    return [
+        {"params": [param for param in params if param.ndim > 1]},
+        {"params": small, "weight_decay": 0.0},
+    ]
 
 
 #: By device.
@@ -90,8 +96,8 @@ def fill(tensor: Tensor) -> Tensor:
 def untouched_zeros() -> Iterator[None]:
     """Large zeros are memory that the system gives when it is first written, as `calloc` has it.
 
-    `torch.zeros` writes its zeros. Grad buffers are 4 bytes an element on every rank and take no part in a save, so
-    the memory that they do not take is there for more of the state.
+    `torch.zeros` writes its zeros. Grad buffers are 4 bytes an element on every rank and take no
+    part in a save, so the memory that they do not take is there for more of the state.
     """
     import numpy as np
 
@@ -101,9 +107,17 @@ def untouched_zeros() -> Iterator[None]:
         if len(shape) == 1 and not isinstance(shape[0], int):
             shape = tuple(shape[0])
         dtype = options.get("dtype") or torch.float32
-        if prod(shape) < _BLOCK_NUMEL or options.get("device") not in (None, "cpu", torch.device("cpu")):
+        if prod(shape) < _BLOCK_NUMEL or options.get("device") not in (
+            None,
+            "cpu",
+            torch.device("cpu"),
+        ):
             return plain(*shape, **options)
-        return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        return (
+            torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8))
+            .view(dtype)
+            .view(shape)
+        )
 
     torch.zeros = zeros
     try:
@@ -116,7 +130,10 @@ def untouched_zeros() -> Iterator[None]:
 def fill_adam(adam: torch.optim.Optimizer) -> None:
     """Values that do not compress, as after ten updates, in a peer's Adam over its main params."""
     for main in _mains_of(adam):
-        adam.state[main] = {"step": torch.tensor(10.0), **{kind: fill(torch.empty_like(main)) for kind in KINDS[1:]}}
+        adam.state[main] = {
+            "step": torch.tensor(10.0),
+            **{kind: fill(torch.empty_like(main)) for kind in KINDS[1:]},
+        }
         fill(main)
 
 

@@ -1,4 +1,5 @@
-"""What step.py finds: readings of a contestant, ratios, shares of the bandwidth, and a table a size."""
+"""What step.py finds: readings of a contestant, ratios, shares of the bandwidth, and a table a
+size."""
 
 from __future__ import annotations
 
@@ -12,15 +13,27 @@ import torch
 from torch import Tensor
 
 from peers.machine import MemoryRates, available_nbytes, seconds_of
-from peers.report import OURS, Rounds, Spread, doubts_of, failure, failures_of, median_seconds, percent, reports, spread
+from peers.report import (
+    OURS,
+    Rounds,
+    Spread,
+    doubts_of,
+    failure,
+    failures_of,
+    median_seconds,
+    percent,
+    reports,
+    spread,
+)
 from peers.steppers import StepEntry, Stepper, StepSetting, set_grads, weights
 
 #: Of any contestant: 18 of state; and the params that it is compared with, before and after.
 _NEEDED_NBYTES = 24
-#: Norms of the gradients of the first steps, after which params are compared. Clipping shows if only some are clipped.
+#: Norms of the gradients of the first steps, after which params are compared. Clipping shows if
+#: only some are clipped.
 FIRST_NORMS = (0.5, 4.0)
-#: Of the change of the params. They are the same but for elements that were at the edge between two bf16 numbers, which
-#: is about 1e-4. Without clipping it is 0.1; without weight decay, above 1e-3.
+#: Of the change of the params. They are the same but for elements that were at the edge between two
+#: bf16 numbers, which is about 1e-4. Without clipping it is 0.1; without weight decay, above 1e-3.
 TOLERANCE = 1e-3
 #: What a step has to read and write: grad 4, main param 8, two moments 16, model param 2.
 FLOOR_NBYTES = 30
@@ -36,7 +49,8 @@ class StepReading:
     numel: int  # elements of the model
     round: int  # repeats are rounds over all contestants
     seconds: tuple[float, ...] = ()  # of each timed step
-    deviation: float | None = None  # of the first steps' change of the params from that of ours, relative, L2
+    # of the first steps' change of the params from that of ours, relative, L2
+    deviation: float | None = None
     why_not: str = ""  # the reason, where it was not run
 
 
@@ -62,7 +76,10 @@ def read(
     def measure() -> StepReading:
         needed, free = _NEEDED_NBYTES * setting.numel, available_nbytes() - (1 << 30)
         if setting.device == "cpu" and needed > free:
-            text = f"it needs about {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free"
+            text = (
+                f"it needs about {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are "
+                "free"
+            )
             return StepReading(entry.name, setting.numel, number, why_not=f"not run: {text}")
         stepper, seconds = entry.build(setting), []
         try:
@@ -80,7 +97,9 @@ def read(
     measured: list[StepReading] = []
     why_not = failure(lambda: measured.append(measure()))
     gc.collect()
-    return measured[0] if measured else StepReading(entry.name, setting.numel, number, why_not=why_not)
+    return (
+        measured[0] if measured else StepReading(entry.name, setting.numel, number, why_not=why_not)
+    )
 
 
 @torch.no_grad()
@@ -101,7 +120,9 @@ def _square(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).square().sum())
 
 
-def summary(numel: int, readings: Sequence[StepReading], rates: Sequence[MemoryRates]) -> dict[str, Any]:
+def summary(
+    numel: int, readings: Sequence[StepReading], rates: Sequence[MemoryRates]
+) -> dict[str, Any]:
     """Of one size; ratios first.
 
     Args:
@@ -113,10 +134,13 @@ def summary(numel: int, readings: Sequence[StepReading], rates: Sequence[MemoryR
     copies, products = [rate.copy for rate in rates], [rate.in_place for rate in rates]
 
     def share_of(moved: Sequence[float]) -> dict[str, Spread | None]:
-        """What the floor of a step moves a second, as a part of what memory moves in the same round."""
+        """What the floor of a step moves a second, as a part of what memory moves in the same
+        round."""
         return rounds.spreads(
             lambda each: (
-                FLOOR_NBYTES * numel / statistics.median(each.seconds) / moved[each.round] if each.seconds else None
+                FLOOR_NBYTES * numel / statistics.median(each.seconds) / moved[each.round]
+                if each.seconds
+                else None
             )
         )
 
@@ -135,12 +159,23 @@ def summary(numel: int, readings: Sequence[StepReading], rates: Sequence[MemoryR
 
 def lines(sizes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A table a size; the last line has the ratios."""
-    return reports(sizes, _heading, _HEADER, lambda size: [_row(name, size) for name in size["seconds"]], _last_words)
+    return reports(
+        sizes,
+        _heading,
+        _HEADER,
+        lambda size: [_row(name, size) for name in size["seconds"]],
+        _last_words,
+    )
 
 
 def _heading(size: Mapping[str, Any]) -> str:
-    copy, in_place = (size[name].times(1e-9) for name in ("copy_bytes_per_second", "in_place_bytes_per_second"))
-    return f"{size['numel'] / 1e6:.1f} M elements; a copy moves {copy} GB/s, a product in place {in_place}"
+    copy, in_place = (
+        size[name].times(1e-9) for name in ("copy_bytes_per_second", "in_place_bytes_per_second")
+    )
+    return (
+        f"{size['numel'] / 1e6:.1f} M elements; a copy moves {copy} GB/s, a product in place "
+        f"{in_place}"
+    )
 
 
 def _row(name: str, size: Mapping[str, Any]) -> tuple[str, ...]:
@@ -163,7 +198,9 @@ def _row(name: str, size: Mapping[str, Any]) -> tuple[str, ...]:
 def _notes(name: str, size: Mapping[str, Any]) -> Iterator[str]:
     """What a reader of the figures has to know beside them."""
     apart = f"params differ by more than {TOLERANCE:.1%} of their change"
-    yield from doubts_of(size["deviation"][name], TOLERANCE, apart, "it or ours failed in the first round")
+    yield from doubts_of(
+        size["deviation"][name], TOLERANCE, apart, "it or ours failed in the first round"
+    )
     yield from failures_of(name, size)
 
 
@@ -182,4 +219,7 @@ def _own_words(size: Mapping[str, Any]) -> str:
     of_copy, of_in_place = size[_OF_COPY].get(OURS), size[_OF_IN_PLACE].get(OURS)
     if of_copy is None:
         return "ours did not run"
-    return f"ours at {percent(of_copy)} of a copy's bandwidth, {percent(of_in_place)} of a product's in place"
+    return (
+        f"ours at {percent(of_copy)} of a copy's bandwidth, {percent(of_in_place)} of a product's "
+        "in place"
+    )

@@ -93,7 +93,9 @@ class Ours(Stepper):
 
         super().__init__(setting)
         more = {**ADAM, **options}
-        config = DistOptConfig(accelerator="torch", clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale, **more)
+        config = DistOptConfig(
+            accelerator="torch", clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale, **more
+        )
         self._optimizer = distribute(self.model, config, param_groups=groups_of(self.model))
 
     def grads(self) -> Sequence[Tensor]:
@@ -108,11 +110,14 @@ class Ours(Stepper):
 
 
 class ForkStepper(Stepper):
-    """The forks' step, and the copies after their all-gather, without which the model has no new values."""
+    """The forks' step, and the copies after their all-gather, without which the model has no new
+    values."""
 
     def __init__(self, setting: StepSetting, adam: AdamBuilder) -> None:
         super().__init__(setting)
-        self._optimizer = ForkStep(self.model, adam, clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale)
+        self._optimizer = ForkStep(
+            self.model, adam, clip_grad=CLIP_GRAD, loss_scale=setting.loss_scale
+        )
 
     def step(self) -> None:
         self._optimizer.step()
@@ -120,7 +125,8 @@ class ForkStepper(Stepper):
 
 
 class Undistributed(Stepper):
-    """What a user writes around an optimizer: fp32 main params by param, torch's clipping, a copy back.
+    """What a user writes around an optimizer: fp32 main params by param, torch's clipping, a copy
+    back.
 
     Args:
         setting: of the model.
@@ -130,7 +136,12 @@ class Undistributed(Stepper):
     """
 
     def __init__(
-        self, setting: StepSetting, adam: AdamBuilder, *, foreach: bool = True, copies_together: bool = True
+        self,
+        setting: StepSetting,
+        adam: AdamBuilder,
+        *,
+        foreach: bool = True,
+        copies_together: bool = True,
     ) -> None:
         super().__init__(setting)
         self._foreach, self._copies_together = foreach, copies_together
@@ -139,7 +150,9 @@ class Undistributed(Stepper):
         main_of = dict(zip(self.params, self._mains, strict=True))
         groups = groups_of(self.model)
         mains = [[main_of[param] for param in group["params"]] for group in groups]  # type: ignore[attr-defined]
-        self._optimizer = adam([{**group, "params": found} for group, found in zip(groups, mains, strict=True)])
+        self._optimizer = adam(
+            [{**group, "params": found} for group, found in zip(groups, mains, strict=True)]
+        )
 
     def grads(self) -> Sequence[Tensor]:
         return self._grads
@@ -166,7 +179,8 @@ class Undistributed(Stepper):
 
 
 class FlatTensor(Stepper):
-    """The floor of what a step does: one flat fp32 tensor, its norm, one fused AdamW that clips, one cast to bf16.
+    """The floor of what a step does: one flat fp32 tensor, its norm, one fused AdamW that clips,
+    one cast to bf16.
 
     Weight decay is the same for all elements, and nothing is checked, counted or kept by name.
     """
@@ -198,7 +212,8 @@ class FlatTensor(Stepper):
 
 
 class Core(Stepper):
-    """megatron-core's DistributedOptimizer on one rank; with its overlap the gather is not part of its step.
+    """megatron-core's DistributedOptimizer on one rank; with its overlap the gather is not part of
+    its step.
 
     Args:
         setting: of the model.
@@ -219,9 +234,17 @@ class Core(Stepper):
 
 def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
     """What `may_compile` allows is DeepSpeed's ops, which take minutes, once."""
-    forloop, foreach, fused = torch_adam(foreach=False), torch_adam(foreach=True), torch_adam(fused=True)
-    cpu_adam = foreign_adam("deepspeed.ops.adam", "DeepSpeedCPUAdam", "cpu_adam", may_compile=may_compile)
-    fused_adam = foreign_adam("deepspeed.ops.adam", "FusedAdam", "fused_adam", may_compile=may_compile)
+    forloop, foreach, fused = (
+        torch_adam(foreach=False),
+        torch_adam(foreach=True),
+        torch_adam(fused=True),
+    )
+    cpu_adam = foreign_adam(
+        "deepspeed.ops.adam", "DeepSpeedCPUAdam", "cpu_adam", may_compile=may_compile
+    )
+    fused_adam = foreign_adam(
+        "deepspeed.ops.adam", "FusedAdam", "fused_adam", may_compile=may_compile
+    )
     apex = foreign_adam("apex.optimizers", "FusedAdam")
     transformer_engine = foreign_adam("transformer_engine.pytorch.optimizers", "FusedAdam")
     return (
@@ -229,9 +252,14 @@ def step_entries(*, may_compile: bool) -> tuple[StepEntry, ...]:
         StepEntry("ours, with averages", partial(Ours, ema_decay=0.999)),
         StepEntry("fork of 2023", partial(ForkStepper, adam=forloop)),
         StepEntry("fork of 2023, fused Adam", partial(ForkStepper, adam=fused)),
-        StepEntry("torch as people write it", partial(Undistributed, adam=fused, copies_together=False)),
+        StepEntry(
+            "torch as people write it", partial(Undistributed, adam=fused, copies_together=False)
+        ),
         StepEntry("the flat tensor", FlatTensor),
-        StepEntry("torch for-loop", partial(Undistributed, adam=forloop, foreach=False, copies_together=False)),
+        StepEntry(
+            "torch for-loop",
+            partial(Undistributed, adam=forloop, foreach=False, copies_together=False),
+        ),
         StepEntry("torch foreach", partial(Undistributed, adam=foreach)),
         StepEntry("torch fused", partial(Undistributed, adam=fused)),
         StepEntry("DeepSpeed CPUAdam", partial(Undistributed, adam=cpu_adam)),

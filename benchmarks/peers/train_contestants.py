@@ -1,4 +1,5 @@
-"""All contestants of train.py, overlap.py and memory.py, in the order in which a round runs them."""
+"""All contestants of train.py, overlap.py and memory.py, in the order in which a round runs
+them."""
 
 from __future__ import annotations
 
@@ -24,10 +25,13 @@ from peers.transformer import TrainSetting, transformer
 
 
 class Core(Trainer):
-    """megatron-core with both overlaps, around the same module; for `is_fused` see [Note: its Adam]."""
+    """megatron-core with both overlaps, around the same module; for `is_fused` see [Note: its
+    Adam]."""
 
     def __init__(self, setting: TrainSetting, *, is_fused: bool = False) -> None:
-        self._core = CoreOptimizer(transformer(setting), bucket_size=setting.bucket_size, is_fused=is_fused)
+        self._core = CoreOptimizer(
+            transformer(setting), bucket_size=setting.bucket_size, is_fused=is_fused
+        )
 
     def train(self, tokens: Tensor) -> Tensor:
         self._core.zero_grad()
@@ -50,7 +54,8 @@ class DeepSpeedZero(Trainer):
     Args:
         setting: of model and data.
         stage: 1 or 2.
-        wire: what gradients are reduced in; "fp32" as the others do, or "bf16" as it does where nothing is said.
+        wire: what gradients are reduced in; "fp32" as the others do, or "bf16" as it does where
+            nothing is said.
     """
 
     def __init__(self, setting: TrainSetting, stage: int, wire: str = "fp32") -> None:
@@ -102,12 +107,15 @@ class TorchTrainer(Trainer):
 
 
 class DataParallel(TorchTrainer):
-    """DistributedDataParallel under autocast and a fused AdamW: nothing is sharded, fp32 grads are reduced."""
+    """DistributedDataParallel under autocast and a fused AdamW: nothing is sharded, fp32 grads are
+    reduced."""
 
     def __init__(self, setting: TrainSetting) -> None:
         model = transformer(setting, torch.float32)
         nbytes = 4 * setting.bucket_size
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=nbytes / 2**20, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(
+            model, bucket_cap_mb=nbytes / 2**20, gradient_as_bucket_view=True
+        )
         super().__init__(wrapped, self._optimizer_of(groups_of(model)), has_autocast=True)
 
     def _optimizer_of(self, groups: list[dict[str, Any]]) -> Optimizer:
@@ -122,7 +130,11 @@ class ZeroRedundancy(DataParallel):
 
         # It takes one group when it is made, and more afterwards.
         optimizer = ZeroRedundancyOptimizer(
-            groups[0]["params"], optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, fused=True, **ADAM
+            groups[0]["params"],
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            fused=True,
+            **ADAM,
         )
         for group in groups[1:]:
             optimizer.add_param_group(group)
@@ -130,7 +142,8 @@ class ZeroRedundancy(DataParallel):
 
 
 class FullyShard(TorchTrainer):
-    """FSDP2 that keeps the gathered params until the update, as ZeRO stage 2 does: bf16 gathered, fp32 reduced."""
+    """FSDP2 that keeps the gathered params until the update, as ZeRO stage 2 does: bf16 gathered,
+    fp32 reduced."""
 
     def __init__(self, setting: TrainSetting) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -147,8 +160,9 @@ class FullyShard(TorchTrainer):
 class Compressed(DataParallel):
     """DistributedDataParallel that computes in fp32, with a hook of torch's that sends less.
 
-    Its bf16 hook refuses everything but NCCL and XCCL, so the 16 bits are those of fp16. PowerSGD begins collectives as
-    others end: with several buckets in another order on each rank, which gloo does not survive, so it has one bucket.
+    Its bf16 hook refuses everything but NCCL and XCCL, so the 16 bits are those of fp16. PowerSGD
+    begins collectives as others end: with several buckets in another order on each rank, which gloo
+    does not survive, so it has one bucket.
     """
 
     def __init__(self, setting: TrainSetting, hook: str) -> None:
@@ -161,7 +175,9 @@ class Compressed(DataParallel):
             self._model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
         else:
             # Its first two steps are not compressed.
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=4, start_powerSGD_iter=2
+            )
             self._model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
@@ -211,6 +227,8 @@ def train_entries(ours: Sequence[str]) -> tuple[TrainEntry, ...]:
     Args:
         ours: "name=value" of `DistOptConfig`, values as in Python; none for no further contestant.
     """
-    options = {name: literal_eval(value) for name, _, value in (word.partition("=") for word in ours)}
+    options = {
+        name: literal_eval(value) for name, _, value in (word.partition("=") for word in ours)
+    }
     more = (TrainEntry("ours, " + " ".join(ours), partial(Ours, **options)),) if ours else ()
     return (ENTRIES[0], *more, *ENTRIES[1:])

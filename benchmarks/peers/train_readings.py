@@ -1,4 +1,5 @@
-"""What train.py finds: readings of a contestant on all ranks at once, ratios, and a table a number of ranks."""
+"""What train.py finds: readings of a contestant on all ranks at once, ratios, and a table a number
+of ranks."""
 
 from __future__ import annotations
 
@@ -32,11 +33,21 @@ class Pace:
 
 #: So that imports, first allocations and first connections are over before anything is timed.
 WARM_UP = Pace(1, 1, 1)
-#: Largest relative difference of any loss from ours. All compute in bf16, those with fp32 params cast at other places:
-#: up to 2e-4. Without clipping it is 2e-3 after six steps, with params gathered at every other step 1e-2.
+#: Largest relative difference of any loss from ours. All compute in bf16, those with fp32 params
+#: cast at other places: up to 2e-4. Without clipping it is 2e-3 after six steps, with params
+#: gathered at every other step 1e-2.
 TOLERANCE = 1e-3
 _BEYOND = "beyond forward and backward, peer / ours"
-_HEADER = ("", "peer / ours", "beyond fwd+bwd", "ms a step", "cpu ms", "sent B/element", "loss apart", "")
+_HEADER = (
+    "",
+    "peer / ours",
+    "beyond fwd+bwd",
+    "ms a step",
+    "cpu ms",
+    "sent B/element",
+    "loss apart",
+    "",
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,8 @@ class TrainReading:
 
 
 def losses_apart(peer: Sequence[TrainReading], ours: Sequence[TrainReading]) -> float | None:
-    """The largest relative difference of any loss of the same round and step, infinite where one is not a number.
+    """The largest relative difference of any loss of the same round and step, infinite where one is
+    not a number.
 
     Args:
         peer, ours: of one number of ranks.
@@ -70,12 +82,15 @@ def losses_apart(peer: Sequence[TrainReading], ours: Sequence[TrainReading]) -> 
 
 
 def read(entry: TrainEntry, setting: TrainSetting, pace: Pace, number: int) -> TrainReading:
-    """Collective: builds a contestant, trains with it and drops it; `number` is that of the round."""
+    """Collective: builds a contestant, trains with it and drops it; `number` is that of the
+    round."""
     built: list[Trainer] = []
     measured: list[TrainReading] = []
     why_not = failure_of_any(lambda: built.append(entry.build(setting)))
     if not why_not:
-        why_not = failure_of_any(lambda: measured.append(_measure(entry.name, built[0], setting, pace, number)))
+        why_not = failure_of_any(
+            lambda: measured.append(_measure(entry.name, built[0], setting, pace, number))
+        )
         built.pop().close()
     gc.collect()
     if why_not:
@@ -83,7 +98,9 @@ def read(entry: TrainEntry, setting: TrainSetting, pace: Pace, number: int) -> T
     return measured[0]
 
 
-def _measure(name: str, trainer: Trainer, setting: TrainSetting, pace: Pace, number: int) -> TrainReading:
+def _measure(
+    name: str, trainer: Trainer, setting: TrainSetting, pace: Pace, number: int
+) -> TrainReading:
     losses: list[Tensor] = []
 
     def train(steps: int) -> None:
@@ -113,14 +130,21 @@ def _measure(name: str, trainer: Trainer, setting: TrainSetting, pace: Pace, num
 
 
 def sent_nbytes() -> int:
-    """What this process has handed to `write` and `writev` since it started, as the kernel adds it up.
+    """What this process has handed to `write` and `writev` since it started, as the kernel adds it
+    up.
 
-    gloo writes to sockets of the loopback device, and that is all that a rank writes while it trains. Where there are
-    several nodes, what the node has sent to others, with headers.
+    gloo writes to sockets of the loopback device, and that is all that a rank writes while it
+    trains. Where there are several nodes, what the node has sent to others, with headers.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
-    line = next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar:"))
+        return int(
+            Path(
+                f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes"
+            ).read_text()
+        )
+    line = next(
+        line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar:")
+    )
     return int(line.split()[1])
 
 
@@ -133,7 +157,11 @@ def summary(readings: Sequence[TrainReading]) -> dict[str, Any]:
     def beyond(reading: TrainReading) -> float | None:
         """What a step took longer than forward and backward alone in the same round."""
         taken = median_seconds(reading)
-        return None if taken is None or reading.round not in alone else max(taken - alone[reading.round], 0.0)
+        return (
+            None
+            if taken is None or reading.round not in alone
+            else max(taken - alone[reading.round], 0.0)
+        )
 
     return {
         "ranks": readings[0].ranks,
@@ -142,9 +170,19 @@ def summary(readings: Sequence[TrainReading]) -> dict[str, Any]:
         _BEYOND: trained.over(beyond),
         "seconds": rounds.pooled(lambda each: each.seconds),
         "cpu_seconds": rounds.spreads(cpu_seconds),
-        "sent_nbytes_an_element": rounds.spreads(lambda each: each.sent_nbytes / each.numel if each.seconds else None),
-        "loss_deviation": {name: losses_apart(found, trained.of.get(OURS, [])) for name, found in trained.of.items()},
-        "last_loss": {name: r.losses[-1] for name, found in trained.of.items() for r in reversed(found) if r.losses},
+        "sent_nbytes_an_element": rounds.spreads(
+            lambda each: each.sent_nbytes / each.numel if each.seconds else None
+        ),
+        "loss_deviation": {
+            name: losses_apart(found, trained.of.get(OURS, []))
+            for name, found in trained.of.items()
+        },
+        "last_loss": {
+            name: r.losses[-1]
+            for name, found in trained.of.items()
+            for r in reversed(found)
+            if r.losses
+        },
         **rounds.failures(),
         "readings": readings,
     }
@@ -186,11 +224,17 @@ def _notes(name: str, ranks: Mapping[str, Any]) -> Iterator[str]:
     """What a reader of the figures has to know beside them."""
     if name in ranks["loss_deviation"]:
         apart = f"losses differ by more than {TOLERANCE:.1%}"
-        yield from doubts_of(ranks["loss_deviation"][name], TOLERANCE, apart, "it and ours have no round in common")
+        yield from doubts_of(
+            ranks["loss_deviation"][name], TOLERANCE, apart, "it and ours have no round in common"
+        )
     yield from failures_of(name, ranks)
 
 
 def _last_words(ranks: Mapping[str, Any]) -> str:
-    ratios = [f"{name}/ours {ratio.median:.2f}" for name, ratio in ranks["peer / ours"].items() if ratio]
+    ratios = [
+        f"{name}/ours {ratio.median:.2f}" for name, ratio in ranks["peer / ours"].items() if ratio
+    ]
     without = "nothing to compare with" if ranks["seconds"].get("ours") else "ours did not run"
-    return f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.0f} M: " + (", ".join(ratios) or without)
+    return f"{ranks['ranks']} ranks, {ranks['numel'] / 1e6:.0f} M: " + (
+        ", ".join(ratios) or without
+    )

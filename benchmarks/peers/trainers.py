@@ -18,7 +18,8 @@ class Trainer:
     """A model with its optimizer on every rank. Its constructor builds both."""
 
     def train(self, tokens: Tensor) -> Tensor:
-        """Collective: forward, backward, reduce, step, gather; returns this rank's loss before the step."""
+        """Collective: forward, backward, reduce, step, gather; returns this rank's loss before the
+        step."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -73,7 +74,9 @@ class ForkTrainer(Trainer):
 
     def __init__(self, setting: TrainSetting, adam: AdamBuilder) -> None:
         self._model = transformer(setting)
-        self._optimizer = ForkStep(self._model, adam, rank=setting.rank, size=setting.size, clip_grad=CLIP_GRAD)
+        self._optimizer = ForkStep(
+            self._model, adam, rank=setting.rank, size=setting.size, clip_grad=CLIP_GRAD
+        )
 
     def train(self, tokens: Tensor) -> Tensor:
         self._optimizer.zero_grad()
@@ -86,7 +89,8 @@ class ForkTrainer(Trainer):
 
 
 class ForwardBackward(Trainer):
-    """Neither reduces nor updates: what is left of a step when communication and optimizer cost nothing."""
+    """Neither reduces nor updates: what is left of a step when communication and optimizer cost
+    nothing."""
 
     def __init__(self, setting: TrainSetting) -> None:
         self._model = transformer(setting)

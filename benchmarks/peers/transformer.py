@@ -26,14 +26,19 @@ class TrainSetting:
     rank: int  # of the data-parallel group, which is all ranks
     size: int
     device: str = "cpu"  # of this rank
-    computes_in_fp32: bool = False  # whatever its params have, as processors without instructions for bf16 need it
+    # whatever its params have, as processors without instructions for bf16 need it
+    computes_in_fp32: bool = False
 
     @property
     def numel(self) -> int:
         """Elements of the model."""
         h = self.hidden
         return (
-            self.layers * (12 * h * h + 13 * h) + 2 * self.vocabulary * h + self.vocabulary + self.sequence * h + 2 * h
+            self.layers * (12 * h * h + 13 * h)
+            + 2 * self.vocabulary * h
+            + self.vocabulary
+            + self.sequence * h
+            + 2 * h
         )
 
 
@@ -102,9 +107,11 @@ def transformer(setting: TrainSetting, dtype: torch.dtype = torch.bfloat16) -> M
 
 
 def batch(setting: TrainSetting, step: int) -> Tensor:
-    """Tokens [sequences, sequence + 1] of this rank: sequences that count on in steps of one to four.
+    """Tokens [sequences, sequence + 1] of this rank: sequences that count on in steps of one to
+    four.
 
-    There is something to learn in them, so the losses of a wrong update depart from those of a right one.
+    There is something to learn in them, so the losses of a wrong update depart from those of a
+    right one.
     """
     generator = torch.Generator().manual_seed(step * setting.size + setting.rank)
     start = torch.randint(setting.vocabulary, (setting.sequences, 1), generator=generator)

@@ -1,4 +1,5 @@
-"""Choose precision, length and batch size from measured times, so that a run takes three minutes on any machine.
+"""Choose precision, length and batch size from measured times, so that a run takes three minutes on
+any machine.
 
 Nothing is measured here and no rank asks another: the same times give the same choice.
 """
@@ -8,15 +9,20 @@ from dataclasses import dataclass
 
 from byte_gpt.settings import Precision, Settings
 
-TARGET_SECONDS = 180.0  # from the first line of scripts/quickstart.sh after the installation to its last
+# from the first line of scripts/quickstart.sh after the installation to its last
+TARGET_SECONDS = 180.0
 END_SECONDS = 10.0  # of these for what nobody measures: drawing the plot, the end of the processes
-SUSTAINED = 0.8  # of the speed of the probe, over two minutes on a shared machine: 134 planned seconds took 170
-MOST_ITERATIONS = 480  # a fast machine stops here: what more would teach takes more than a few minutes
+# of the speed of the probe, over two minutes on a shared machine: 134 planned seconds took 170
+SUSTAINED = 0.8
+# a fast machine stops here: what more would teach takes more than a few minutes
+MOST_ITERATIONS = 480
 ENOUGH_ITERATIONS = 240  # where fewer fit, half the batch teaches more in the same time
-# 150 iterations of one window end 0.9 bits a byte below the order-0 entropy, 100 only 0.5: slow machines take longer.
+# 150 iterations of one window end 0.9 bits a byte below the order-0 entropy, 100 only 0.5: slow
+# machines take longer.
 LEAST_ITERATIONS = 150
 MICRO_BATCH_SIZES = (8, 4, 2, 1)
-FORWARD_SHARE = 1 / 3  # of forward and backward together: backward computes two products for each of forward
+# of forward and backward together: backward computes two products for each of forward
+FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,11 @@ class Choice:
     reason: str
 
 
-def choose_precision(insisted: Insisted, *, candidates: Sequence[Precision], trials: Sequence[Trial]) -> Precision:
-    """The given one, or the fastest; the first of `candidates` where they are equally fast or none was tried."""
+def choose_precision(
+    insisted: Insisted, *, candidates: Sequence[Precision], trials: Sequence[Trial]
+) -> Precision:
+    """The given one, or the fastest; the first of `candidates` where they are equally fast or none
+    was tried."""
     if insisted.precision:
         return insisted.precision
     seconds = {trial.precision: trial.seconds for trial in trials}
@@ -91,7 +100,12 @@ def choose_precision(insisted: Insisted, *, candidates: Sequence[Precision], tri
 
 
 def choose(
-    insisted: Insisted, *, precision: Precision, trials: Sequence[Trial], probe: Probe | None, ranks: int
+    insisted: Insisted,
+    *,
+    precision: Precision,
+    trials: Sequence[Trial],
+    probe: Probe | None,
+    ranks: int,
 ) -> Choice:
     """Length and batch size to go with the precision that `choose_precision` gave.
 
@@ -109,13 +123,21 @@ def choose(
     else:
         size, iterations = _length(probe, ranks)
         why_length = _why_length(probe, ranks, size, iterations)
-    return Choice(precision, iterations, size, tuple(trials), probe, f"{why_precision}; {why_length}.")
+    return Choice(
+        precision, iterations, size, tuple(trials), probe, f"{why_precision}; {why_length}."
+    )
 
 
 def _length(probe: Probe, ranks: int) -> tuple[int, int]:
     """The largest batch of which enough iterations fit, and how many of them."""
-    fitting = {size: int(seconds_to_train(probe, ranks) / probe.seconds(size)) for size in MICRO_BATCH_SIZES}
-    size = next((size for size, count in fitting.items() if count >= ENOUGH_ITERATIONS), MICRO_BATCH_SIZES[-1])
+    fitting = {
+        size: int(seconds_to_train(probe, ranks) / probe.seconds(size))
+        for size in MICRO_BATCH_SIZES
+    }
+    size = next(
+        (size for size, count in fitting.items() if count >= ENOUGH_ITERATIONS),
+        MICRO_BATCH_SIZES[-1],
+    )
     return size, min(MOST_ITERATIONS, max(LEAST_ITERATIONS, fitting[size]))
 
 
@@ -132,8 +154,14 @@ def _why_precision(insisted: Insisted, precision: Precision, trials: Sequence[Tr
     if insisted.precision:
         return f"{name}, as --precision says"
     if not trials:
-        return "bf16, which the GPUs have" if precision is Precision.BF16 else f"{name}, because a GPU has no bf16"
-    times = " and ".join(f"{trial.seconds * 1e3:.0f} ms in {trial.precision.name.lower()}" for trial in trials)
+        return (
+            "bf16, which the GPUs have"
+            if precision is Precision.BF16
+            else f"{name}, because a GPU has no bf16"
+        )
+    times = " and ".join(
+        f"{trial.seconds * 1e3:.0f} ms in {trial.precision.name.lower()}" for trial in trials
+    )
     return f"{name}, because an iteration of one layer takes {times}"
 
 
@@ -143,7 +171,10 @@ def _why_length(probe: Probe, ranks: int, size: int, iterations: int) -> str:
     length = f"{iterations} iterations of {windows} a rank, because one takes {seconds:.2f} s"
     training = iterations * seconds
     if training > left:
-        return f"{length} and fewer learn too little: training takes {training:.0f} s instead of {max(0.0, left):.0f} s"
+        return (
+            f"{length} and fewer learn too little: training takes {training:.0f} s instead of "
+            f"{max(0.0, left):.0f} s"
+        )
     if iterations == MOST_ITERATIONS:
         return f"{length} and more than {MOST_ITERATIONS} are not needed"
     return f"{length} and {left:.0f} s of three minutes are left to train"

@@ -1,4 +1,5 @@
-"""The text: the source of this machine's own Python standard library, or one file; a byte is a token."""
+"""The text: the source of this machine's own Python standard library, or one file; a byte is a
+token."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -26,8 +27,10 @@ class Text:
         return self.train.numel() + self.validation.numel()
 
     def order0_bits_per_byte(self) -> float:
-        """What a model that knows only how often each byte occurs needs: the entropy of the counts."""
-        counts = torch.bincount(torch.cat((self.train, self.validation)), minlength=VOCAB_SIZE)  # [VOCAB_SIZE]
+        """What a model that knows only how often each byte occurs needs: the entropy of the
+        counts."""
+        # [VOCAB_SIZE]
+        counts = torch.bincount(torch.cat((self.train, self.validation)), minlength=VOCAB_SIZE)
         shares = counts[counts > 0] / self.nbytes
         return float(-(shares * shares.log2()).sum())
 
@@ -36,23 +39,36 @@ def load(path: Path | None, *, seq_length: int) -> Text:
     """The user's file, or the standard library where there is none."""
     documents = _pieces(path.read_bytes()) if path else _standard_library()
     validation = b"".join(documents[EVERY - 1 :: EVERY])
-    train = b"".join(document for index, document in enumerate(documents) if index % EVERY != EVERY - 1)
+    train = b"".join(
+        document for index, document in enumerate(documents) if index % EVERY != EVERY - 1
+    )
     if len(validation) <= seq_length:
         least = EVERY * (seq_length + 1)
-        raise ValueError(f"Invalid text: {path} has {len(train) + len(validation)} bytes. Must have at least {least}.")
-    return Text(str(path or "the Python standard library"), _as_tensor(train), _as_tensor(validation))
+        raise ValueError(
+            f"Invalid text: {path} has {len(train) + len(validation)} bytes. Must have at least "
+            f"{least}."
+        )
+    return Text(
+        str(path or "the Python standard library"), _as_tensor(train), _as_tensor(validation)
+    )
 
 
-def training_batches(text: Text, *, seed: int, rank: int, shape: tuple[int, int]) -> Iterator[Tensor]:
-    """Endless random windows of the training text, others on each rank, the same ones for the same seed."""
+def training_batches(
+    text: Text, *, seed: int, rank: int, shape: tuple[int, int]
+) -> Iterator[Tensor]:
+    """Endless random windows of the training text, others on each rank, the same ones for the same
+    seed."""
     batch, length = shape
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
     while True:
         starts = torch.randint(text.train.numel() - length, (batch,), generator=generator)
-        yield torch.stack([text.train[start : start + length + 1] for start in starts]).long()  # [batch, length + 1]
+        # [batch, length + 1]
+        yield torch.stack([text.train[start : start + length + 1] for start in starts]).long()
 
 
-def validation_batches(text: Text, *, windows: int, rank: int, ranks: int, shape: tuple[int, int]) -> Iterator[Tensor]:
+def validation_batches(
+    text: Text, *, windows: int, rank: int, ranks: int, shape: tuple[int, int]
+) -> Iterator[Tensor]:
     """Evenly spaced windows of the validation text; each is read by one rank."""
     batch, length = shape
     starts = torch.linspace(0, text.validation.numel() - length - 1, windows).long()[rank::ranks]
@@ -62,7 +78,11 @@ def validation_batches(text: Text, *, windows: int, rank: int, ranks: int, shape
 
 def _standard_library() -> list[bytes]:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path for path in root.rglob("*.py") if path.is_file() and not _is_installed_later(path, root))
+    paths = sorted(
+        path
+        for path in root.rglob("*.py")
+        if path.is_file() and not _is_installed_later(path, root)
+    )
     documents = [path.read_bytes() for path in paths]
     nbytes = sum(map(len, documents))
     if nbytes < LEAST_NBYTES:
@@ -78,7 +98,8 @@ def _is_installed_later(path: Path, root: Path) -> bool:
 
 
 def _pieces(content: bytes) -> list[bytes]:
-    """Twenty runs of `EVERY` pieces of one file, so that its validation part comes from all over it."""
+    """Twenty runs of `EVERY` pieces of one file, so that its validation part comes from all over
+    it."""
     piece_nbytes = max(1, -(-len(content) // EVERY))
     return [content[start : start + piece_nbytes] for start in range(0, len(content), piece_nbytes)]
 

@@ -22,7 +22,12 @@ SECONDS_OF_REPEATS = 1.5
 
 
 def measure(
-    settings: Settings, insisted: Insisted, text: Text, device: torch.device, *, seconds_before: Callable[[], float]
+    settings: Settings,
+    insisted: Insisted,
+    text: Text,
+    device: torch.device,
+    *,
+    seconds_before: Callable[[], float],
 ) -> Choice:
     """Collective: the same choice on all ranks, by the times of the slowest.
 
@@ -35,7 +40,11 @@ def measure(
     """
     candidates = _candidates(device)
     with _without_start_up_blocks():
-        trials = () if insisted.precision or len(candidates) == 1 else _trials(settings, candidates, text, device)
+        trials = (
+            ()
+            if insisted.precision or len(candidates) == 1
+            else _trials(settings, candidates, text, device)
+        )
         precision = choose_precision(insisted, candidates=candidates, trials=trials)
         probe = None
         if insisted.iterations is None:
@@ -52,8 +61,9 @@ def slowest(seconds: list[float], device: torch.device) -> list[float]:
 
 
 def _candidates(device: torch.device) -> tuple[Precision, ...]:
-    """Collective. A CPU without instructions for bf16 emulates them, 3 to 25 times slower than fp32, and torch does
-    not say so: that has to be tried. A GPU says what it has. fp16 is for who asks for it."""
+    """Collective. A CPU without instructions for bf16 emulates them, 3 to 25 times slower than
+    fp32, and torch does not say so: that has to be tried. A GPU says what it has. fp16 is for who
+    asks for it."""
     if device.type == "cpu":
         return Precision.BF16, Precision.FP32
     lacks_bf16 = float(not torch.cuda.is_bf16_supported(including_emulation=False))
@@ -63,7 +73,8 @@ def _candidates(device: torch.device) -> tuple[Precision, ...]:
 def _trials(
     settings: Settings, candidates: tuple[Precision, ...], text: Text, device: torch.device
 ) -> tuple[Trial, ...]:
-    """Collective. One layer and one window: where bf16 is emulated, an iteration of it all takes half a minute."""
+    """Collective. One layer and one window: where bf16 is emulated, an iteration of it all takes
+    half a minute."""
     small = replace(settings, num_layers=1, micro_batch_size=1)
     seconds = []
     for precision in candidates:
@@ -72,23 +83,30 @@ def _trials(
     return tuple(map(Trial, candidates, slowest(seconds, device)))
 
 
-def _probe(settings: Settings, text: Text, device: torch.device, seconds_before: Callable[[], float]) -> Probe:
+def _probe(
+    settings: Settings, text: Text, device: torch.device, seconds_before: Callable[[], float]
+) -> Probe:
     iterations = _measured(replace(settings, micro_batch_size=PROBE_WINDOWS), text, device)
     whole = statistics.median(iteration.step.seconds for iteration in iterations)
-    forward_backward = statistics.median(iteration.step.forward_backward_seconds for iteration in iterations)
+    forward_backward = statistics.median(
+        iteration.step.forward_backward_seconds for iteration in iterations
+    )
     whole, forward_backward, before = slowest([whole, forward_backward, seconds_before()], device)
-    # Not the slowest communication: its waiting for the rank of the slowest backward would count twice.
+    # Not the slowest communication: its waiting for the rank of the slowest backward would count
+    # twice.
     return Probe(PROBE_WINDOWS, forward_backward, max(0.0, whole - forward_backward), before)
 
 
 def _measured(settings: Settings, text: Text, device: torch.device) -> list[Iteration]:
-    """Collective: a few real iterations, after one in which kernels are made and memory is touched first."""
+    """Collective: a few real iterations, after one in which kernels are made and memory is touched
+    first."""
     with training(
         settings, Source.OURS if settings.use_distributed_optimizer else Source.HOST, text, device
     ) as trainer:
         began = time.perf_counter()
         first = iterate(trainer, 1, began)
-        slow = slowest([first.step.seconds], device)[0]  # together: all ranks have to repeat as often
+        # together: all ranks have to repeat as often
+        slow = slowest([first.step.seconds], device)[0]
         repeats = max(1, min(MOST_REPEATS, int(SECONDS_OF_REPEATS / slow)))
         return [iterate(trainer, 2 + repeat, began) for repeat in range(repeats)]
 

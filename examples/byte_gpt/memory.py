@@ -14,11 +14,14 @@ from megatron_distopt.optimizer.sharded import measure_memory as measure_sharded
 
 
 def measure_memory(trainer: Trainer) -> Memory:
-    """Collective: of each kind what is allocated on the rank that keeps most, padding included; after a step."""
+    """Collective: of each kind what is allocated on the rank that keeps most, padding included;
+    after a step."""
     own = Memory(
         param_nbytes=_storage_nbytes(trainer.model.parameters()),
         grad_nbytes=_storage_nbytes(buffer.grad_data for buffer in trainer.model.buffers),
-        state_nbytes=sum(_state_nbytes(trainer, part) for part in trainer.optimizer.chained_optimizers),
+        state_nbytes=sum(
+            _state_nbytes(trainer, part) for part in trainer.optimizer.chained_optimizers
+        ),
     )
     most = torch.tensor(astuple(own), device=next(trainer.model.parameters()).device)
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
@@ -30,7 +33,8 @@ def undistributed_memory(trainer: Trainer) -> Memory:
     params = [param for param in trainer.model.parameters() if param.requires_grad]
     return Memory(
         param_nbytes=sum(param.nbytes for param in params),
-        grad_nbytes=sum(param.numel() * torch.float32.itemsize for param in params),  # grad_reduce_in_fp32
+        # grad_reduce_in_fp32
+        grad_nbytes=sum(param.numel() * torch.float32.itemsize for param in params),
         state_nbytes=_undistributed_state_nbytes(trainer),
     )
 
@@ -41,7 +45,11 @@ def _storage_nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _state_nbytes(trainer: Trainer, part: MegatronOptimizer) -> int:
-    return measure_sharded(part.sharded).state_nbytes if hasattr(part, "sharded") else _counted(trainer, part)
+    return (
+        measure_sharded(part.sharded).state_nbytes
+        if hasattr(part, "sharded")
+        else _counted(trainer, part)
+    )
 
 
 def _undistributed_state_nbytes(trainer: Trainer) -> int:
@@ -54,9 +62,17 @@ def _undistributed_state_nbytes(trainer: Trainer) -> int:
 
 
 def _counted(trainer: Trainer, part: MegatronOptimizer) -> int:
-    """What a host's optimizer keeps beside the model: moments and main params, which fp32 params are themselves."""
+    """What a host's optimizer keeps beside the model: moments and main params, which fp32 params
+    are themselves."""
     inner: torch.optim.Optimizer = part.optimizer
     kept = [param for group in inner.param_groups for param in group["params"]]
-    kept += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    kept += [
+        value
+        for state in inner.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     of_the_model = {param.untyped_storage().data_ptr() for param in trainer.model.parameters()}
-    return sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() not in of_the_model)
+    return sum(
+        tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() not in of_the_model
+    )

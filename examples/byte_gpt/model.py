@@ -3,7 +3,11 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import Float16Module
@@ -17,7 +21,8 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 
 
 def build_model(settings: Settings, device: torch.device) -> DistributedDataParallel:
-    """Collective: the model in the grad and param buffers that its optimizer works on, equal on all ranks."""
+    """Collective: the model in the grad and param buffers that its optimizer works on, equal on all
+    ranks."""
     config = transformer_config(settings)
     model = GPTModel(
         config=config,
@@ -37,7 +42,8 @@ def build_model(settings: Settings, device: torch.device) -> DistributedDataPara
 
 
 def transformer_config(settings: Settings) -> TransformerConfig:
-    """Every fusion stays off, as it is by default: they need apex, TransformerEngine or a compiler."""
+    """Every fusion stays off, as it is by default: they need apex, TransformerEngine or a
+    compiler."""
     return TransformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
@@ -53,17 +59,21 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     )
 
 
-def forward_step(batches: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Loss]]:
+def forward_step(
+    batches: Iterator[Tensor], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], Loss]]:
     """What megatron-core's schedules call once a microbatch."""
     return token_losses(model, next(batches)), mean_loss
 
 
 def token_losses(model: torch.nn.Module, windows: Tensor) -> Tensor:
-    """The cross entropy of each byte given those before it, in nats; windows are [batch, length + 1]."""
+    """The cross entropy of each byte given those before it, in nats; windows are [batch, length +
+    1]."""
     windows = windows.to(next(model.parameters()).device)
     tokens, labels = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
     positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-    losses: Tensor = model(tokens, positions, None, labels=labels)  # [batch, length]; a local layer masks causally
+    # [batch, length]; a local layer masks causally
+    losses: Tensor = model(tokens, positions, None, labels=labels)
     return losses.float()
 
 

@@ -1,4 +1,5 @@
-"""What the user sees while it trains: a bar on a terminal, a line every few seconds anywhere else."""
+"""What the user sees while it trains: a bar on a terminal, a line every few seconds anywhere
+else."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,13 +24,16 @@ def reporting(title: str, iterations: int, *, rank: int) -> Iterator[Report]:
     if Console().is_terminal:
         with _bar() as bar:
             task = bar.add_task(title, total=iterations, figures="")
-            yield lambda iteration: bar.update(task, completed=iteration.iteration, figures=figures(iteration))
+            yield lambda iteration: bar.update(
+                task, completed=iteration.iteration, figures=figures(iteration)
+            )
     else:
         yield _lines(iterations)
 
 
 def figures(iteration: Iteration) -> str:
-    """Short enough for a terminal of 80 columns beside the bar; lr and norm: learning rate and gradient norm."""
+    """Short enough for a terminal of 80 columns beside the bar; lr and norm: learning rate and
+    gradient norm."""
     norm = "skipped" if iteration.grad_norm is None else f"{iteration.grad_norm:.2f}"
     speed = f"{iteration.tokens_per_second:,.0f} tokens/s"
     return f"loss {iteration.loss:.3f} | lr {iteration.learning_rate:.1e} | norm {norm} | {speed}"
@@ -37,7 +41,9 @@ def figures(iteration: Iteration) -> str:
 
 def _bar() -> Progress:
     text = TextColumn("{task.fields[figures]}")
-    return Progress(BarColumn(bar_width=10), MofNCompleteColumn(), text, TimeRemainingColumn(compact=True))
+    return Progress(
+        BarColumn(bar_width=10), MofNCompleteColumn(), text, TimeRemainingColumn(compact=True)
+    )
 
 
 def _lines(iterations: int) -> Report:
@@ -50,6 +56,9 @@ def _lines(iterations: int) -> Report:
             return
         last_line = time.monotonic()
         left = iteration.seconds / iteration.iteration * (iterations - iteration.iteration)
-        print(f"{iteration.iteration}/{iterations} | {figures(iteration)} | {left:.0f} s left", flush=True)
+        print(
+            f"{iteration.iteration}/{iterations} | {figures(iteration)} | {left:.0f} s left",
+            flush=True,
+        )
 
     return report

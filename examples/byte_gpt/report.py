@@ -71,8 +71,11 @@ def summarize(
 
 
 def write(folder: Path, summary: Summary, runs: Sequence[Run]) -> None:
-    """summary.json and metrics.jsonl of the first run, and metrics-host.jsonl of the one that it is compared with."""
-    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2, default=_name) + "\n")
+    """summary.json and metrics.jsonl of the first run, and metrics-host.jsonl of the one that it is
+    compared with."""
+    (folder / "summary.json").write_text(
+        json.dumps(asdict(summary), indent=2, default=_name) + "\n"
+    )
     for name, run in zip(("metrics.jsonl", "metrics-host.jsonl"), runs, strict=False):
         lines = [json.dumps(asdict(iteration)) + "\n" for iteration in run.history]
         (folder / name).write_text("".join(lines))
@@ -81,26 +84,35 @@ def write(folder: Path, summary: Summary, runs: Sequence[Run]) -> None:
 def largest_deviation(ours: Run, host: Run) -> float:
     """The largest difference of the two training losses at one iteration, in nats a byte.
 
-    In fp32 it is rounding, 2e-6 after 12 iterations. In bf16 it grows to a few hundredths within 100: as far as
-    megatron-core's own curve moves when the learning rate is changed by 1e-7 of itself.
+    In fp32 it is rounding, 2e-6 after 12 iterations. In bf16 it grows to a few hundredths within
+    100: as far as megatron-core's own curve moves when the learning rate is changed by 1e-7 of
+    itself.
     """
-    deviations = [abs(one.loss - other.loss) for one, other in zip(ours.history, host.history, strict=True)]
+    deviations = [
+        abs(one.loss - other.loss) for one, other in zip(ours.history, host.history, strict=True)
+    ]
     return max(deviations)
 
 
 def describe(summary: Summary) -> str:
-    kept, whole, step = summary.memory_per_rank.nbytes, summary.memory_undistributed.nbytes, summary.step
+    kept, whole, step = (
+        summary.memory_per_rank.nbytes,
+        summary.memory_undistributed.nbytes,
+        summary.step,
+    )
     return "\n".join(
         (
             f"training loss     {_both(summary.first_loss)} at the first iteration",
             f"                  {_both(summary.last_loss)} at the last",
             f"validation loss   {summary.validation_bits_per_byte:.3f} bits a byte"
             f" (order-0 entropy of the text: {summary.order0_bits_per_byte:.3f})",
-            f"one iteration     {step.forward_backward_seconds * 1e3:.0f} ms forward and backward,"
-            f" {step.communication_seconds * 1e3:.0f} ms communication, {step.update_seconds * 1e3:.0f} ms update",
-            f"memory            {kept / 1e6:.1f} MB of params, grads and optimizer state on each of {summary.ranks}"
-            f" ranks; undistributed {whole / 1e6:.1f} MB",
-            f"training took     {summary.seconds:.0f} s on {summary.device}, started by {summary.launcher}",
+            f"one iteration     {step.forward_backward_seconds * 1e3:.0f} ms forward and backward, "
+            f"{step.communication_seconds * 1e3:.0f} ms communication, "
+            f"{step.update_seconds * 1e3:.0f} ms update",
+            f"memory            {kept / 1e6:.1f} MB of params, grads and optimizer state on each "
+            f"of {summary.ranks} ranks; undistributed {whole / 1e6:.1f} MB",
+            f"training took     {summary.seconds:.0f} s on {summary.device}, started by "
+            f"{summary.launcher}",
         )
     )
 

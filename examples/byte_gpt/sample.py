@@ -6,13 +6,16 @@ from torch import Tensor
 from byte_gpt.trainer import Trainer
 
 PROMPT = "def "
-CONTEXT = 128  # bytes that it reads to write the next: half of what it was trained on, at half the time
+# bytes that it reads to write the next: half of what it was trained on, at half the time
+CONTEXT = 128
 
 
 @torch.no_grad()
 def write(trainer: Trainer, *, temperature: float = 0.8) -> str:
-    """What follows `PROMPT`, byte by byte, each drawn from what the model expects. Every rank can write alone."""
-    module = trainer.model.module  # without DistributedDataParallel, whose forward may wait for other ranks
+    """What follows `PROMPT`, byte by byte, each drawn from what the model expects. Every rank can
+    write alone."""
+    # without DistributedDataParallel, whose forward may wait for other ranks
+    module = trainer.model.module
     generator = torch.Generator().manual_seed(trainer.settings.seed)
     written = list(PROMPT.encode())
     for _ in range(trainer.settings.sample_nbytes):
@@ -24,7 +27,9 @@ def write(trainer: Trainer, *, temperature: float = 0.8) -> str:
 
 def _printable(text: str) -> str:
     """An untrained model writes any byte, and some of them command a terminal."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "?" for character in text
+    )
 
 
 def _next_byte_logits(module: torch.nn.Module, tokens: Tensor) -> Tensor:

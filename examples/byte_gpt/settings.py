@@ -1,4 +1,5 @@
-"""What is trained, and for how long. choose.py chooses precision, iterations and batch where nobody gave them."""
+"""What is trained, and for how long. choose.py chooses precision, iterations and batch where nobody
+gave them."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +12,8 @@ class Precision(Enum):
 
     FP32 = torch.float32
     BF16 = torch.bfloat16
-    FP16 = torch.float16  # its loss scale grows and backs off: fp16's small gradients would vanish without one
+    # its loss scale grows and backs off: fp16's small gradients would vanish without one
+    FP16 = torch.float16
 
     @classmethod
     def parse(cls, name: str) -> "Precision":
@@ -48,11 +50,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.iterations < 1:
-            raise ValueError(f"Invalid iterations: {self.iterations}. Must be at least 1. Write --iterations 480.")
+            raise ValueError(
+                f"Invalid iterations: {self.iterations}. Must be at least 1. Write --iterations "
+                "480."
+            )
 
     @property
     def warmup_iterations(self) -> int:
-        """A tenth of the run at most: the scheduler refuses a warm-up that is as long as the whole."""
+        """A tenth of the run at most: the scheduler refuses a warm-up that is as long as the
+        whole."""
         return min(40, self.iterations // 10)
 
     @property

@@ -15,7 +15,8 @@ from byte_gpt.model import forward_step, token_losses
 from byte_gpt.records import Iteration, StepTime
 from byte_gpt.trainer import Trainer
 
-GRADS_SYNC, PARAMS_ALL_GATHER = "all-grads-sync", "params-all-gather"  # megatron-core's own names of its timers
+# megatron-core's own names of its timers
+GRADS_SYNC, PARAMS_ALL_GATHER = "all-grads-sync", "params-all-gather"
 LOSS_ALL_REDUCE = "loss-all-reduce"
 
 
@@ -33,7 +34,10 @@ def train(trainer: Trainer, report: Callable[[Iteration], None]) -> list[Iterati
 def validation_bits_per_byte(trainer: Trainer, text: Text) -> float:
     """Collective: the mean over windows that are read once, by one rank each."""
     windows, shape = trainer.settings.validation_windows, trainer.settings.batch_shape
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     total = torch.zeros(2, dtype=torch.float64, device=_device(trainer))  # nats, bytes
     for batch in validation_batches(text, windows=windows, rank=rank, ranks=ranks, shape=shape):
         losses = token_losses(trainer.model, batch)
@@ -65,7 +69,8 @@ def iterate(trainer: Trainer, iteration: int, began: float) -> Iteration:
 
 
 def _step_time(trainer: Trainer, *, whole: float, optimizer_step: float) -> StepTime:
-    """Reads and resets the timers. On a GPU each of them waits for the kernels, at its start and at its end."""
+    """Reads and resets the timers. On a GPU each of them waits for the kernels, at its start and at
+    its end."""
     gather = _elapsed(trainer, PARAMS_ALL_GATHER)
     communication = _elapsed(trainer, GRADS_SYNC) + gather + _elapsed(trainer, LOSS_ALL_REDUCE)
     update = optimizer_step - gather
@@ -78,7 +83,8 @@ def _elapsed(trainer: Trainer, name: str) -> float:
 
 
 def _forward_backward(trainer: Trainer) -> float:
-    """Collective: one iteration's gradients into the grad buffer; the mean loss over all ranks and microbatches."""
+    """Collective: one iteration's gradients into the grad buffer; the mean loss over all ranks and
+    microbatches."""
     settings = trainer.settings
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""Everything that one run consists of, built from its seed. Runs of two sources differ in the optimizer alone."""
+"""Everything that one run consists of, built from its seed. Runs of two sources differ in the
+optimizer alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,8 +34,11 @@ class Trainer:
 
 
 @contextmanager
-def training(settings: Settings, source: Source, text: Text, device: torch.device) -> Iterator[Trainer]:
-    """Collective: a trainer, and afterwards no trace of it: megatron-core keeps its groups in globals."""
+def training(
+    settings: Settings, source: Source, text: Text, device: torch.device
+) -> Iterator[Trainer]:
+    """Collective: a trainer, and afterwards no trace of it: megatron-core keeps its groups in
+    globals."""
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed, force_reset_rng=True)
     torch.manual_seed(settings.seed)
@@ -67,7 +71,8 @@ def _trainer(settings: Settings, text: Text, device: torch.device) -> Trainer:
 
 @contextmanager
 def _optimizer_of(source: Source) -> Iterator[None]:
-    """Whose optimizer `get_megatron_optimizer` builds; megatron-core's own ask for the names of CUDA's types."""
+    """Whose optimizer `get_megatron_optimizer` builds; megatron-core's own ask for the names of
+    CUDA's types."""
     installation = megatron_distopt.install() if source is Source.OURS else None
     is_ours = installation is not None and installation.is_active
     with nullcontext() if is_ours else megatron_on_cpu.map_type_strings():

@@ -1,9 +1,11 @@
-"""HuggingFace Accelerate: accumulation, clipping by Accelerate, a scheduler, `save_state` and `load_state`.
+"""HuggingFace Accelerate: accumulation, clipping by Accelerate, a scheduler, `save_state` and
+`load_state`.
 
     torchrun --nproc-per-node 2 examples/recipes/accelerate_loop.py
 
-Accelerate wraps the model in DistributedDataParallel, which averages gradients: so `accelerator.clip_grad_norm_` works
-as always. `distribute` comes before `prepare`, and `save_state` needs one line of its own.
+Accelerate wraps the model in DistributedDataParallel, which averages gradients: so
+`accelerator.clip_grad_norm_` works as always. `distribute` comes before `prepare`, and `save_state`
+needs one line of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ def dataset() -> TensorDataset:
 
 
 def train(folder: Path, epochs: int = 2) -> list[float]:
-    """Trains, goes back to the checkpoint of the first epoch, trains on, and returns the losses of this process."""
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=2)
+    """Trains, goes back to the checkpoint of the first epoch, trains on, and returns the losses of
+    this process."""
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=2
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(accelerator.device)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -34,7 +39,8 @@ def train(folder: Path, epochs: int = 2) -> list[float]:
     scheduler = torch.optim.lr_scheduler.LinearLR(distributed, total_iters=100)
     loader = DataLoader(dataset(), batch_size=8)
     model, optimizer, loader, scheduler = accelerator.prepare(model, distributed, loader, scheduler)
-    # save_state writes what rank 0 has. This makes it the state of all ranks; without it save_state is refused.
+    # save_state writes what rank 0 has. This makes it the state of all ranks; without it save_state
+    # is refused.
     accelerator.register_save_state_pre_hook(lambda *_: distributed.consolidate_state_dict())
 
     losses = []

@@ -1,9 +1,10 @@
-"""HuggingFace Trainer: a small GPT-2 with random weights, clipping by the Trainer, checkpoints that it resumes from.
+"""HuggingFace Trainer: a small GPT-2 with random weights, clipping by the Trainer, checkpoints that
+it resumes from.
 
     torchrun --nproc-per-node 2 examples/recipes/huggingface_trainer.py
 
-The Trainer wraps the model in DistributedDataParallel, which averages gradients: so its `max_grad_norm` works as
-always. `Distributed` is all that a program needs of this page.
+The Trainer wraps the model in DistributedDataParallel, which averages gradients: so its
+`max_grad_norm` works as always. `Distributed` is all that a program needs of this page.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import megatron_distopt
 
 
 class Distributed(Trainer):
-    """A Trainer whose optimizer is distributed. `optim` and its options in TrainingArguments mean what they mean."""
+    """A Trainer whose optimizer is distributed. `optim` and its options in TrainingArguments mean
+    what they mean."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the Trainer does it, for a model that is on its device."""
@@ -39,7 +41,8 @@ class Distributed(Trainer):
 
 
 class WholeState(TrainerCallback):
-    """The Trainer saves what rank 0 has. This makes it the state of all ranks; without it saving is refused.
+    """The Trainer saves what rank 0 has. This makes it the state of all ranks; without it saving is
+    refused.
 
     Args:
         optimizer: what `distribute` returned.
@@ -48,7 +51,9 @@ class WholeState(TrainerCallback):
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """On all ranks."""
         if control.should_save:
             self.optimizer.consolidate_state_dict()
@@ -95,7 +100,12 @@ def train(folder: Path, max_steps: int = 8, resume: str | None = None) -> list[f
     )
     trainer = Distributed(model=GPT2LMHeadModel(config), args=arguments, train_dataset=dataset())
     trainer.train(resume_from_checkpoint=resume)
-    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+    return [
+        entry[key]
+        for entry in trainer.state.log_history
+        for key in ("loss", "grad_norm")
+        if key in entry
+    ]
 
 
 if __name__ == "__main__":

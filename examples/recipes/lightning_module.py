@@ -1,9 +1,11 @@
-"""Lightning: automatic optimization, accumulation, clipping and a scheduler by the Trainer, checkpoints of the Trainer.
+"""Lightning: automatic optimization, accumulation, clipping and a scheduler by the Trainer,
+checkpoints of the Trainer.
 
     torchrun --nproc-per-node 2 examples/recipes/lightning_module.py
 
-Lightning wraps the model in DistributedDataParallel, which averages gradients: so `gradient_clip_val` works as always.
-It calls `consolidate_state_dict` by itself before it saves a checkpoint.
+Lightning wraps the model in DistributedDataParallel, which averages gradients: so
+`gradient_clip_val` works as always. It calls `consolidate_state_dict` by itself before it saves a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ class Model(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Called when the process group is there and the model is on its device, so `distribute` belongs here."""
+        """Called when the process group is there and the model is on its device, so `distribute`
+        belongs here."""
         adamw = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
         optimizer = megatron_distopt.distribute(self, adamw)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=100)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def dataset() -> TensorDataset:

@@ -1,7 +1,9 @@
-"""A plain torch loop: accumulation, clipping, a scheduler, and a checkpoint that loads at any number of ranks.
+"""A plain torch loop: accumulation, clipping, a scheduler, and a checkpoint that loads at any
+number of ranks.
 
     torchrun --nproc-per-node 2 examples/recipes/torch_loop.py --steps 10 --checkpoint runs/loop
-    torchrun --nproc-per-node 3 examples/recipes/torch_loop.py --steps 20 --checkpoint runs/loop   # goes on at step 10
+    torchrun --nproc-per-node 3 examples/recipes/torch_loop.py --steps 20 --checkpoint runs/loop   #
+    goes on at step 10
 
 The model is not wrapped in DistributedDataParallel: `step()` averages gradients over the ranks.
 """
@@ -59,7 +61,10 @@ def train(steps: int, checkpoint: Path) -> list[float]:
         dist.all_reduce(total)
         losses.append(total.item() / num_ranks)
         if rank == 0:
-            print(f"step {step} loss {losses[-1]:.4f} norm {norm:.3f} lr {scheduler.get_last_lr()[0]:.5f}")
+            print(
+                f"step {step} loss {losses[-1]:.4f} norm {norm:.3f} lr "
+                f"{scheduler.get_last_lr()[0]:.5f}"
+            )
 
     optimizer.save(checkpoint / "optimizer")  # on all ranks
     if rank == 0:

@@ -1,11 +1,13 @@
 """Params of a minority dtype, scattered between others in one grad buffer.
 
-[Note: two param dtypes in one grad buffer] The forks of 2023 keep one fp32 grad buffer for all params, of which a few
-may be fp32 (norms, routers) and the rest bf16. The majority gets a param buffer in the layout of the grad buffer. One
-for the minority in the same layout would be nearly all holes, so its params keep their own storage, and what a rank
-owns of them is packed: the all-gather moves the packed parts, and the values are copied into the params afterwards.
-The copies cost bytes only for the minority. Every rank's part is as long as the largest, so that the gather is even.
-Neighbours begin as many elements behind a multiple of 8 as their grads do, so that kernels move both in full vectors.
+[Note: two param dtypes in one grad buffer] The forks of 2023 keep one fp32 grad buffer for all
+params, of which a few may be fp32 (norms, routers) and the rest bf16. The majority gets a param
+buffer in the layout of the grad buffer. One for the minority in the same layout would be nearly all
+holes, so its params keep their own storage, and what a rank
+owns of them is packed: the all-gather moves the packed parts, and the values are copied into the
+params afterwards. The copies cost bytes only for the minority. Every rank's part is as long as the
+largest, so that the gather is even. Neighbours begin as many elements behind a multiple of 8 as
+their grads do, so that kernels move both in full vectors.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class CompactBuffer(ShardedBuffer):
     `param` is 1-D [layout.num_shards * part_numel]: the parts of all ranks one after the other.
     """
 
-    params: Mapping[str, Parameter] = field(default_factory=dict)  # by name, each in its own storage
+    # by name, each in its own storage
+    params: Mapping[str, Parameter] = field(default_factory=dict)
     part_numel: int = 0  # elements of one rank's part
 
     def __post_init__(self) -> None:
@@ -56,14 +59,21 @@ class CompactBuffer(ShardedBuffer):
         return _plan_pieces(self.layout, self.params.keys())
 
     def param_of(self, in_buffer: Span) -> Tensor:
-        """The packed elements of a flat param; neighbours in the grad buffer are neighbours here."""
-        inside = [piece for piece in self._own() if piece.in_buffer.intersect(in_buffer) == piece.in_buffer]
+        """The packed elements of a flat param; neighbours in the grad buffer are neighbours
+        here."""
+        inside = [
+            piece
+            for piece in self._own()
+            if piece.in_buffer.intersect(in_buffer) == piece.in_buffer
+        ]
         packed = Span(inside[0].in_part.start, inside[-1].in_part.stop)
-        has_all_slots = inside[-1].number - inside[0].number == len(inside) - 1  # none of the majority in between
+        # none of the majority in between
+        has_all_slots = inside[-1].number - inside[0].number == len(inside) - 1
         if packed.numel != in_buffer.numel or not has_all_slots:
             numel = sum(piece.in_part.numel for piece in inside)
             raise InvariantError(
-                f"Invalid packed flat param: {numel} elements. Must hold the flat param's {in_buffer.numel}. Report it."
+                f"Invalid packed flat param: {numel} elements. Must hold the flat param's "
+                f"{in_buffer.numel}. Report it."
             )
         return view_of(self._part_of(self.rank).detach(), packed)
 
@@ -95,9 +105,11 @@ class CompactBuffer(ShardedBuffer):
 
 
 @torch.no_grad()
-def pack_params(params: Mapping[str, Parameter], layout: BufferLayout, rank: int, grad: Tensor) -> CompactBuffer:
-    """Allocates the packed buffer and fills this rank's part. The layout is that of the grad buffer; the params are the
-    minority in it, of one dtype and device.
+def pack_params(
+    params: Mapping[str, Parameter], layout: BufferLayout, rank: int, grad: Tensor
+) -> CompactBuffer:
+    """Allocates the packed buffer and fills this rank's part. The layout is that of the grad
+    buffer; the params are the minority in it, of one dtype and device.
     """
     for param in params.values():
         param.data = param.data.contiguous()  # the pieces are stretches of the flattened param
@@ -111,7 +123,8 @@ def pack_params(params: Mapping[str, Parameter], layout: BufferLayout, rank: int
 
 
 def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_PackedPiece, ...]:
-    """The pieces of all ranks, in buffer order. The cost is O(pieces), whatever the number of ranks."""
+    """The pieces of all ranks, in buffer order. The cost is O(pieces), whatever the number of
+    ranks."""
     filled: Counter[int] = Counter()
     pieces = []
     owned_of: dict[tuple[int, int], Span] = {}  # by number of the slot and rank
@@ -121,7 +134,8 @@ def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_PackedP
             owned = slot.in_buffer.intersect(bucket.shard(rank, layout.num_shards)) or Span(0, 0)
             before = owned_of.get((number - 1, rank))
             if before is not None and layout.slots[number - 1].bucket == slot.bucket:
-                filled[rank] += owned.start - before.stop  # padding is a part, see [Note: flat main params]
+                # padding is a part, see [Note: flat main params]
+                filled[rank] += owned.start - before.stop
             else:
                 filled[rank] += (owned.start - filled[rank]) % VECTOR_NUMEL
             in_part = Span(0, owned.numel).moved_by(filled[rank])

@@ -1,12 +1,13 @@
 """The grad buffer: `param.grad` is a view of it, so that autograd itself accumulates there.
 
-[Note: param.grad] `param.grad` means what it means in torch: None for no gradient, otherwise what backward added up
-since it was None. torch adds a second gradient to it in place, in whatever dtype it has (`grad_dtype`), so a hook
-has to move only the first one into the buffer. Nothing is zeroed for that: it overwrites what is left in the buffer.
+[Note: param.grad] `param.grad` means what it means in torch: None for no gradient, otherwise what
+backward added up since it was None. torch adds a second gradient to it in place, in whatever dtype
+it has (`grad_dtype`), so a hook has to move only the first one into the buffer. Nothing is zeroed
+for that: it overwrites what is left in the buffer.
 
 On several ranks it holds this rank's contribution, or what the collective left of it, where torch's
-DistributedDataParallel has the average. Code that reads it would compute something else without an error, so reading it
-is refused, also where a program has assigned it.
+DistributedDataParallel has the average. Code that reads it would compute something else without an
+error, so reading it is refused, also where a program has assigned it.
 """
 
 from __future__ import annotations
@@ -25,22 +26,78 @@ from megatron_distopt.layout import BufferLayout
 
 
 def getters(*names: str) -> set[Any]:
-    """The getters of tensor properties, as `__torch_function__` receives them; those that this release of torch has."""
+    """The getters of tensor properties, as `__torch_function__` receives them; those that this
+    release of torch has."""
     found: list[Any] = [getattr(torch.Tensor, name, None) for name in names]
     return {each.__get__ for each in found if hasattr(each, "__get__")}
 
 
 #: Functions whose result says nothing about the values.
 _DESCRIBING = {
-    *getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_version"),
-    *getters("is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_cuda", "_base"),
-    *getters("itemsize", "nbytes", "grad", "_backward_hooks", "is_cpu", "is_xpu", "is_xla", "is_mps", "is_vulkan"),
+    *getters(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "_version",
+    ),
+    *getters(
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_meta",
+        "is_nested",
+        "is_mkldnn",
+        "is_cuda",
+        "_base",
+    ),
+    *getters(
+        "itemsize",
+        "nbytes",
+        "grad",
+        "_backward_hooks",
+        "is_cpu",
+        "is_xpu",
+        "is_xla",
+        "is_mps",
+        "is_vulkan",
+    ),
     *(
         getattr(torch.Tensor, name)
         for name in (
-            *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size", "is_contiguous", "__hash__"),
-            *("storage_offset", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "get_device"),
-            *("_is_view", "untyped_storage", "data_ptr", "is_same_size", "__len__", "is_coalesced", "is_signed"),
+            *(
+                "size",
+                "stride",
+                "numel",
+                "nelement",
+                "dim",
+                "ndimension",
+                "element_size",
+                "is_contiguous",
+                "__hash__",
+            ),
+            *(
+                "storage_offset",
+                "is_floating_point",
+                "is_complex",
+                "is_conj",
+                "is_neg",
+                "is_inference",
+                "get_device",
+            ),
+            *(
+                "_is_view",
+                "untyped_storage",
+                "data_ptr",
+                "is_same_size",
+                "__len__",
+                "is_coalesced",
+                "is_signed",
+            ),
         )
     ),
     torch._has_compatible_shallow_copy_type,
@@ -49,9 +106,13 @@ _DESCRIBING = {
     torch.is_same_size,
     torch.numel,
 }
-#: Functions whose result is a `LocalGrad` again: module.cpu() and module.to(...) convert gradients, too.
+#: Functions whose result is a `LocalGrad` again: module.cpu() and module.to(...) convert gradients,
+#: too.
 _MOVING = {
-    *(getattr(torch.Tensor, name) for name in ("to", "cpu", "float", "double", "half", "bfloat16", "detach")),
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("to", "cpu", "float", "double", "half", "bfloat16", "detach")
+    ),
     *(getattr(torch.Tensor, name) for name in ("type", "contiguous", "requires_grad_", "detach_")),
     vars(torch._C.TensorBase)["data"].__get__,
 }
@@ -60,10 +121,11 @@ _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
 class LocalGrad(Tensor):
-    """`param.grad` on several ranks: a view of the grad buffer whose values are not the gradient of the model.
+    """`param.grad` on several ranks: a view of the grad buffer whose values are not the gradient of
+    the model.
 
-    torch's own code in C++ adds to it as to any tensor. Python code may ask for its shape, dtype and device, zero it,
-    and drop it.
+    torch's own code in C++ adds to it as to any tensor. Python code may ask for its shape, dtype
+    and device, zero it, and drop it.
 
     Raises:
         AccessError: for anything else; see [Note: param.grad].
@@ -113,7 +175,8 @@ _shown_by: MutableMapping[Parameter, Callable[[Parameter, Tensor], Tensor]] = We
 
 
 def show_assigned(param: Parameter, show: Callable[[Parameter, Tensor], Tensor] | None) -> None:
-    """From now on `param.grad = tensor` assigns what `show` makes of the tensor; None to assign the tensor itself."""
+    """From now on `param.grad = tensor` assigns what `show` makes of the tensor; None to assign the
+    tensor itself."""
     if show is None:
         _shown_by.pop(param, None)
     else:
@@ -147,12 +210,19 @@ def _first_name(*values: Any) -> str:
 
 def _unreadable(name: str, func: Any) -> AccessError:
     call = getattr(func, "__name__", str(func))
-    remedy = "Call optimizer.clip_grad_norm_(max_norm), or optimizer.full_grad(param) for the average, on all ranks"
+    remedy = (
+        "Call optimizer.clip_grad_norm_(max_norm), or optimizer.full_grad(param) for the average, "
+        "on all ranks"
+    )
     if "_amp_" in call:  # torch.amp.GradScaler
-        remedy = "Give distribute(...) loss_scale='dynamic', and call optimizer.scale_loss(loss).backward()"
+        remedy = (
+            "Give distribute(...) loss_scale='dynamic', and call "
+            "optimizer.scale_loss(loss).backward()"
+        )
     return AccessError(
-        f"Invalid grad of param {name!r}: used by {call} between backward and the end of the step. Must be left alone "
-        f"on several ranks, where it holds this rank's contribution and not the average. {remedy}."
+        f"Invalid grad of param {name!r}: used by {call} between backward and the end of the step. "
+        "Must be left alone on several ranks, where it holds this rank's contribution and not the "
+        f"average. {remedy}."
     )
 
 
@@ -163,8 +233,9 @@ class GradSlot:
         name: of the param.
         param: whose gradient it is.
         view: of the grad buffer, in the param's shape.
-        shown: what `param.grad` is while there is a gradient: another tensor in the memory of `view`, because
-            module.to(...) gives `param.grad` other memory. A `LocalGrad` where it may not be read.
+        shown: what `param.grad` is while there is a gradient: another tensor in the memory of
+            `view`, because module.to(...) gives `param.grad` other memory. A `LocalGrad` where it
+            may not be read.
     """
 
     __slots__ = ("_dtype", "address", "name", "param", "shown", "view")
@@ -203,13 +274,15 @@ class GradSlot:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Gives `param.grad` memory of its own, in the dtype of the param, for others to read and change."""
+        """Gives `param.grad` memory of its own, in the dtype of the param, for others to read and
+        change."""
         if self.param.grad is self.shown:
             self.param.grad = self.view.to(self.param.dtype, copy=True)
 
     @torch.no_grad()
     def release(self, *, is_own: bool) -> None:
-        """Makes `param.grad` torch's own: a copy where the buffer holds a gradient of this rank, else None."""
+        """Makes `param.grad` torch's own: a copy where the buffer holds a gradient of this rank,
+        else None."""
         grad = self.param.grad
         if grad is self.shown:
             self.give_back()
@@ -222,7 +295,8 @@ class GradSlot:
     def show(self) -> None:
         """Makes `param.grad` what the buffer holds."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.shown.data_ptr() != self.address:  # it was given other memory, as module.to(...) does
+            # it was given other memory, as module.to(...) does
+            if self.shown.data_ptr() != self.address:
                 self.shown.data = self.view
         self.param.grad = self.shown
 
@@ -231,9 +305,10 @@ def check_grad_dtype(name: str, param: Parameter, dtype: torch.dtype) -> None:
     """Checks that `param.grad` may have this dtype: older torch insists on the param's own."""
     if dtype is not param.dtype and not hasattr(param, "grad_dtype"):
         raise ConfigError(
-            f"Invalid grad dtype of param {name!r}: {dtype_name(dtype)} for a {dtype_name(param.dtype)} param on torch "
-            f"{torch.__version__}. Must be the dtype of the param before torch 2.10. Write grads_in_fp32=False, or run "
-            "pip install 'torch>=2.10'."
+            f"Invalid grad dtype of param {name!r}: {dtype_name(dtype)} for a "
+            f"{dtype_name(param.dtype)} param on torch {torch.__version__}. Must be the dtype of "
+            "the param before torch 2.10. Write grads_in_fp32=False, or run pip install "
+            "'torch>=2.10'."
         )
 
 
@@ -243,12 +318,14 @@ def allocate_grads(
     dtype: torch.dtype,
     show: Callable[[str, Tensor], Tensor] = lambda name, view: view.detach(),
 ) -> tuple[Tensor, tuple[GradSlot, ...]]:
-    """Allocates the buffer of params of one device. A gradient that one has already stays there until it is taken.
+    """Allocates the buffer of params of one device. A gradient that one has already stays there
+    until it is taken.
 
     `show` makes what `param.grad` will be from a param's name and its view of the buffer.
 
     Returns:
-        The buffer, 1-D [layout.numel], and its slots in the order of the params. Padding is zero and stays zero.
+        The buffer, 1-D [layout.numel], and its slots in the order of the params. Padding is zero
+        and stays zero.
     """
     first = next(iter(params.values()))
     buffer = torch.zeros(layout.numel, dtype=dtype, device=first.device)

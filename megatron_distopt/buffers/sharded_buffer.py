@@ -1,6 +1,7 @@
 """Contiguous 1-D tensors and views into them, for grads and for params.
 
-`param.data` of every parameter is a view of the param buffer, so that nothing is copied after the all-gather.
+`param.data` of every parameter is a view of the param buffer, so that nothing is copied after the
+all-gather.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def view_of(buffer: Tensor, in_buffer: Span, shape: torch.Size | None = None) ->
 def _with_own_storage(view: Tensor) -> Tensor:
     """The same memory under a storage that is as long as the view; it keeps the whole buffer alive.
 
-    torch.save writes whole storages, and safetensors refuses params that share one. Where a device has no DLPack the
-    view itself, which is contiguous, is returned.
+    torch.save writes whole storages, and safetensors refuses params that share one. Where a device
+    has no DLPack the view itself, which is contiguous, is returned.
     """
     try:
         own: Tensor = from_dlpack(view)
@@ -47,13 +48,17 @@ def _with_own_storage(view: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardedBuffer:
-    """The grads and the params of the same parameters, in the same layout, as one rank sees them."""
+    """The grads and the params of the same parameters, in the same layout, as one rank sees
+    them."""
 
     layout: BufferLayout  # of both tensors
     rank: int  # in the data-parallel group
-    grad: Tensor  # 1-D [layout.numel]; in the rank's shard of each bucket the reduced gradient after the reduce-scatter
+    # 1-D [layout.numel]; in the rank's shard of each bucket the reduced gradient after the
+    # reduce-scatter
+    grad: Tensor
     param: Tensor  # 1-D [layout.numel]; `param.data` of every parameter is a view of it
-    names: frozenset[str] | None = None  # of the params in `param`, or None for all; the others lie in `grad` alone
+    # of the params in `param`, or None for all; the others lie in `grad` alone
+    names: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         self._check_numel("grad", self.grad, self.layout.numel)
@@ -63,8 +68,8 @@ class ShardedBuffer:
     def _check_numel(kind: str, tensor: Tensor, numel: int) -> None:
         if tensor.shape != (numel,):
             raise LayoutError(
-                f"Invalid {kind} buffer: shape {tuple(tensor.shape)}. Must be 1-D with the layout's {numel} elements. "
-                "Give both buffers whole."
+                f"Invalid {kind} buffer: shape {tuple(tensor.shape)}. Must be 1-D with the "
+                f"layout's {numel} elements. Give both buffers whole."
             )
 
     def holds(self, name: str) -> bool:
@@ -73,21 +78,27 @@ class ShardedBuffer:
 
     def param_of(self, in_buffer: Span) -> Tensor:
         """The elements of `param` that belong to a stretch of this rank's shard, 1-D."""
-        return view_of(self.param.detach(), in_buffer).data  # autograd's views would keep memory that `param` has left
+        # autograd's views would keep memory that `param` has left
+        return view_of(self.param.detach(), in_buffer).data
 
     @cached_property
     def reduces(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """What a reduce-scatter of the grads has to add up: (bucket, this rank's shard of it), 1-D, one a bucket."""
+        """What a reduce-scatter of the grads has to add up: (bucket, this rank's shard of it), 1-D,
+        one a bucket."""
         return self._cut(self.grad)
 
     @cached_property
     def gathers(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """What an all-gather of the params has to move: (bucket, this rank's shard of it), 1-D, one a bucket."""
+        """What an all-gather of the params has to move: (bucket, this rank's shard of it), 1-D, one
+        a bucket."""
         return self._cut(self.param)
 
     def _cut(self, tensor: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         return tuple(
-            (view_of(tensor, bucket.in_buffer), view_of(tensor, bucket.shard(self.rank, self.layout.num_shards)))
+            (
+                view_of(tensor, bucket.in_buffer),
+                view_of(tensor, bucket.shard(self.rank, self.layout.num_shards)),
+            )
             for bucket in self.layout.buckets
         )
 
@@ -100,7 +111,8 @@ class ShardedBuffer:
 
 @torch.no_grad()
 def move_into_buffer(params: Mapping[str, Parameter], layout: BufferLayout) -> Tensor:
-    """Allocates the buffer of params of one dtype and device, and makes each param a view of it, value kept.
+    """Allocates the buffer of params of one dtype and device, and makes each param a view of it,
+    value kept.
 
     Returns:
         1-D [layout.numel]; padding is zero.

@@ -1,8 +1,9 @@
 """Saving while training goes on, one save at a time.
 
-The state is copied into memory of a fixed size, from which a thread of this process writes it. The thread never
-communicates, because training does that meanwhile: the first rank's waits for the other ranks' files and commits. An
-error is raised by the next call, on all ranks, or logged at the end of the process.
+The state is copied into memory of a fixed size, from which a thread of this process writes it. The
+thread never communicates, because training does that meanwhile: the first rank's waits for the
+other ranks' files and commits. An error is raised by the next call, on all ranks, or logged at the
+end of the process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from pathlib import Path
 import torch
 
 from megatron_distopt.checkpoint.manifest import no_collection
-from megatron_distopt.checkpoint.save import Contribution, Saving, Written, begin, contribution_of, should_have_appeared
+from megatron_distopt.checkpoint.save import (
+    Contribution,
+    Saving,
+    Written,
+    begin,
+    contribution_of,
+    should_have_appeared,
+)
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.comm.alive import begin_thread
@@ -31,19 +39,22 @@ from megatron_distopt.errors import CheckpointError
 #: Tensors of every dtype may start at multiples of this.
 _ALIGNMENT_NBYTES = 64
 _log = logging.getLogger("megatron_distopt")
-#: How long the end of the process waits for the files of other ranks, which write for about as long as this one.
+#: How long the end of the process waits for the files of other ranks, which write for about as long
+#: as this one.
 _SECONDS_AT_EXIT = 600.0
 #: Where the thread and training want the same core, the thread gets a tenth of training's time.
 _NICE = 10
 
 
 class Staging:
-    """Memory of a fixed size, pinned where a device copies into it, for a copy of the state of this rank."""
+    """Memory of a fixed size, pinned where a device copies into it, for a copy of the state of this
+    rank."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
         self._memory = pinned([nbytes], torch.uint8, device)  # uint8, 1-D [nbytes]
-        self._memory.fill_(0)  # the first touch of a page takes time: once here, instead of in a save
+        # the first touch of a page takes time: once here, instead of in a save
+        self._memory.fill_(0)
 
     def copy(self, tensors: Sequence[Written]) -> list[Written]:
         """Copies everything, for which there is room; what it returned before is overwritten."""
@@ -68,7 +79,8 @@ def room_for(tensors: Sequence[Written]) -> int:
 
 
 def let_training_first() -> None:
-    """Gives this thread less of a core that training wants, too; only Linux has priorities of threads."""
+    """Gives this thread less of a core that training wants, too; only Linux has priorities of
+    threads."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -84,10 +96,13 @@ class _Task:
 
     saving: Saving
     thread: threading.Thread | None = None  # writes
-    written: threading.Event = field(default_factory=threading.Event)  # set once this rank's file is there or failed
-    cancelled: threading.Event = field(default_factory=threading.Event)  # set once nothing waits for files of others
+    # set once this rank's file is there or failed
+    written: threading.Event = field(default_factory=threading.Event)
+    # set once nothing waits for files of others
+    cancelled: threading.Event = field(default_factory=threading.Event)
     all_written_at: float | None = None  # when this rank learned that all have written
-    error: BaseException | None = None  # of the thread; one of this rank's file is set before `written`
+    # of the thread; one of this rank's file is set before `written`
+    error: BaseException | None = None
 
     def is_hopeless(self) -> bool:
         """Whether waiting for files of other ranks that are not there yet is useless."""
@@ -99,7 +114,8 @@ class _Task:
             raise self.error
 
     def run(self, contribution: Contribution) -> None:
-        """Runs in the thread: writes this rank's file, and on the first rank commits once all ranks have written."""
+        """Runs in the thread: writes this rank's file, and on the first rank commits once all ranks
+        have written."""
         let_training_first()
         try:
             part = self.saving.write(contribution)
@@ -127,7 +143,8 @@ class BackgroundSaver:
 
     @no_collection()
     def save(self, folder: Path, model: WholeModel) -> None:
-        """Collective: copies the state and returns; raises what went wrong in the last save, as `finish` does."""
+        """Collective: copies the state and returns; raises what went wrong in the last save, as
+        `finish` does."""
         self.finish()
         copied: list[Contribution] = []
         saving = begin(folder, self._everyone, lambda: copied.append(self._copied(model)))
@@ -139,19 +156,23 @@ class BackgroundSaver:
         tensors = list(contribution.tensors)
         nbytes = room_for(tensors)
         if self._staging is None or self._staging.nbytes < nbytes:
-            devices = (written.tensor.device for written in tensors if written.tensor.device.type != CPU)
+            devices = (
+                written.tensor.device for written in tensors if written.tensor.device.type != CPU
+            )
             self._staging = None  # frees the old memory before the new one is allocated
             try:
                 self._staging = Staging(nbytes, next(devices, torch.device(CPU)))
             except RuntimeError as error:
                 raise CheckpointError(
-                    f"Invalid async_save: no memory of {nbytes // 10**6} MB for a copy of this rank's optimizer state "
-                    f"({error}). Must have room for the copy. Leave async_save out."
+                    f"Invalid async_save: no memory of {nbytes // 10**6} MB for a copy of this "
+                    f"rank's optimizer state ({error}). Must have room for the copy. Leave "
+                    "async_save out."
                 ) from error
         return replace(contribution, tensors=self._staging.copy(tensors))
 
     def finish(self) -> None:
-        """Collective: waits for the end of a running save; raises on all ranks what went wrong on one."""
+        """Collective: waits for the end of a running save; raises on all ranks what went wrong on
+        one."""
         task, self._task = self._task, None
         if task is None or task.thread is None:
             return
@@ -170,7 +191,8 @@ class BackgroundSaver:
             task.saving.release()
 
     def _at_exit(self) -> None:
-        """Waits for this rank's thread alone, because others may have ended; the first rank's waits for all files."""
+        """Waits for this rank's thread alone, because others may have ended; the first rank's waits
+        for all files."""
         task = self._task
         if task is None or task.thread is None:
             return

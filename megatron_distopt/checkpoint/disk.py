@@ -1,4 +1,5 @@
-"""Every call that changes a disk. A crash can come between any two of them; tests kill the process there."""
+"""Every call that changes a disk. A crash can come between any two of them; tests kill the process
+there."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ except ImportError:  # not a POSIX system: two runs can save to the same place
 #: Small writes (the framing of a tensor) are joined up to this size; large ones are not buffered.
 _BUFFER_NBYTES = 1 << 16
 #: Errors with which some network file systems refuse `fsync` of a folder; they do not need it.
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+_NO_FOLDER_SYNC = (
+    errno.EINVAL,
+    errno.EBADF,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 @contextmanager
 def refused(what: str, rule: str) -> Iterator[None]:
-    """Turns an error of the disk into a `CheckpointError` about what is read or written; `rule` says what to do."""
+    """Turns an error of the disk into a `CheckpointError` about what is read or written; `rule`
+    says what to do."""
     try:
         yield
     except OSError as error:
@@ -32,7 +41,8 @@ def refused(what: str, rule: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents, where they are missing. They are there after a power cut, too."""
+    """Makes a folder and its parents, where they are missing. They are there after a power cut,
+    too."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for parent in missing:
@@ -48,7 +58,8 @@ def write(file: BinaryIO, data: bytes | memoryview) -> None:
 
 
 class Writer:
-    """A file for `torch.save`, which replaces an error of the disk by one about a position in the file."""
+    """A file for `torch.save`, which replaces an error of the disk by one about a position in the
+    file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -67,9 +78,11 @@ class Writer:
 
 
 def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
-    """Lets the disk begin with bytes that were written, so that `sync` does not wait for all of them at the end.
+    """Lets the disk begin with bytes that were written, so that `sync` does not wait for all of
+    them at the end.
 
-    POSIX_FADV_DONTNEED makes the kernel begin to write them; they stay in memory until they are written.
+    POSIX_FADV_DONTNEED makes the kernel begin to write them; they stay in memory until they are
+    written.
     """
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # a hint, which some file systems do not take
@@ -83,7 +96,8 @@ def sync(file: BinaryIO) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes sure that names which were created or replaced in a folder are there after a power cut."""
+    """Makes sure that names which were created or replaced in a folder are there after a power
+    cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,7 +141,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def lock(path: Path) -> int | None:
-    """Locks a file until `unlock` of what it returns, or until this process ends; None where there are no locks."""
+    """Locks a file until `unlock` of what it returns, or until this process ends; None where there
+    are no locks."""
     if fcntl is None:
         return None
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -136,8 +151,8 @@ def lock(path: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise CheckpointError(
-            f"Invalid checkpoint {path.parent}: another run is saving there now. Must be written by one run at a time. "
-            "Give each run a folder of its own."
+            f"Invalid checkpoint {path.parent}: another run is saving there now. Must be written "
+            "by one run at a time. Give each run a folder of its own."
         ) from None
     except OSError:
         os.close(descriptor)
@@ -148,7 +163,8 @@ def lock(path: Path) -> int | None:
 def unlock(descriptor: int | None) -> None:
     """Releases what `lock` returned.
 
-    Closing alone is not enough: a process that was forked meanwhile, such as a data loader, has the descriptor, too.
+    Closing alone is not enough: a process that was forked meanwhile, such as a data loader, has the
+    descriptor, too.
     """
     if descriptor is not None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -1,4 +1,5 @@
-"""A checkpoint's folder: where it lies, how a save becomes the checkpoint in it, and which older ones are removed.
+"""A checkpoint's folder: where it lies, how a save becomes the checkpoint in it, and which older
+ones are removed.
 
 ::
 
@@ -7,12 +8,13 @@
     .metadata                the manifest for torch's own reader; this package never reads it
     saving.lock              locked by a run while it saves
 
-[Note: commit] A save writes files under names of its own, in the folder of the checkpoint that it will replace. Each is
-on the disk (fsync) before the manifest is written, as SAVE_ID-manifest.json.new. `os.replace` of that is the moment in
-which the new checkpoint takes the place of the old one. Only then are the old files removed. A crash at any time leaves
-the old manifest with the old files or the new one with the new files, and the next save removes what belongs to
-neither. A save that fails after that moment, because a rank died or the user interrupts it, is committed all the same:
-`withdraw` leaves what the manifest names.
+[Note: commit] A save writes files under names of its own, in the folder of the checkpoint that it
+will replace. Each is on the disk (fsync) before the manifest is written, as
+SAVE_ID-manifest.json.new. `os.replace` of that is the moment in which the new checkpoint takes the
+place of the old one. Only then are the old files removed. A crash at any time leaves the old
+manifest with the old files or the new one with the new files, and the next save removes what
+belongs to neither. A save that fails after that moment, because a rank died or the user interrupts
+it, is committed all the same: `withdraw` leaves what the manifest names.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import FileRecord, Manifest, from_text, join, metadata_of, overlap, to_text
+from megatron_distopt.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    from_text,
+    join,
+    metadata_of,
+    overlap,
+    to_text,
+)
 from megatron_distopt.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -36,7 +46,8 @@ _METADATA, _LOCK = ".metadata", "saving.lock"
 #: Names of files of a save. Other files in the folder are never touched.
 _OF_A_SAVE = re.compile(r"[0-9a-f]{8}-.+\.(distcp|part|new|failed)")
 _SUFFIX = ".distopt"
-#: Folders that a Megatron makes for each tensor- and pipeline-parallel rank. All of them share one checkpoint.
+#: Folders that a Megatron makes for each tensor- and pipeline-parallel rank. All of them share one
+#: checkpoint.
 _OF_A_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
 _ITERATION = re.compile(r"iter_(\d+)")
 
@@ -47,7 +58,8 @@ def new_save_id() -> str:
 
 
 def file_of(folder: Path, save_id: str, rank: int, suffix: str = "distcp") -> Path:
-    """A file of one rank: its tensors; for the rank that commits its manifest, "part", or why none comes, "failed"."""
+    """A file of one rank: its tensors; for the rank that commits its manifest, "part", or why none
+    comes, "failed"."""
     return folder / f"{save_id}-{rank:05d}.{suffix}"
 
 
@@ -71,14 +83,15 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, UnicodeDecodeError) as error:
         got = "no finished checkpoint" if isinstance(error, FileNotFoundError) else str(error)
         raise CheckpointError(
-            f"Invalid checkpoint {folder}: {got}. Must hold {MANIFEST}. Load an earlier checkpoint, or start from the "
-            "model's weights alone."
+            f"Invalid checkpoint {folder}: {got}. Must hold {MANIFEST}. Load an earlier "
+            "checkpoint, or start from the model's weights alone."
         ) from None
     return from_text(text, str(path))
 
 
 def commit(folder: Path, parts: Sequence[Manifest]) -> Manifest:
-    """Makes a checkpoint of the files that the ranks wrote, see [Note: commit]; parts are in the order of the ranks.
+    """Makes a checkpoint of the files that the ranks wrote, see [Note: commit]; parts are in the
+    order of the ranks.
 
     After an OSError the folder holds the old checkpoint or the new one.
     """
@@ -105,32 +118,42 @@ def check_complete(manifest: Manifest) -> None:
     for key, record in manifest.tensors.items():
         numel, wanted = sum(chunk.box.numel for chunk in record.chunks), math.prod(record.shape)
         if numel != wanted or overlap([chunk.box for chunk in record.chunks]) is not None:
-            got = f"{numel} elements written" if numel != wanted else "elements written twice, others not at all"
+            got = (
+                f"{numel} elements written"
+                if numel != wanted
+                else "elements written twice, others not at all"
+            )
             raise CheckpointError(
-                f"Invalid tensor {key!r}: {got}. Must be written once, all {wanted} elements. Give each param of the "
-                "model a name of its own, and one rank that writes it."
+                f"Invalid tensor {key!r}: {got}. Must be written once, all {wanted} elements. Give "
+                "each param of the model a name of its own, and one rank that writes it."
             )
 
 
 def _check_there(folder: Path, file: FileRecord) -> None:
-    """The folder may have been removed, or another run saves there on a file system without locks."""
+    """The folder may have been removed, or another run saves there on a file system without
+    locks."""
     path = folder / file.name
     try:
-        with path.open("rb") as opened:  # a network file system may show an old size of a file that is not open
+        # a network file system may show an old size of a file that is not open
+        with path.open("rb") as opened:
             got = f"{os.fstat(opened.fileno()).st_size} bytes"
     except FileNotFoundError:
         got = "not there"
     if got != f"{file.nbytes} bytes":
         raise CheckpointError(
-            f"Invalid file {path}: {got}. Must have the {file.nbytes} bytes that its rank wrote. Let nothing else "
-            "write or remove there."
+            f"Invalid file {path}: {got}. Must have the {file.nbytes} bytes that its rank wrote. "
+            "Let nothing else write or remove there."
         )
 
 
 def withdraw(folder: Path, save_id: str) -> None:
-    """Removes the files of a save that failed, except those that the manifest names, see [Note: commit]."""
-    with suppress(OSError, CheckpointError):  # it is unknown which files a damaged manifest names: all stay
-        named = {file.name for file in read_manifest(folder).files} if is_checkpoint(folder) else set()
+    """Removes the files of a save that failed, except those that the manifest names, see [Note:
+    commit]."""
+    # it is unknown which files a damaged manifest names: all stay
+    with suppress(OSError, CheckpointError):
+        named = (
+            {file.name for file in read_manifest(folder).files} if is_checkpoint(folder) else set()
+        )
         for path in folder.glob(f"{save_id}-*"):
             if path.name not in named:
                 disk.remove(path)
@@ -159,7 +182,8 @@ def _remove_except(kept: set[str], folder: Path) -> None:
 
 
 def optimizer_folder_of(filename: str) -> Path:
-    """The folder of the checkpoint that belongs to a file of the host, the same for all ranks of the model.
+    """The folder of the checkpoint that belongs to a file of the host, the same for all ranks of
+    the model.
 
     >>> optimizer_folder_of("run/iter_0000010/mp_rank_00_001/distrib_optim.pt").as_posix()
     'run/iter_0000010/distrib_optim.distopt'
@@ -170,11 +194,16 @@ def optimizer_folder_of(filename: str) -> Path:
 
 
 def finished_iterations(folder: Path) -> list[Path]:
-    """Finished checkpoints of the other iterations in a Megatron's folder of a run, the latest first."""
+    """Finished checkpoints of the other iterations in a Megatron's folder of a run, the latest
+    first."""
     if not _ITERATION.fullmatch(folder.parent.name):
         return []
     others = (iteration / folder.name for iteration in folder.parent.parent.glob("iter_*"))
-    finished = (each for each in others if each != folder and _iteration_of(each) >= 0 and is_checkpoint(each))
+    finished = (
+        each
+        for each in others
+        if each != folder and _iteration_of(each) >= 0 and is_checkpoint(each)
+    )
     return sorted(finished, key=_iteration_of, reverse=True)
 
 
@@ -190,9 +219,10 @@ def not_found(folder: Path, filename: str) -> CheckpointError:
     if others:
         latest = _iteration_of(others[0])
         remedy = (
-            f"Write {latest} into latest_checkpointed_iteration.txt: the save of this iteration never ended, "
-            f"that of {latest} did"
+            f"Write {latest} into latest_checkpointed_iteration.txt: the save of this iteration "
+            f"never ended, that of {latest} did"
         )
     return CheckpointError(
-        f"Invalid optimizer state: neither {folder / MANIFEST} nor {filename}. Must be in one of the two. {remedy}."
+        f"Invalid optimizer state: neither {folder / MANIFEST} nor {filename}. Must be in one of "
+        f"the two. {remedy}."
     )

@@ -1,4 +1,5 @@
-"""Loading by all ranks: each reads what it owns into its live state, without a second copy of the state."""
+"""Loading by all ranks: each reads what it owns into its live state, without a second copy of the
+state."""
 
 from __future__ import annotations
 
@@ -24,16 +25,35 @@ from megatron_distopt.checkpoint.load_plan import (
     plan_load,
     plan_reads,
 )
-from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kind_of, no_collection, some_of
+from megatron_distopt.checkpoint.manifest import (
+    MAIN,
+    FileRecord,
+    Manifest,
+    kind_of,
+    no_collection,
+    some_of,
+)
 from megatron_distopt.checkpoint.param_groups import as_kept, differences, not_options, tell
 from megatron_distopt.checkpoint.source import DAMAGED, read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
-from megatron_distopt.checkpoint.whole_model import WholeModel, flat_params_of, load_loss_scale, shards_of, take_owned
+from megatron_distopt.checkpoint.whole_model import (
+    WholeModel,
+    flat_params_of,
+    load_loss_scale,
+    shards_of,
+    take_owned,
+)
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
-from megatron_distopt.optimizer.inner import counts_in_groups, moment_to_fill, part_for, restore, restore_group
+from megatron_distopt.optimizer.inner import (
+    counts_in_groups,
+    moment_to_fill,
+    part_for,
+    restore,
+    restore_group,
+)
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
 from megatron_distopt.optimizer.owners.whole_params import owned_params
@@ -54,7 +74,8 @@ def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
 def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> None:
     """Collective: reads this rank's shards; the params are not gathered yet.
 
-    Everything is verified on all ranks before anything is changed on one. `opened` is called once, on every rank.
+    Everything is verified on all ranks before anything is changed on one. `opened` is called once,
+    on every rank.
 
     Raises:
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
@@ -71,7 +92,9 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
         changed = [
             line
             for match in plan.groups
-            for line in differences(match.group, match.options, match.kept, match.optimizer.plan.choice.writes)
+            for line in differences(
+                match.group, match.options, match.kept, match.optimizer.plan.choice.writes
+            )
         ]
         return state.manifest.save_id, changed
 
@@ -79,8 +102,9 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
     state, plan = checked[0]
     if len(set(save_ids)) > 1:
         raise CheckpointError(
-            f"Invalid checkpoint {state.where}: saves {', '.join(sorted(set(save_ids)))} on different ranks. Must stay "
-            "as it is while it is read. Let one run save there at a time."
+            f"Invalid checkpoint {state.where}: saves {', '.join(sorted(set(save_ids)))} on "
+            "different ranks. Must stay as it is while it is read. Let one run save there at a "
+            "time."
         )
     raise_together(lambda: take_state(state, plan, model), everyone, "load")
     if everyone.rank == 0:
@@ -89,21 +113,29 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
     note_averages(optimizers, are_loaded=state.manifest.has_averages, is_told=everyone.rank == 0)
 
 
-def note_averages(optimizers: Sequence[ShardedOptimizer], *, are_loaded: bool, is_told: bool) -> None:
-    """Notes whether a state that was loaded had averages, and says, if `is_told`, where that is not as in the run."""
+def note_averages(
+    optimizers: Sequence[ShardedOptimizer], *, are_loaded: bool, is_told: bool
+) -> None:
+    """Notes whether a state that was loaded had averages, and says, if `is_told`, where that is not
+    as in the run."""
     averages = [each.averages for each in optimizers if each.averages is not None]
     for each in averages:
         each.has_begun = are_loaded
     if is_told and averages and not are_loaded:
-        _log.warning("the state that was loaded has no averages of params; they begin anew from the main params")
+        _log.warning(
+            "the state that was loaded has no averages of params; they begin anew from the main "
+            "params"
+        )
     elif is_told and are_loaded and not averages:
         _log.warning(
-            "the averages of params in the state that was loaded are left out; ema_decay would go on with them"
+            "the averages of params in the state that was loaded are left out; ema_decay would go "
+            "on with them"
         )
 
 
 def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
-    """Collective: names in the whole model of the params that train; each is sent by the rank of its first element."""
+    """Collective: names in the whole model of the params that train; each is sent by the rank of
+    its first element."""
     begun_here = [
         share.placements[shard.name].name
         for share in model.shares
@@ -117,10 +149,12 @@ def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
 def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     """Reads what was planned into the live state; the params are not gathered yet.
 
-    In addition to the state, which is filled in place where it has the right dtype, at most one tensor is in memory.
+    In addition to the state, which is filled in place where it has the right dtype, at most one
+    tensor is in memory.
 
     Raises:
-        CheckpointError: a file was removed or changed since it was verified; a part of the state is loaded then.
+        CheckpointError: a file was removed or changed since it was verified; a part of the state is
+            loaded then.
     """
     manifest = state.manifest
     reads = plan_reads(state, plan.saved, model) if separate(plan.groups) else plan.reads
@@ -137,12 +171,16 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
             flat.write_model()
     anew = [name for name, saved in plan.saved.items() if saved.begins_anew]
     if anew:
-        text = "optimizers of other kinds, or of other parts of params, share no state: that of %s in %s begins anew"
+        text = (
+            "optimizers of other kinds, or of other parts of params, share no state: that of %s in "
+            "%s begins anew"
+        )
         _log.warning(text, some_of(anew), state.where)
 
 
 def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
-    """The checkpoint in a folder; each of the `size` processes that load verifies its part of the files."""
+    """The checkpoint in a folder; each of the `size` processes that load verifies its part of the
+    files."""
     manifest = read_manifest(folder)
     verify = lambda reads: _verify_files(folder, manifest.files[rank::size])  # noqa: E731
     return replace(loadable_files(folder, manifest), verify=verify)
@@ -154,7 +192,9 @@ def loadable_files(folder: Path, manifest: Manifest) -> Loadable:
         manifest,
         str(folder),
         read=partial(_read_from, folder, manifest),
-        read_owned=lambda key: read_saved(folder, manifest, key, Box.whole(manifest.tensors[key].shape)),
+        read_owned=lambda key: read_saved(
+            folder, manifest, key, Box.whole(manifest.tensors[key].shape)
+        ),
     )
 
 
@@ -169,7 +209,9 @@ def _verify_files(folder: Path, files: Iterable[FileRecord]) -> None:
             raise CheckpointError(f"Invalid file {path}: {got}. Must have {wanted}. {DAMAGED}.")
 
 
-def _read_from(folder: Path, manifest: Manifest, reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
+def _read_from(
+    folder: Path, manifest: Manifest, reads: Sequence[Read]
+) -> Iterator[tuple[Read, Tensor]]:
     """Reads each chunk once, where reads of the same chunk follow one another."""
     for number, of_file in groupby(reads, key=lambda read: read.chunk.file):
         path = folder / manifest.files[number].name
@@ -185,9 +227,11 @@ def _read_from(folder: Path, manifest: Manifest, reads: Sequence[Read]) -> Itera
 
 
 def separate(matches: Iterable[GroupMatch]) -> bool:
-    """Cuts flat params whose params have different counts of updates or different moments in the state to load.
+    """Cuts flat params whose params have different counts of updates or different moments in the
+    state to load.
 
-    No value changes. Reads that were planned before must be planned again where it returns that a flat param was cut.
+    No value changes. Reads that were planned before must be planned again where it returns that a
+    flat param was cut.
     """
     states: dict[ShardedOptimizer, dict[str, SavedState]] = {}
     for match in matches:
@@ -201,9 +245,11 @@ def separate(matches: Iterable[GroupMatch]) -> bool:
 def fill_groups(
     matches: Sequence[GroupMatch], tensors: Iterable[tuple[Read, Tensor]], *, main_kind: str = MAIN
 ) -> None:
-    """Copies tensors into main params and moments, then gives the inner optimizers options, counts and moments.
+    """Copies tensors into main params and moments, then gives the inner optimizers options, counts
+    and moments.
 
-    `separate` has cut the flat params. `main_kind` is the kind of the tensors that go into main params.
+    `separate` has cut the flat params. `main_kind` is the kind of the tensors that go into main
+    params.
     """
     flat_params = [
         (match, flat, match.states[flat.plan.shards[0].name])
@@ -235,11 +281,15 @@ def fill_groups(
             _restore_scalars(inner.state, flat.main, saved)
 
 
-def _moment_for(optimizer: ShardedOptimizer, flat: FlatParam, kind: str, dtype: torch.dtype) -> Tensor:
+def _moment_for(
+    optimizer: ShardedOptimizer, flat: FlatParam, kind: str, dtype: torch.dtype
+) -> Tensor:
     """Memory for a moment: the present one where it fits, else a new one; padding is zero."""
     inner = optimizer.inner
     updater = part_for(inner, inner.param_groups[flat.plan.key.group])
-    if optimizer.plan.choice.is_adam or isinstance(updater, (torch.optim.Adam, torch.optim.AdamW, FlatMuon)):
+    if optimizer.plan.choice.is_adam or isinstance(
+        updater, (torch.optim.Adam, torch.optim.AdamW, FlatMuon)
+    ):
         dtype = flat.main.dtype  # whatever it was saved in
     known = moment_to_fill(inner, flat.main, kind, dtype)
     return flat.zeros(dtype) if known is None else known
@@ -250,4 +300,6 @@ def _restore_scalars(state: Any, main: Tensor, saved: SavedState) -> None:
         if key not in state.get(main, {}):
             dtype = getattr(torch, scalar.dtype) if scalar.dtype else None
             device = None if key == "step" else main.device  # counts are on the CPU, as in torch
-            state[main][key] = torch.tensor(scalar.value, dtype=dtype, device=device) if dtype else scalar.value
+            state[main][key] = (
+                torch.tensor(scalar.value, dtype=dtype, device=device) if dtype else scalar.value
+            )

@@ -1,11 +1,12 @@
-"""What this rank reads of a checkpoint: found and checked on all ranks before anything is changed on one.
+"""What this rank reads of a checkpoint: found and checked on all ranks before anything is changed
+on one.
 
-[Note: another kind of optimizer] A param that Muon updates and another optimizer has updated, or the other way round,
-keeps its main param and nothing else: SGD and Muon have a momentum of the same name that is not the same, and each
-needs an lr of its own. Its moments and its count begin anew, its options stay those of the run, and the load says so.
-The same holds for optimizers that update whole params, each of which keeps what no other one understands and nobody
-else can cut: the state of a param that tensor-parallel ranks share is for as many ranks, and for the shape that it had.
-"""
+[Note: another kind of optimizer] A param that Muon updates and another optimizer has updated, or
+the other way round, keeps its main param and nothing else: SGD and Muon have a momentum of the same
+name that is not the same, and each needs an lr of its own. Its moments and its count begin anew,
+its options stay those of the run, and the load says so. The same holds for optimizers that update
+whole params, each of which keeps what no other one understands and nobody else can cut: the state
+of a param that tensor-parallel ranks share is for as many ranks, and for the shape that it had."""
 
 from __future__ import annotations
 
@@ -18,9 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, covering, key_of, kind_of, name_of, some_of
+from megatron_distopt.checkpoint.manifest import (
+    MAIN,
+    Chunk,
+    Manifest,
+    covering,
+    key_of,
+    kind_of,
+    name_of,
+    some_of,
+)
 from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
-from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, is_owned, is_owned_part, owned_pieces
+from megatron_distopt.checkpoint.whole_model import (
+    OwnedPiece,
+    Share,
+    WholeModel,
+    is_owned,
+    is_owned_part,
+    owned_pieces,
+)
 from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box, Placement
@@ -37,11 +54,14 @@ _ADAMS = frozenset((*ADAM_NAMES, torch.optim.Adam.__name__, torch.optim.AdamW.__
 
 @dataclass(frozen=True)
 class SavedState:
-    """What is saved of the state of one param; the params of a flat param must have it in common."""
+    """What is saved of the state of one param; the params of a flat param must have it in
+    common."""
 
     step: int | None = None  # updates so far; None where they are not counted, or there were none
-    scalars: tuple[tuple[str, Scalar], ...] = ()  # what the inner optimizer keeps once for the param
-    kinds: tuple[tuple[str, torch.dtype], ...] = ()  # names and dtypes of the moments; empty without state
+    # what the inner optimizer keeps once for the param
+    scalars: tuple[tuple[str, Scalar], ...] = ()
+    # names and dtypes of the moments; empty without state
+    kinds: tuple[tuple[str, torch.dtype], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +93,9 @@ class GroupMatch:
     @property
     def step(self) -> int | None:
         """The largest count of updates of its params."""
-        return max((state.step for state in self.states.values() if state.step is not None), default=None)
+        return max(
+            (state.step for state in self.states.values() if state.step is not None), default=None
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +118,12 @@ class Loadable:
 
     manifest: Manifest
     where: str  # the place of the state, for errors
-    read: Callable[[Sequence[Read]], Iterator[tuple[Read, Tensor]]]  # the elements of each box, in the order of reads
-    verify: Callable[[Sequence[Read]], None] = lambda reads: None  # raises where something cannot be read; may keep it
-    read_owned: Callable[[str], Tensor] | None = None  # what the owner of a whole param keeps, by key; None without any
+    # the elements of each box, in the order of reads
+    read: Callable[[Sequence[Read]], Iterator[tuple[Read, Tensor]]]
+    # raises where something cannot be read; may keep it
+    verify: Callable[[Sequence[Read]], None] = lambda reads: None
+    # what the owner of a whole param keeps, by key; None without any
+    read_owned: Callable[[str], Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +136,16 @@ class LoadPlan:
 
 
 def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadPlan:
-    """Finds everything that this rank owns in a state; `names` are those of all ranks, in the model of the run."""
+    """Finds everything that this rank owns in a state; `names` are those of all ranks, in the model
+    of the run."""
     _check_no_others(state, model, names)
     saved_names = _saved_names(state.manifest, model)
     saved = _saved_params(state, model, saved_names)
-    group_of = {name: group for group in (*state.manifest.resting, *state.manifest.groups) for name in group.names}
+    group_of = {
+        name: group
+        for group in (*state.manifest.resting, *state.manifest.groups)
+        for name in group.names
+    }
     resting = {name: group_of[there] for name, there in saved_names.items() if there in group_of}
     groups = [
         match
@@ -126,29 +156,42 @@ def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadP
     return LoadPlan(saved, tuple(groups), plan_reads(state, saved, model))
 
 
-def plan_reads(state: Loadable, saved: Mapping[str, SavedParam], model: WholeModel) -> tuple[Read, ...]:
+def plan_reads(
+    state: Loadable, saved: Mapping[str, SavedParam], model: WholeModel
+) -> tuple[Read, ...]:
     """Finds the chunks that hold the elements of this rank's flat params, as they are cut now."""
     reads = []
     for piece in owned_pieces(model):
         param = saved[piece.placement.name]
-        of_average = (AVERAGE,) if state.manifest.has_averages and piece.flat.average is not None else ()
+        of_average = (
+            (AVERAGE,) if state.manifest.has_averages and piece.flat.average is not None else ()
+        )
         for kind in (MAIN, *of_average, *(kind for kind, _ in param.state.kinds)):
             key = key_of(kind, param.name)
-            record, what = state.manifest.tensors[key], f"tensor {key!r} in checkpoint {state.where}"
+            record, what = (
+                state.manifest.tensors[key],
+                f"tensor {key!r} in checkpoint {state.where}",
+            )
             wanted = _wanted(piece, record.shape, what, model)
             boxes = [chunk.box for chunk in record.chunks]
-            for number, box in covering(wanted, boxes, what, _another(model)) if wanted is not None else ():
+            for number, box in (
+                covering(wanted, boxes, what, _another(model)) if wanted is not None else ()
+            ):
                 reads.append(Read(key, record.chunks[number], box, piece))
     return tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start)))
 
 
 def _wanted(piece: OwnedPiece, shape: tuple[int, ...], what: str, model: WholeModel) -> Box | None:
-    """The elements of a piece that a tensor has to hold; None where the piece is padding that it lacks."""
+    """The elements of a piece that a tensor has to hold; None where the piece is padding that it
+    lacks."""
     ours = piece.placement.global_shape
-    is_padding_alone = piece.placement.is_padded and shape[1:] == ours[1:] and len(shape) == len(ours)
+    is_padding_alone = (
+        piece.placement.is_padded and shape[1:] == ours[1:] and len(shape) == len(ours)
+    )
     if shape != ours and not is_padding_alone:
         raise CheckpointError(
-            f"Invalid {what}: of shape {list(shape)}. Must have the shape {list(ours)} of the run. {_another(model)}."
+            f"Invalid {what}: of shape {list(shape)}. Must have the shape {list(ours)} of the run. "
+            f"{_another(model)}."
         )
     return piece.piece.in_global.intersect(Box.whole(shape))
 
@@ -158,7 +201,8 @@ def _another(model: WholeModel) -> str:
 
 
 def _canonical(names: Iterable[str], model: WholeModel) -> dict[str, str]:
-    """The canonical name of each name; a name itself where another one has the same canonical name."""
+    """The canonical name of each name; a name itself where another one has the same canonical
+    name."""
     canonical = {name: model.canonical(name) for name in names}
     counts = Counter(canonical.values())
     return {name: each if counts[each] == 1 else name for name, each in canonical.items()}
@@ -166,25 +210,36 @@ def _canonical(names: Iterable[str], model: WholeModel) -> dict[str, str]:
 
 def _check_no_others(state: Loadable, model: WholeModel, names: Iterable[str]) -> None:
     known = set(_canonical([*names, *model.frozen], model).values())
-    others = [name for name, canonical in _canonical(state.manifest.names, model).items() if canonical not in known]
+    others = [
+        name
+        for name, canonical in _canonical(state.manifest.names, model).items()
+        if canonical not in known
+    ]
     if others:
         raise CheckpointError(
-            f"Invalid checkpoint {state.where}: {some_of(others)}, which the model does not have. Must hold the params "
-            f"of the run. {_another(model)}."
+            f"Invalid checkpoint {state.where}: {some_of(others)}, which the model does not have. "
+            f"Must hold the params of the run. {_another(model)}."
         )
 
 
 def _saved_names(manifest: Manifest, model: WholeModel) -> dict[str, str]:
-    """The names in the checkpoint of those params of this rank, frozen ones included, that it knows."""
+    """The names in the checkpoint of those params of this rank, frozen ones included, that it
+    knows."""
     in_groups = (name for group in (*manifest.groups, *manifest.resting) for name in group.names)
-    saved = {canonical: name for name, canonical in _canonical([*manifest.names, *in_groups], model).items()}
+    saved = {
+        canonical: name
+        for name, canonical in _canonical([*manifest.names, *in_groups], model).items()
+    }
     names = [placement.name for share in model.shares for placement in share.placements.values()]
     ours = _canonical([*names, *model.frozen], model)
     return {name: saved[canonical] for name, canonical in ours.items() if canonical in saved}
 
 
-def _saved_params(state: Loadable, model: WholeModel, saved_names: Mapping[str, str]) -> dict[str, SavedParam]:
-    """What a checkpoint has for the params that this rank updates, by their names in the whole model."""
+def _saved_params(
+    state: Loadable, model: WholeModel, saved_names: Mapping[str, str]
+) -> dict[str, SavedParam]:
+    """What a checkpoint has for the params that this rank updates, by their names in the whole
+    model."""
     manifest = state.manifest
     group_of = {name: group for group in manifest.groups for name in group.names}
     keys: dict[str, list[str]] = {name: [] for name in manifest.names}
@@ -193,7 +248,9 @@ def _saved_params(state: Loadable, model: WholeModel, saved_names: Mapping[str, 
     updated = [
         (share.placements[name], current, share.optimizer)
         for share in model.shares
-        for group, current in zip(share.optimizer.plan.groups, share.optimizer.inner.param_groups, strict=False)
+        for group, current in zip(
+            share.optimizer.plan.groups, share.optimizer.inner.param_groups, strict=False
+        )
         for name in group.names
     ]
     found = {}
@@ -203,19 +260,38 @@ def _saved_params(state: Loadable, model: WholeModel, saved_names: Mapping[str, 
             got, rule = f"without param {placement.name!r}", "hold the params of the run"
             if name in keys:
                 got, rule = f"param {name!r} in no group", "name the group of every param"
-            raise CheckpointError(f"Invalid checkpoint {state.where}: {got}. Must {rule}. {_another(model)}.")
+            raise CheckpointError(
+                f"Invalid checkpoint {state.where}: {got}. Must {rule}. {_another(model)}."
+            )
         group, owned = group_of[name], tuple(filter(is_owned, keys[name]))
-        kinds = {kind_of(key): getattr(torch, manifest.tensors[key].dtype) for key in keys[name] if not is_owned(key)}
-        moments = tuple(sorted((kind, dtype) for kind, dtype in kinds.items() if kind not in (MAIN, AVERAGE)))
-        saved = SavedParam(name, group, SavedState(group.step, tuple(sorted(group.scalars.items())), moments), owned)
+        kinds = {
+            kind_of(key): getattr(torch, manifest.tensors[key].dtype)
+            for key in keys[name]
+            if not is_owned(key)
+        }
+        moments = tuple(
+            sorted((kind, dtype) for kind, dtype in kinds.items() if kind not in (MAIN, AVERAGE))
+        )
+        saved = SavedParam(
+            name,
+            group,
+            SavedState(group.step, tuple(sorted(group.scalars.items())), moments),
+            owned,
+        )
         if _begins_anew(saved, manifest, placement, current, optimizer):
             saved = SavedParam(name, group, SavedState(), (), begins_anew=True)
-        found[placement.name] = replace(saved, owned=tuple(key for key in saved.owned if is_owned_part(key, placement)))
+        found[placement.name] = replace(
+            saved, owned=tuple(key for key in saved.owned if is_owned_part(key, placement))
+        )
     return found
 
 
 def _begins_anew(
-    saved: SavedParam, manifest: Manifest, placement: Placement, current: Mapping[str, Any], optimizer: ShardedOptimizer
+    saved: SavedParam,
+    manifest: Manifest,
+    placement: Placement,
+    current: Mapping[str, Any],
+    optimizer: ShardedOptimizer,
 ) -> bool:
     """Whether nothing saved but the main param is of use, see [Note: another kind of optimizer]."""
     if saved.group.options and is_muons_group(saved.group.options) != is_muons_group(current):
@@ -225,7 +301,9 @@ def _begins_anew(
     if class_of(manifest.inner) != class_of(optimizer.plan.choice.name):
         return True
     main = manifest.tensors[key_of(MAIN, saved.name)]
-    is_cut_alike = main.shape == placement.global_shape and any(is_owned_part(key, placement) for key in saved.owned)
+    is_cut_alike = main.shape == placement.global_shape and any(
+        is_owned_part(key, placement) for key in saved.owned
+    )
     return bool(saved.owned) and not is_cut_alike
 
 
@@ -248,11 +326,18 @@ def _match_group(
 ) -> GroupMatch | None:
     """What is saved for a param group; None where nothing is.
 
-    A group of frozen params has options and no state. The options matter once one of the params is unfrozen.
+    A group of frozen params has options and no state. The options matter once one of the params is
+    unfrozen.
     """
     optimizer, where = share.optimizer, state.where
-    params = {name: saved[share.placements[name].name] for name in optimizer.plan.groups[number].names}
-    records = {share.placements[name].name: param.group for name, param in params.items() if not param.begins_anew}
+    params = {
+        name: saved[share.placements[name].name] for name in optimizer.plan.groups[number].names
+    }
+    records = {
+        share.placements[name].name: param.group
+        for name, param in params.items()
+        if not param.begins_anew
+    }
     if not params:
         records = {name: resting[name] for name in share.resting.get(number, ()) if name in resting}
         if not records:
@@ -261,16 +346,18 @@ def _match_group(
     for name, record in records.items():
         if record.options != records[first].options:
             raise CheckpointError(
-                f"Invalid param groups in checkpoint {where}: {first!r} and {name!r} in different groups. Must have "
-                "been in groups of equal options, because they are in one here. Build the optimizer with the param "
-                "groups of the saved run."
+                f"Invalid param groups in checkpoint {where}: {first!r} and {name!r} in different "
+                "groups. Must have been in groups of equal options, because they are in one here. "
+                "Build the optimizer with the param groups of the saved run."
             )
     if records:
         _check_options(optimizer, number, records[first], where)
     states = {name: param.state for name, param in params.items()}
     by_global_name = {share.placements[name].name: each for name, each in states.items()}
     _check_kinds(optimizer, number, by_global_name, where, model.from_weights)
-    steps = {name: 0 if saved[name].begins_anew else each.step for name, each in by_global_name.items()}
+    steps = {
+        name: 0 if saved[name].begins_anew else each.step for name, each in by_global_name.items()
+    }
     check_steps(optimizer, steps, f"updates in checkpoint {where}")
     inner = optimizer.plan.choice.name
     is_same = state.manifest.inner == inner or {state.manifest.inner, inner} <= _ADAMS
@@ -279,7 +366,8 @@ def _match_group(
 
 
 def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:
-    """The moments that the inner optimizer needs for an updated param of a group; empty where that is not known.
+    """The moments that the inner optimizer needs for an updated param of a group; empty where that
+    is not known.
 
     `plan.choice.moments` does not say it of an instance that the user gave, so its class is asked.
     """
@@ -291,24 +379,36 @@ def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:
     return optimizer.plan.choice.moments
 
 
-def _check_options(optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: str) -> None:
-    """Checks the types of saved options, and that the run has those which no file keeps, such as functions."""
+def _check_options(
+    optimizer: ShardedOptimizer, number: int, saved: GroupRecord, where: str
+) -> None:
+    """Checks the types of saved options, and that the run has those which no file keeps, such as
+    functions."""
     current = optimizer.inner.param_groups[number]
     place = f"of the params of group {number} in checkpoint {where}"
     check_types(saved.options, current, place, "Load another checkpoint")
     for key, type_name in saved.unsaved.items():
         if key not in current:
             raise CheckpointError(
-                f"Invalid {key} {place}: a {type_name}, which no file keeps. Must be in the param group of the run. "
-                f"Put {key} into the param group before the load."
+                f"Invalid {key} {place}: a {type_name}, which no file keeps. Must be in the param "
+                f"group of the run. Put {key} into the param group before the load."
             )
-        _log.warning("param group option %r was a %s, which no file keeps; the run's own stays", key, type_name)
+        _log.warning(
+            "param group option %r was a %s, which no file keeps; the run's own stays",
+            key,
+            type_name,
+        )
 
 
 def _check_kinds(
-    optimizer: ShardedOptimizer, number: int, states: Mapping[str, SavedState], where: str, from_weights: str
+    optimizer: ShardedOptimizer,
+    number: int,
+    states: Mapping[str, SavedState],
+    where: str,
+    from_weights: str,
 ) -> None:
-    """Checks that all updated params of a group have the same moments, and those that the inner optimizer needs."""
+    """Checks that all updated params of a group have the same moments, and those that the inner
+    optimizer needs."""
     wanted = needed_moments(optimizer, number)
     usual = next((state.kinds for state in states.values() if state.kinds), ())
     for name, state in states.items():
@@ -317,18 +417,21 @@ def _check_kinds(
         if (kinds and state.kinds != usual) or (has_begun and not wanted <= kinds):
             needed = ", ".join(sorted(wanted | dict(usual).keys()))
             raise CheckpointError(
-                f"Invalid state of {name!r} in checkpoint {where}: {', '.join(sorted(kinds)) or 'nothing'} besides the "
-                f"param. Must hold {needed} for {optimizer.plan.choice.name}. Resume with the optimizer of the saved "
-                f"run, or {from_weights}."
+                f"Invalid state of {name!r} in checkpoint {where}: "
+                f"{', '.join(sorted(kinds)) or 'nothing'} besides the param. Must hold {needed} "
+                f"for {optimizer.plan.choice.name}. Resume with the optimizer of the saved run, or "
+                f"{from_weights}."
             )
 
 
 def check_steps(optimizer: ShardedOptimizer, steps: Mapping[str, int | None], what: str) -> None:
-    """Checks that the inner optimizer can count the updates of each param by itself, where those of a group differ."""
+    """Checks that the inner optimizer can count the updates of each param by itself, where those of
+    a group differ."""
     name_by_step = {step: name for name, step in steps.items() if step is not None}
     if len(name_by_step) > 1 and counts_in_groups(optimizer.plan.choice, optimizer.inner):
         (one, first), (other, second) = sorted(name_by_step.items())[:2]
         raise CheckpointError(
-            f"Invalid {what}: {one} of {first!r} and {other} of {second!r}. Must be as many for all params of a group, "
-            f"for which {optimizer.plan.choice.name} has one count. Write adam='torch_fused' or adam='torch_foreach'."
+            f"Invalid {what}: {one} of {first!r} and {other} of {second!r}. Must be as many for "
+            f"all params of a group, for which {optimizer.plan.choice.name} has one count. Write "
+            "adam='torch_fused' or adam='torch_foreach'."
         )

@@ -1,4 +1,5 @@
-"""Loading a state in torch's format: of torch's own optimizer, of torch.distributed.checkpoint, or of this package."""
+"""Loading a state in torch's format: of torch's own optimizer, of torch.distributed.checkpoint, or
+of this package."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.load import fill_groups, note_averages, separate
-from megatron_distopt.checkpoint.load_plan import GroupMatch, Read, SavedState, check_steps, needed_moments
+from megatron_distopt.checkpoint.load_plan import (
+    GroupMatch,
+    Read,
+    SavedState,
+    check_steps,
+    needed_moments,
+)
 from megatron_distopt.checkpoint.manifest import Chunk, check_counts, covering, key_of
 from megatron_distopt.checkpoint.param_groups import (
     LOSS_SCALE,
@@ -23,7 +30,14 @@ from megatron_distopt.checkpoint.param_groups import (
     plain_option,
     take_options,
 )
-from megatron_distopt.checkpoint.torch_state import MAIN_PARAM, STEP, ShardedValue, TorchParams, is_adam, is_unwritten
+from megatron_distopt.checkpoint.torch_state import (
+    MAIN_PARAM,
+    STEP,
+    ShardedValue,
+    TorchParams,
+    is_adam,
+    is_unwritten,
+)
 from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError
@@ -39,8 +53,10 @@ _REMEDY = "Load what optimizer.state_dict() of the same params in the same group
 class _GivenState:
     """The state that is given for one param."""
 
-    values: Mapping[str, Tensor]  # with a value for each element, by kind; "main_param" is one of the kinds
-    scalars: Mapping[str, Any]  # what is kept once for the param, by key; the count of updates is one of them
+    # with a value for each element, by kind; "main_param" is one of the kinds
+    values: Mapping[str, Tensor]
+    # what is kept once for the param, by key; the count of updates is one of them
+    scalars: Mapping[str, Any]
 
     @property
     def step(self) -> int | None:
@@ -48,7 +64,9 @@ class _GivenState:
 
     @property
     def saved(self) -> SavedState:
-        kinds = sorted((kind, torch.float32) for kind in self.values if kind not in (MAIN_PARAM, AVERAGE))
+        kinds = sorted(
+            (kind, torch.float32) for kind in self.values if kind not in (MAIN_PARAM, AVERAGE)
+        )
         if not kinds:
             return SavedState()
         scalars = {key: Scalar.of(value) for key, value in self.scalars.items()}
@@ -59,9 +77,10 @@ class _GivenState:
 def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
     """Collective: loads a state in torch's format, after all ranks have checked theirs.
 
-    Values are whole tensors, of which each rank takes what it owns, or sharded ones of this layout. Options of the
-    param groups go into `params.groups`. Model params are left alone, as torch leaves them: a main param that does not
-    round to its model param has to follow it before the next step.
+    Values are whole tensors, of which each rank takes what it owns, or sharded ones of this layout.
+    Options of the param groups go into `params.groups`. Model params are left alone, as torch
+    leaves them: a main param that does not round to its model param has to follow it before the
+    next step.
 
     Args:
         params: of the optimizer; the load may cut flat params.
@@ -90,7 +109,8 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
 
 
 def names_with_state(params: TorchParams, state_dict: Mapping[str, Any]) -> list[str]:
-    """Names of params that have a state in a state dict; none where a load would refuse the form of the dict."""
+    """Names of params that have a state in a state dict; none where a load would refuse the form of
+    the dict."""
     try:
         _check_form(params, state_dict)
     except CheckpointError:
@@ -104,20 +124,26 @@ def _entries(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, Ma
     entries = (state_dict["state"].get(number) or {} for number in numbers)
     # For a key that a flat state lacks torch.distributed.checkpoint gives an empty dict.
     given = (
-        {key: value for key, value in each.items() if not (isinstance(value, dict) and not value)} for each in entries
+        {key: value for key, value in each.items() if not (isinstance(value, dict) and not value)}
+        for each in entries
     )
     return dict(zip(params.numbered, given, strict=True))
 
 
 def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _GivenState]:
-    """Checks the state dict, and returns what it has for each param of the sharded step, by name."""
+    """Checks the state dict, and returns what it has for each param of the sharded step, by
+    name."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
     scale = _loss_scale_in(state_dict)
     check_counts(scale, scale.get("num_skipped", 0), "the state dict")
     entries = _entries(params, state_dict)
     scalars = _scalar_keys(entries, params)
-    given = {name: _given(params, name, entry, scalars) for name, entry in entries.items() if name in params.trained}
+    given = {
+        name: _given(params, name, entry, scalars)
+        for name, entry in entries.items()
+        if name in params.trained
+    }
     for group, names in zip(state_dict["param_groups"], params.names, strict=True):
         for name in names:
             if name in given:
@@ -132,58 +158,90 @@ def _check_form(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         got = ", ".join(map(str, list(state_dict)[:5])) or "nothing"
-        raise CheckpointError(f"Invalid state dict: one with {got}. Must hold {' and '.join(missing)}. {_REMEDY}.")
-    numels, ours = [len(group.get("params", ())) for group in state_dict["param_groups"]], list(map(len, params.names))
+        raise CheckpointError(
+            f"Invalid state dict: one with {got}. Must hold {' and '.join(missing)}. {_REMEDY}."
+        )
+    numels, ours = (
+        [len(group.get("params", ())) for group in state_dict["param_groups"]],
+        list(map(len, params.names)),
+    )
     if numels != ours:
         raise CheckpointError(
-            f"Invalid param groups of the state dict: {numels} params by group. Must hold {ours} params by group, as "
-            f"the optimizer. {_REMEDY}."
+            f"Invalid param groups of the state dict: {numels} params by group. Must hold {ours} "
+            f"params by group, as the optimizer. {_REMEDY}."
         )
 
 
 def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> None:
-    records = [GroupRecord((), _options(params, *each)) for each in zip(groups, params.groups, strict=True)]
+    records = [
+        GroupRecord((), _options(params, *each)) for each in zip(groups, params.groups, strict=True)
+    ]
     check_values(records, "the state dict")
     for number, (record, current) in enumerate(zip(records, params.groups, strict=True)):
         place = f"of param group {number} in the state dict"
         check_types(record.options, current, place, _REMEDY)
-        # SGD and Muon have a momentum of the same name, and AdamW and Muon have an lr, of which each needs another one.
+        # SGD and Muon have a momentum of the same name, and AdamW and Muon have an lr, of which
+        # each needs another one.
         if record.options and is_muons_group(record.options) != is_muons_group(current):
             whose = ["another optimizer", "Muon"]
             got, wanted = whose if is_muons_group(current) else whose[::-1]
             raise CheckpointError(
-                f"Invalid state {place}: that of {got}. Must be that of {wanted}. Resume with the optimizer of the "
-                "saved run, or start from its weights with a new one."
+                f"Invalid state {place}: that of {got}. Must be that of {wanted}. Resume with the "
+                "optimizer of the saved run, or start from its weights with a new one."
             )
 
 
-def _options(params: TorchParams, group: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+def _options(
+    params: TorchParams, group: Mapping[str, Any], current: Mapping[str, Any]
+) -> dict[str, Any]:
     """Those that a load takes: of None only what the group has already, see `torch_state_dict`."""
     others = (*not_options(params.share.optimizer), "param_names")
     is_written = {key for key, value in group.items() if value is not None or key in current}
-    return {key: plain_option(value) for key, value in group.items() if key not in others and key in is_written}
+    return {
+        key: plain_option(value)
+        for key, value in group.items()
+        if key not in others and key in is_written
+    }
 
 
 def _loss_scale_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The loss scale and its counts; empty in a state of other software, which leaves those of the run as they are."""
-    return next((dict(group[LOSS_SCALE]) for group in state_dict["param_groups"] if LOSS_SCALE in group), {})
+    """The loss scale and its counts; empty in a state of other software, which leaves those of the
+    run as they are."""
+    return next(
+        (dict(group[LOSS_SCALE]) for group in state_dict["param_groups"] if LOSS_SCALE in group), {}
+    )
 
 
 def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:
-    """Keys of what a param has once: numbers and texts, and tensors of one element where the param has more."""
+    """Keys of what a param has once: numbers and texts, and tensors of one element where the param
+    has more."""
     found = {STEP}
     for name, entry in entries.items():
         placement = params.share.placements.get(name)
         has_more = placement is not None and math.prod(placement.global_shape) > 1
-        found |= {key for key, value in entry.items() if torch.is_tensor(value) and value.numel() == 1 and has_more}
-        found |= {key for key, value in entry.items() if value is not None and not torch.is_tensor(value)}
+        found |= {
+            key
+            for key, value in entry.items()
+            if torch.is_tensor(value) and value.numel() == 1 and has_more
+        }
+        found |= {
+            key for key, value in entry.items() if value is not None and not torch.is_tensor(value)
+        }
     needed = (needed_moments(params.share.optimizer, number) for number in range(len(params.names)))
-    known = [each for begin in params.begins for each in begin.items()]  # of a param of three elements
+    # of a param of three elements
+    known = [each for begin in params.begins for each in begin.items()]
     moments = {key for key, value in known if torch.is_tensor(value) and value.dim()}
-    return (found | {key for key, _ in known}) - frozenset().union(*needed) - moments - {MAIN_PARAM, AVERAGE}
+    return (
+        (found | {key for key, _ in known})
+        - frozenset().union(*needed)
+        - moments
+        - {MAIN_PARAM, AVERAGE}
+    )
 
 
-def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]) -> _GivenState:
+def _given(
+    params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]
+) -> _GivenState:
     shape = params.share.placements[name].global_shape
     values: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -193,8 +251,14 @@ def _given(params: TorchParams, name: str, entry: Mapping[str, Any], scalars: se
             continue
         if key not in scalars:
             if not torch.is_tensor(value) or tuple(value.shape) != shape:
-                got = f"shape {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
-                raise CheckpointError(f"{what}: {got}. Must be a tensor of its shape {list(shape)}. {_REMEDY}.")
+                got = (
+                    f"shape {list(value.shape)}"
+                    if torch.is_tensor(value)
+                    else f"a {type(value).__name__}"
+                )
+                raise CheckpointError(
+                    f"{what}: {got}. Must be a tensor of its shape {list(shape)}. {_REMEDY}."
+                )
             if key != AVERAGE or not all(bool(part.isnan().all()) for part in _parts_of(value)[1]):
                 values[key] = value
             continue
@@ -216,18 +280,24 @@ def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxi
     """Checks that the state holds what the inner optimizer needs, or nothing."""
     optimizer, number = params.share.optimizer, params.number_of[name]
     kinds = given.values.keys() - {MAIN_PARAM, AVERAGE}
-    known = (frozenset(moments_of(optimizer.inner, flat.main)) - {STEP} for flat in optimizer.flat_params)
-    wanted = needed_moments(optimizer, number) or next((moments for moments in known if moments), frozenset())
+    known = (
+        frozenset(moments_of(optimizer.inner, flat.main)) - {STEP} for flat in optimizer.flat_params
+    )
+    wanted = needed_moments(optimizer, number) or next(
+        (moments for moments in known if moments), frozenset()
+    )
     wanted |= {"max_exp_avg_sq"} if is_adam(optimizer, number) and has_maxima else set()
     if (kinds or given.step) and not wanted <= kinds:
         raise CheckpointError(
-            f"Invalid state of {name!r} in the state dict: {', '.join(sorted(kinds)) or 'nothing'} besides the param. "
-            f"Must hold {', '.join(sorted(wanted))} for {optimizer.plan.choice.name}. Load a state of the same class."
+            f"Invalid state of {name!r} in the state dict: {', '.join(sorted(kinds)) or 'nothing'} "
+            f"besides the param. Must hold {', '.join(sorted(wanted))} for "
+            f"{optimizer.plan.choice.name}. Load a state of the same class."
         )
 
 
 def _without_begin(params: TorchParams, name: str, given: _GivenState) -> _GivenState:
-    """Drops the state with which `state_dict()` shows a param that was never updated: it has none in the optimizer."""
+    """Drops the state with which `state_dict()` shows a param that was never updated: it has none
+    in the optimizer."""
     main = {key: value for key, value in given.values.items() if key in (MAIN_PARAM, AVERAGE)}
     moments = [value for key, value in given.values.items() if key not in (MAIN_PARAM, AVERAGE)]
     parts = [part for value in moments for part in _parts_of(value)[1]]
@@ -238,7 +308,11 @@ def _without_begin(params: TorchParams, name: str, given: _GivenState) -> _Given
 
 def _parts_of(value: Tensor) -> tuple[Sequence[Box], Sequence[Tensor]]:
     """The boxes of a value that are here, and the elements of each."""
-    return (value.boxes, value.parts) if isinstance(value, ShardedValue) else ([Box.whole(value.shape)], [value])
+    return (
+        (value.boxes, value.parts)
+        if isinstance(value, ShardedValue)
+        else ([Box.whole(value.shape)], [value])
+    )
 
 
 def _reads(params: TorchParams, given: Mapping[str, _GivenState]) -> Iterator[tuple[Read, Tensor]]:
@@ -246,7 +320,10 @@ def _reads(params: TorchParams, given: Mapping[str, _GivenState]) -> Iterator[tu
 
     An fp32 model param is its own main param; it is left alone, as torch leaves it.
     """
-    remedy = "Fill optimizer.state_dict() of this run by torch.distributed.checkpoint.load, and load that"
+    remedy = (
+        "Fill optimizer.state_dict() of this run by torch.distributed.checkpoint.load, and load "
+        "that"
+    )
     for piece in (piece for pieces in params.pieces.values() for piece in pieces):
         name = piece.shard.name
         for kind, value in given[name].values.items():
@@ -254,35 +331,54 @@ def _reads(params: TorchParams, given: Mapping[str, _GivenState]) -> Iterator[tu
             boxes, parts = _parts_of(value)
             for number, box in covering(piece.piece.in_global, boxes, what, remedy):
                 read = Read(key_of(kind, name), Chunk(boxes[number], 0, 0, 0), box, piece)
-                if piece.flat.owns_memory if kind == MAIN_PARAM else kind != AVERAGE or piece.flat.average is not None:
+                if (
+                    piece.flat.owns_memory
+                    if kind == MAIN_PARAM
+                    else kind != AVERAGE or piece.flat.average is not None
+                ):
                     yield read, parts[number][read.in_chunk.as_slices()]
 
 
 def _check_counts(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
-    """Checks that every param with moments has a count, and that the inner optimizer can have different counts."""
+    """Checks that every param with moments has a count, and that the inner optimizer can have
+    different counts."""
     optimizer = params.share.optimizer
     for name in sorted(params.pieces):
         is_counted = is_adam(optimizer, params.number_of[name])
         if given[name].saved.kinds and given[name].step is None and is_counted:
             raise CheckpointError(
-                f"Invalid state of {name!r} in the state dict: without {STEP}. Must hold {STEP}, which counts the "
-                f"updates of the param. {_REMEDY}."
+                f"Invalid state of {name!r} in the state dict: without {STEP}. Must hold {STEP}, "
+                f"which counts the updates of the param. {_REMEDY}."
             )
     for group in optimizer.plan.groups:
-        begun = {name: _without_begin(params, name, given[name]).step for name in group.names if name in params.pieces}
+        begun = {
+            name: _without_begin(params, name, given[name]).step
+            for name in group.names
+            if name in params.pieces
+        }
         check_steps(optimizer, begun, "updates in the state dict")
 
 
 def _to_agree_on(
     params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _GivenState]
 ) -> dict[str, dict[str, object]]:
-    """What all ranks must be given alike that own a part of the same param, or have a param in the same group."""
+    """What all ranks must be given alike that own a part of the same param, or have a param in the
+    same group."""
     common: dict[str, object] = {LOSS_SCALE: sorted(_loss_scale_in(state_dict).items())}
-    for names, group, current in zip(params.names, state_dict["param_groups"], params.groups, strict=True):
-        if first := next((params.share.placements[name].name for name in names if name in given), None):
-            common[f"the param group of {first!r}"] = sorted(_options(params, group, current).items())
+    for names, group, current in zip(
+        params.names, state_dict["param_groups"], params.groups, strict=True
+    ):
+        if first := next(
+            (params.share.placements[name].name for name in names if name in given), None
+        ):
+            common[f"the param group of {first!r}"] = sorted(
+                _options(params, group, current).items()
+            )
     return {"param groups": common} | {
-        repr(params.share.placements[name].name): {"step": state.step, "kinds": sorted(state.values)}
+        repr(params.share.placements[name].name): {
+            "step": state.step,
+            "kinds": sorted(state.values),
+        }
         for name, state in given.items()
         if name in params.pieces
     }
@@ -292,12 +388,15 @@ def _check_agreement(by_rank: Iterable[Mapping[str, Mapping[str, object]]]) -> N
     """Raises the same error on all ranks where two were given different states."""
     known: dict[tuple[str, str], tuple[int, object]] = {}
     for rank, of_rank in enumerate(by_rank):
-        for name, what, here in ((name, *each) for name, alike in of_rank.items() for each in alike.items()):
+        for name, what, here in (
+            (name, *each) for name, alike in of_rank.items() for each in alike.items()
+        ):
             first, there = known.setdefault((name, what), (rank, here))
             if repr(there) != repr(here):
                 raise CheckpointError(
-                    f"Invalid state of {name} in the state dicts: {what} {there} on rank {first} and {here} on rank "
-                    f"{rank}. Must be the same on all ranks. Load one state on all ranks."
+                    f"Invalid state of {name} in the state dicts: {what} {there} on rank {first} "
+                    f"and {here} on rank {rank}. Must be the same on all ranks. Load one state on "
+                    "all ranks."
                 )
 
 
@@ -310,5 +409,6 @@ def _take_states(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
         for number, group in enumerate(optimizer.plan.groups)
     ]
     separate(matches)
-    fill_groups(matches, _reads(replace(params), given), main_kind=MAIN_PARAM)  # of flat params as they are cut now
+    # of flat params as they are cut now
+    fill_groups(matches, _reads(replace(params), given), main_kind=MAIN_PARAM)
     optimizer.forget_deferred_check()

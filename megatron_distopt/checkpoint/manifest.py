@@ -1,8 +1,9 @@
-"""The manifest: what a checkpoint holds and where, as one JSON document. docs/checkpoint.md specifies it.
+"""The manifest: what a checkpoint holds and where, as one JSON document. docs/checkpoint.md
+specifies it.
 
-Every rank makes one of its own file (a `Manifest` with one entry in `files`); joined, they are the checkpoint's.
-Nothing in a manifest is trusted: it is checked while it is read, and no pickle is read. `metadata_of` writes one, for
-torch's own reader.
+Every rank makes one of its own file (a `Manifest` with one entry in `files`); joined, they are the
+checkpoint's. Nothing in a manifest is trusted: it is checked while it is read, and no pickle is
+read. `metadata_of` writes one, for torch's own reader.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _FORMAT_VERSION = 1
 _FORMAT = "megatron_distopt"
 #: File names; a path would let a manifest name files elsewhere.
 _FILE_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*")
-#: The kind of the fp32 param itself; the other kinds are the inner optimizer's own names, such as "exp_avg".
+#: The kind of the fp32 param itself; the other kinds are the inner optimizer's own names, such as
+#: "exp_avg".
 MAIN = "main"
 
 
@@ -88,7 +90,8 @@ class TensorRecord:
 
     shape: tuple[int, ...]
     dtype: str  # e.g. "float32"
-    chunks: tuple[Chunk, ...] = ()  # disjoint; together they are the whole tensor; none where a `Source` reads it
+    # disjoint; together they are the whole tensor; none where a `Source` reads it
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,12 @@ class Manifest:
     inner: str  # name of the inner optimizer
     loss_scale: Mapping[str, float] = field(default_factory=dict)  # empty where it never changes
     num_skipped: int = 0  # steps that were skipped so far
-    about: Mapping[str, str | int] = field(default_factory=dict)  # host, sizes and versions of the run, for people
-    metadata: tuple[int, int] | None = None  # bytes and CRC-32 of `.metadata`; None in old checkpoints
-    resting: tuple[GroupRecord, ...] = ()  # of params that never trained; their options count once they are unfrozen
+    # host, sizes and versions of the run, for people
+    about: Mapping[str, str | int] = field(default_factory=dict)
+    # bytes and CRC-32 of `.metadata`; None in old checkpoints
+    metadata: tuple[int, int] | None = None
+    # of params that never trained; their options count once they are unfrozen
+    resting: tuple[GroupRecord, ...] = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -122,7 +128,9 @@ class Manifest:
 
     @cached_property
     def has_averages(self) -> bool:
-        return bool(self.names) and all(key_of(AVERAGE, name) in self.tensors for name in self.names)
+        return bool(self.names) and all(
+            key_of(AVERAGE, name) in self.tensors for name in self.names
+        )
 
     @property
     def nbytes(self) -> int:
@@ -132,8 +140,8 @@ class Manifest:
 def join(parts: Sequence[Manifest]) -> Manifest:
     """Joins the manifests of the ranks, in their order, into that of the checkpoint.
 
-    What is said once, such as the loss scale, is taken from the first. Checks what no rank can see alone: every param
-    of a group was written, and every param is in one group.
+    What is said once, such as the loss scale, is taken from the first. Checks what no rank can see
+    alone: every param of a group was written, and every param is in one group.
     """
     chunks: dict[str, list[Chunk]] = {}
     records: dict[str, TensorRecord] = {}
@@ -144,8 +152,8 @@ def join(parts: Sequence[Manifest]) -> Manifest:
             if (known.shape, known.dtype) != (record.shape, record.dtype):
                 one, other = (f"{each.dtype} {list(each.shape)}" for each in (record, known))
                 raise CheckpointError(
-                    f"Invalid tensor {key!r}: {one} on one rank and {other} on another. Must be the same on all ranks. "
-                    "Report this."
+                    f"Invalid tensor {key!r}: {one} on one rank and {other} on another. Must be "
+                    "the same on all ranks. Report this."
                 )
             moved = (replace(chunk, file=chunk.file + len(files)) for chunk in record.chunks)
             chunks.setdefault(key, []).extend(moved)
@@ -156,8 +164,8 @@ def join(parts: Sequence[Manifest]) -> Manifest:
     for name in (name for group in groups for name in group.names):
         if key_of(MAIN, name) not in tensors:
             raise CheckpointError(
-                f"Invalid param {name!r}: written by no rank. Must be written by one of the ranks that hold it. "
-                "Report this."
+                f"Invalid param {name!r}: written by no rank. Must be written by one of the ranks "
+                "that hold it. Report this."
             )
     check_names_once((*groups, *resting), "the checkpoint that is being saved")
     return replace(parts[0], files=tuple(files), tensors=tensors, groups=groups, resting=resting)
@@ -174,7 +182,10 @@ def to_text(manifest: Manifest) -> str:
             key: [
                 list(record.shape),
                 record.dtype,
-                [[list(c.box.offsets), list(c.box.sizes), c.file, c.start, c.nbytes] for c in record.chunks],
+                [
+                    [list(c.box.offsets), list(c.box.sizes), c.file, c.start, c.nbytes]
+                    for c in record.chunks
+                ],
             ]
             for key, record in manifest.tensors.items()
         },
@@ -184,7 +195,8 @@ def to_text(manifest: Manifest) -> str:
 
 
 def head_to_json(manifest: Manifest) -> dict[str, Any]:
-    """What a manifest says beside files and tensors; also in the one file of plain torch (formats/torch_files.py)."""
+    """What a manifest says beside files and tensors; also in the one file of plain torch
+    (formats/torch_files.py)."""
     return {
         "about": dict(manifest.about),
         "inner": manifest.inner,
@@ -197,7 +209,9 @@ def head_to_json(manifest: Manifest) -> dict[str, Any]:
 
 def head_from_json(body: Mapping[str, Any]) -> Manifest:
     """The inverse of `head_to_json`; `check_groups` checks the values of the groups."""
-    groups, resting = (tuple(map(group_from_json, body.get(key, ()))) for key in ("groups", "resting"))
+    groups, resting = (
+        tuple(map(group_from_json, body.get(key, ()))) for key in ("groups", "resting")
+    )
     scale = {str(key): float(value) for key, value in body["loss_scale"].items()}
     skipped, about = int(body["num_skipped"]), dict(body["about"])
     return Manifest("", (), {}, groups, str(body["inner"]), scale, skipped, about, resting=resting)
@@ -217,7 +231,8 @@ def from_text(text: str, where: str) -> Manifest:
 
 
 def parsed(text: str, where: str) -> Manifest:
-    """`from_text` without a check of the values in param groups, for one that this save has written and checked."""
+    """`from_text` without a check of the values in param groups, for one that this save has written
+    and checked."""
     what, damaged = (
         f"Invalid manifest {where}",
         "Load an earlier checkpoint; this one was damaged after it was written.",
@@ -226,25 +241,38 @@ def parsed(text: str, where: str) -> Manifest:
         document = json.loads(text)
         format, version, body = document["format"], document["version"], document["body"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{what}: {error!r} while reading it. Must be one JSON document. {damaged}") from None
+        raise CheckpointError(
+            f"{what}: {error!r} while reading it. Must be one JSON document. {damaged}"
+        ) from None
     if format != _FORMAT or not isinstance(version, int) or not 1 <= version <= _FORMAT_VERSION:
         raise CheckpointError(
-            f"{what}: format {format!r} of version {version!r}. Must be {_FORMAT!r} of version 1 to {_FORMAT_VERSION}. "
-            "Load it with the version of megatron-distopt that wrote it."
+            f"{what}: format {format!r} of version {version!r}. Must be {_FORMAT!r} of version 1 "
+            f"to {_FORMAT_VERSION}. Load it with the version of megatron-distopt that wrote it."
         )
     if document.get("crc32") != _crc(body):
         said = document.get("crc32")
-        raise CheckpointError(f"{what}: CRC-32 {_crc(body)}. Must have the {said} that it says. {damaged}")
+        raise CheckpointError(
+            f"{what}: CRC-32 {_crc(body)}. Must have the {said} that it says. {damaged}"
+        )
     try:
         return _from_json(body)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, DistOptError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+        DistOptError,
+    ) as error:
         raise CheckpointError(
             f"{what}: {error!r} while reading it. Must follow docs/checkpoint.md. {damaged}"
         ) from None
 
 
 def check_counts(loss_scale: Mapping[str, Any], num_skipped: object, what: str) -> None:
-    """Checks the loss scale and the count of skipped steps. Megatron's count of tolerated overflows may be negative."""
+    """Checks the loss scale and the count of skipped steps. Megatron's count of tolerated overflows
+    may be negative."""
     for key, value in {**loss_scale, "num_skipped": num_skipped}.items():
         is_right = (
             isinstance(value, (int, float))
@@ -253,12 +281,18 @@ def check_counts(loss_scale: Mapping[str, Any], num_skipped: object, what: str) 
             and (key != "num_skipped" or value >= 0)
         )
         if not is_right:
-            rule = {"scale": "be finite and above 0", "num_skipped": "be at least 0"}.get(key, "be finite")
-            raise CheckpointError(f"Invalid {key} in {what}: {value!r}. Must {rule}. Load another checkpoint.")
+            rule = {"scale": "be finite and above 0", "num_skipped": "be at least 0"}.get(
+                key, "be finite"
+            )
+            raise CheckpointError(
+                f"Invalid {key} in {what}: {value!r}. Must {rule}. Load another checkpoint."
+            )
 
 
 def _from_json(body: Mapping[str, Any]) -> Manifest:
-    files = tuple(FileRecord(str(name), int(nbytes), int(crc)) for name, nbytes, crc in body["files"])
+    files = tuple(
+        FileRecord(str(name), int(nbytes), int(crc)) for name, nbytes, crc in body["files"]
+    )
     for file in files:
         if not _FILE_NAME.fullmatch(file.name):
             raise ValueError(f"{file.name!r} is no file name")
@@ -267,7 +301,12 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
             tuple(map(int, shape)),
             known_dtype(dtype),
             tuple(
-                Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), int(file), int(start), int(nbytes))
+                Chunk(
+                    Box(tuple(map(int, offsets)), tuple(map(int, sizes))),
+                    int(file),
+                    int(start),
+                    int(nbytes),
+                )
                 for offsets, sizes, file, start, nbytes in chunks
             ),
         )
@@ -315,13 +354,16 @@ def metadata_of(manifest: Manifest) -> bytes:
             storage[dcp.MetadataIndex(key, offsets)] = place(file, chunk.start, chunk.nbytes)
         properties = dcp.TensorProperties(dtype=getattr(torch, record.dtype))
         tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
-    return pickle.dumps(dcp.Metadata(tensors, planner_data={}, storage_data=storage, storage_meta=meta))
+    return pickle.dumps(
+        dcp.Metadata(tensors, planner_data={}, storage_data=storage, storage_meta=meta)
+    )
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Finds two boxes that share elements; None where there are none.
 
-    Boxes of a thousand ranks are separated dimension by dimension first, which leaves few to compare.
+    Boxes of a thousand ranks are separated dimension by dimension first, which leaves few to
+    compare.
 
     >>> overlap([Box((0,), (4,)), Box((4,), (2,)), Box((3,), (1,))])
     (Box(offsets=(0,), sizes=(4,)), Box(offsets=(3,), sizes=(1,)))
@@ -336,13 +378,18 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
             end = max(end, box.offsets[dim] + box.sizes[dim])
         if len(parts) > 1:
             return next((pair for part in parts if (pair := overlap(part))), None)
-    return next(((one, other) for one, other in combinations(boxes, 2) if one.intersect(other)), None)
+    return next(
+        ((one, other) for one, other in combinations(boxes, 2) if one.intersect(other)), None
+    )
 
 
-def covering(wanted: Box, boxes: Sequence[Box], what: str, remedy: str) -> Iterator[tuple[int, Box]]:
+def covering(
+    wanted: Box, boxes: Sequence[Box], what: str, remedy: str
+) -> Iterator[tuple[int, Box]]:
     """Yields which of the disjoint boxes hold elements of a box, by number, and which elements.
 
-    Raises after the last box, where elements of the tensor, which the error calls `what`, are missing.
+    Raises after the last box, where elements of the tensor, which the error calls `what`, are
+    missing.
     """
     numel = 0
     for number, box in enumerate(boxes):
@@ -352,16 +399,18 @@ def covering(wanted: Box, boxes: Sequence[Box], what: str, remedy: str) -> Itera
             yield number, both
     if numel != wanted.numel:
         raise CheckpointError(
-            f"Invalid {what}: {numel} elements of {wanted}. Must hold all {wanted.numel}, each once. {remedy}."
+            f"Invalid {what}: {numel} elements of {wanted}. Must hold all {wanted.numel}, each "
+            f"once. {remedy}."
         )
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Switches Python's garbage collector off for a block that makes many small objects, none of them in a cycle.
+    """Switches Python's garbage collector off for a block that makes many small objects, none of
+    them in a cycle.
 
-    Plans and manifests would trigger collections that visit all objects of the process. After the imports of a Megatron
-    each takes a tenth of a second, for which all ranks wait.
+    Plans and manifests would trigger collections that visit all objects of the process. After the
+    imports of a Megatron each takes a tenth of a second, for which all ranks wait.
     """
     was_enabled = gc.isenabled()
     gc.disable()

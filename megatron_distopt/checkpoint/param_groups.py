@@ -1,4 +1,5 @@
-"""Param groups as a checkpoint holds them: what may be in them, and how they are read off a live optimizer."""
+"""Param groups as a checkpoint holds them: what may be in them, and how they are read off a live
+optimizer."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of, state_o
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
-#: The key of a dynamic loss scale in the first param group, where torch's format has a place for it.
+#: The key of a dynamic loss scale in the first param group, where torch's format has a place for
+#: it.
 LOSS_SCALE = "dynamic_loss_scale"
-#: Keys of a param group that are not saved as options: the run that loads chooses its kernel and whether experts are
-#: spread over ranks, and the count and the loss scale have fields of their own.
+#: Keys of a param group that are not saved as options: the run that loads chooses its kernel and
+#: whether experts are spread over ranks, and the count and the loss scale have fields of their own.
 NOT_OPTIONS = ("params", "step", *IMPLEMENTATION, "is_expert_parallel", LOSS_SCALE)
-#: From these the scheduler of a Megatron computes lr and weight_decay of every step. Nothing changes them in a run.
+#: From these the scheduler of a Megatron computes lr and weight_decay of every step. Nothing
+#: changes them in a run.
 SCHEDULE = frozenset(("max_lr", "min_lr", "start_wd", "end_wd", "lr_mult", "wd_mult"))
 _SCHEDULED = ("lr", "weight_decay")
 #: Options that every optimizer computes with.
@@ -41,7 +44,9 @@ class Scalar:
     @classmethod
     def of(cls, value: Any) -> Scalar:
         """Makes one from a tensor of one element, or from a Python value."""
-        return cls(value.item(), dtype_name(value.dtype)) if torch.is_tensor(value) else cls(value, "")
+        return (
+            cls(value.item(), dtype_name(value.dtype)) if torch.is_tensor(value) else cls(value, "")
+        )
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,12 @@ class GroupRecord:
 
     names: tuple[str, ...]  # of its params
     options: Mapping[str, Any]  # of `torch.optim`: numbers, texts, and lists of them
-    step: int | None = None  # updates so far; None where they are not counted, or no param ever had a gradient
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)  # what else is kept once a param; equal for all of them
-    unsaved: Mapping[str, str] = field(default_factory=dict)  # options that a file cannot keep, with their types
+    # updates so far; None where they are not counted, or no param ever had a gradient
+    step: int | None = None
+    # what else is kept once a param; equal for all of them
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    # options that a file cannot keep, with their types
+    unsaved: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def meaning(self) -> tuple[object, ...]:
@@ -85,10 +93,13 @@ def group_to_json(group: GroupRecord) -> dict[str, Any]:
 def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
     """The inverse of `group_to_json`; `check_groups` checks the values."""
     scalars = {
-        str(key): Scalar(value, dtype and known_dtype(dtype)) for key, (value, dtype) in group["scalars"].items()
+        str(key): Scalar(value, dtype and known_dtype(dtype))
+        for key, (value, dtype) in group["scalars"].items()
     }
     unsaved = {str(key): str(value) for key, value in group.get("unsaved", {}).items()}
-    return GroupRecord(tuple(map(str, group["names"])), dict(group["options"]), group["step"], scalars, unsaved)
+    return GroupRecord(
+        tuple(map(str, group["names"])), dict(group["options"]), group["step"], scalars, unsaved
+    )
 
 
 def known_dtype(name: str) -> str:
@@ -99,7 +110,8 @@ def known_dtype(name: str) -> str:
 
 
 def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
-    """Checks groups that were read: an optimizer can compute with the values, and every param is in one group."""
+    """Checks groups that were read: an optimizer can compute with the values, and every param is in
+    one group."""
     check_values(groups, where)
     check_names_once(groups, where)
 
@@ -108,17 +120,21 @@ def check_values(groups: Sequence[GroupRecord], where: str) -> None:
     for number, group in enumerate(groups):
         for key, value, rule in _faults(group):
             raise CheckpointError(
-                f"Invalid {key} of param group {number} in {where}: {value!r}. Must {rule}. Set {key} in the run that "
-                "saves it, or load another checkpoint."
+                f"Invalid {key} of param group {number} in {where}: {value!r}. Must {rule}. Set "
+                f"{key} in the run that saves it, or load another checkpoint."
             )
 
 
 def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
     """Key, value and rule of everything that is wrong."""
     for key, value in group.options.items():
-        if key in _NUMBERS and not (_is_number(value) or (key == "eps" and _is_pair_of_adafactor(value))):
+        if key in _NUMBERS and not (
+            _is_number(value) or (key == "eps" and _is_pair_of_adafactor(value))
+        ):
             yield key, value, "be a finite number"
-        elif key in _LISTS_OF_NUMBERS and not (isinstance(value, list) and value and all(map(_is_number, value))):
+        elif key in _LISTS_OF_NUMBERS and not (
+            isinstance(value, list) and value and all(map(_is_number, value))
+        ):
             yield key, value, "be a list of finite numbers"
         elif _has_nan(value):
             yield key, value, "not be nan"
@@ -135,7 +151,11 @@ def _is_number(value: object) -> bool:
 
 def _is_pair_of_adafactor(value: object) -> bool:
     """Adafactor has two eps, and None for one that depends on the dtype."""
-    return isinstance(value, list) and len(value) == 2 and all(v is None or _is_number(v) for v in value)
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(v is None or _is_number(v) for v in value)
+    )
 
 
 def _has_nan(value: object) -> bool:
@@ -151,9 +171,9 @@ def check_names_once(groups: Sequence[GroupRecord], where: str) -> None:
             first = number_of.setdefault(name, number)
             if first != number:
                 raise CheckpointError(
-                    f"Invalid param {name!r} in {where}: in param groups {first} and {number}, which differ in "
-                    f"{_difference(groups[first], group)}. Must be in one param group. Load an earlier checkpoint; no "
-                    "optimizer takes a param twice."
+                    f"Invalid param {name!r} in {where}: in param groups {first} and {number}, "
+                    f"which differ in {_difference(groups[first], group)}. Must be in one param "
+                    "group. Load an earlier checkpoint; no optimizer takes a param twice."
                 )
 
 
@@ -164,21 +184,25 @@ def _difference(one: GroupRecord, other: GroupRecord) -> str:
     return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"
 
 
-def check_types(saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str) -> None:
+def check_types(
+    saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str
+) -> None:
     """Checks that every saved option has the type of the option that a param group has."""
     for key, value in saved.items():
         if key in current and key not in NOT_OPTIONS and not _is_like(value, current[key]):
             raise CheckpointError(
-                f"Invalid {key} {place}: {value!r}. Must be of the type of {current[key]!r}, which the run has. "
-                f"{remedy}."
+                f"Invalid {key} {place}: {value!r}. Must be of the type of {current[key]!r}, which "
+                f"the run has. {remedy}."
             )
 
 
 def _is_like(saved: object, current: object) -> bool:
     """Whether a saved option can take the place of the one that a param group has.
 
-    >>> _is_like("1e-3", 1e-3), _is_like(True, 0.9), _is_like([0.9, 0.95], (0.9, 0.999)), _is_like(2, 0.5)
-    (False, False, True, True)
+    >>> _is_like("1e-3", 1e-3), _is_like(True, 0.9)
+    (False, False)
+    >>> _is_like([0.9, 0.95], (0.9, 0.999)), _is_like(2, 0.5)
+    (True, True)
     """
     if current is None or saved is None:
         return True
@@ -187,14 +211,22 @@ def _is_like(saved: object, current: object) -> bool:
     if isinstance(current, (int, float, Tensor)):
         return isinstance(saved, (int, float)) and not isinstance(saved, bool)
     if isinstance(current, (list, tuple)):
-        return isinstance(saved, list) and len(saved) == len(current) and all(map(_is_like, saved, current))
+        return (
+            isinstance(saved, list)
+            and len(saved) == len(current)
+            and all(map(_is_like, saved, current))
+        )
     return isinstance(saved, type(current))
 
 
 def step_of(
-    optimizer: ShardedOptimizer, group: Mapping[str, Any], flat: FlatParam, scalars: Mapping[str, Scalar]
+    optimizer: ShardedOptimizer,
+    group: Mapping[str, Any],
+    flat: FlatParam,
+    scalars: Mapping[str, Scalar],
 ) -> int | None:
-    """Updates of a flat param, wherever the class counts them; an Adam without moments has not updated it yet."""
+    """Updates of a flat param, wherever the class counts them; an Adam without moments has not
+    updated it yet."""
     is_begun = bool(state_of(optimizer.inner, flat.main)) or not optimizer.plan.choice.is_adam
     if "step" in group and is_begun:
         return int(group["step"])
@@ -202,8 +234,13 @@ def step_of(
 
 
 def not_options(optimizer: ShardedOptimizer) -> tuple[str, ...]:
-    """`NOT_OPTIONS` of a run: whatever a class that is no Adam of ours counts in its param group is as its options."""
-    return NOT_OPTIONS if optimizer.plan.choice.is_adam else tuple(key for key in NOT_OPTIONS if key != "step")
+    """`NOT_OPTIONS` of a run: whatever a class that is no Adam of ours counts in its param group is
+    as its options."""
+    return (
+        NOT_OPTIONS
+        if optimizer.plan.choice.is_adam
+        else tuple(key for key in NOT_OPTIONS if key != "step")
+    )
 
 
 def options_of(
@@ -211,14 +248,17 @@ def options_of(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The options that a file can keep, and the names of the types of the others."""
     given = {key: plain_option(value) for key, value in group.items() if key not in others}
-    unsaved = {key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)}
+    unsaved = {
+        key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)
+    }
     for key, type_name in unsaved.items():
         _log.warning("param group option %r is a %s and is not saved", key, type_name)
     return {key: value for key, value in given.items() if key not in unsaved}, unsaved
 
 
 def plain_option(value: Any) -> Any:
-    """An option as a file keeps it: a tensor, such as a learning rate, becomes a number, and a tuple a list."""
+    """An option as a file keeps it: a tensor, such as a learning rate, becomes a number, and a
+    tuple a list."""
     if torch.is_tensor(value) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
@@ -227,11 +267,16 @@ def plain_option(value: Any) -> Any:
 
 
 def differences(
-    current: Mapping[str, Any], saved: Mapping[str, Any], kept: Collection[str] = (), writes: Collection[str] = ()
+    current: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    kept: Collection[str] = (),
+    writes: Collection[str] = (),
 ) -> Iterator[str]:
-    """What a resume has to say about a param group: options that differ, and whose value holds from now on.
+    """What a resume has to say about a param group: options that differ, and whose value holds from
+    now on.
 
-    Not what the class `writes` by itself, and of a group of a Megatron not what its scheduler sets anyway.
+    Not what the class `writes` by itself, and of a group of a Megatron not what its scheduler sets
+    anyway.
 
     >>> list(differences({"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": [0.9, 0.95]}))
     ['betas is [0.9, 0.95], of the checkpoint; this run was given [0.9, 0.99]']
@@ -257,15 +302,23 @@ def take_options(
     kept: Collection[str] = (),
     writes: Collection[str] = (),
 ) -> None:
-    """Writes saved options into the param group beside them, but for `kept` ones; the first rank says what changes."""
+    """Writes saved options into the param group beside them, but for `kept` ones; the first rank
+    says what changes."""
     if rank == 0:
         tell(line for current, saved in pairs for line in differences(current, saved, kept, writes))
     for current, saved in pairs:
-        current.update({key: as_kept(value, current.get(key)) for key, value in saved.items() if key not in kept})
+        current.update(
+            {
+                key: as_kept(value, current.get(key))
+                for key, value in saved.items()
+                if key not in kept
+            }
+        )
 
 
 def as_kept(saved: Any, current: Any) -> Any:
-    """A saved option in the form that the group has now; a tensor is filled in place, because others may hold it."""
+    """A saved option in the form that the group has now; a tensor is filled in place, because
+    others may hold it."""
     if torch.is_tensor(current) and saved is not None:
         return current.fill_(saved)
     return tuple(saved) if isinstance(current, tuple) and saved is not None else saved

@@ -1,4 +1,5 @@
-"""Saving by all ranks: every rank writes what it owns into a file of its own, and the first rank commits.
+"""Saving by all ranks: every rank writes what it owns into a file of its own, and the first rank
+commits.
 
 Only short messages travel between the ranks.
 """
@@ -16,7 +17,13 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import commit, file_of, lock_file, new_save_id, withdraw
-from megatron_distopt.checkpoint.manifest import Manifest, check_counts, no_collection, parsed, to_text
+from megatron_distopt.checkpoint.manifest import (
+    Manifest,
+    check_counts,
+    no_collection,
+    parsed,
+    to_text,
+)
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_values,
@@ -64,7 +71,8 @@ class Contribution:
 
 
 def contribution_of(model: WholeModel) -> Contribution:
-    """What this rank writes, as views of the live state: write or copy them before the next step."""
+    """What this rank writes, as views of the live state: write or copy them before the next
+    step."""
     pieces = (
         Written(key, piece.placement.global_shape, piece.piece.in_global, tensor)
         for piece in owned_pieces(model)
@@ -97,8 +105,12 @@ def contribution_of(model: WholeModel) -> Contribution:
 
 
 def write_tensors(path: Path, contribution: Contribution, save_id: str) -> Manifest:
-    """Writes the file of a rank, tensor by tensor, and returns its manifest; the file is on the disk afterwards."""
-    with disk.refused(f"file {path}", f"{_WRITABLE}; the last checkpoint is untouched"), disk.written(path) as file:
+    """Writes the file of a rank, tensor by tensor, and returns its manifest; the file is on the
+    disk afterwards."""
+    with (
+        disk.refused(f"file {path}", f"{_WRITABLE}; the last checkpoint is untouched"),
+        disk.written(path) as file,
+    ):
         writer = TensorWriter(path, file)
         for written in contribution.tensors:
             writer.append(written.key, written.tensor, shape=written.shape, box=written.box)
@@ -106,19 +118,24 @@ def write_tensors(path: Path, contribution: Contribution, save_id: str) -> Manif
 
 
 def _groups_of(share: Share) -> Iterator[GroupRecord]:
-    """The groups of which this rank owns something, once for each flat param; other ranks add the other groups."""
+    """The groups of which this rank owns something, once for each flat param; other ranks add the
+    other groups."""
     optimizer = share.optimizer
     for number, group in enumerate(optimizer.inner.param_groups):
         options, unsaved = options_of(group, not_options(optimizer))
         for flat in flat_params_of(optimizer, number):
             names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
             scalars = scalars_of(optimizer, flat)
-            yield GroupRecord(tuple(names), options, step_of(optimizer, group, flat, scalars), scalars, unsaved)
+            yield GroupRecord(
+                tuple(names), options, step_of(optimizer, group, flat, scalars), scalars, unsaved
+            )
 
 
 def _resting_of(share: Share) -> Iterator[GroupRecord]:
     for number, names in share.resting.items():
-        options, unsaved = options_of(share.optimizer.inner.param_groups[number], not_options(share.optimizer))
+        options, unsaved = options_of(
+            share.optimizer.inner.param_groups[number], not_options(share.optimizer)
+        )
         yield GroupRecord(names, options, unsaved=unsaved)
 
 
@@ -133,7 +150,8 @@ class Saving:
     lock: int | None  # that the first rank holds
 
     def write(self, contribution: Contribution) -> Manifest:
-        """Writes this rank's file, tensor by tensor, and returns its manifest; the file is on the disk afterwards.
+        """Writes this rank's file, tensor by tensor, and returns its manifest; the file is on the
+        disk afterwards.
 
         Ranks other than the first, which commits, write the manifest as well.
         """
@@ -141,14 +159,16 @@ class Saving:
         part = write_tensors(path, contribution, self.save_id)
         with disk.refused(f"file {path}", f"{_WRITABLE}; the last checkpoint is untouched"):
             if self.rank != 0:
-                disk.write_file(file_of(self.folder, self.save_id, self.rank, "part"), to_text(part).encode())
+                disk.write_file(
+                    file_of(self.folder, self.save_id, self.rank, "part"), to_text(part).encode()
+                )
         return part
 
     def commit(self, part: Manifest, is_hopeless: Callable[[], bool] | None = None) -> None:
         """Commits the save on the first rank, given its own part; does nothing on the others.
 
-        `is_hopeless` says whether waiting for ranks that are still writing has become useless; None where all have
-        written.
+        `is_hopeless` says whether waiting for ranks that are still writing has become useless; None
+        where all have written.
         """
         if self.rank != 0:
             return
@@ -159,27 +179,32 @@ class Saving:
 
     def _wait_for_part(self, rank: int, is_hopeless: Callable[[], bool] | None) -> Manifest:
         start = time.monotonic()
-        path, failure = (file_of(self.folder, self.save_id, rank, suffix) for suffix in ("part", "failed"))
+        path, failure = (
+            file_of(self.folder, self.save_id, rank, suffix) for suffix in ("part", "failed")
+        )
         while True:
-            with suppress(OSError, UnicodeDecodeError, CheckpointError):  # not there yet, or not complete
+            # not there yet, or not complete
+            with suppress(OSError, UnicodeDecodeError, CheckpointError):
                 return parsed(path.read_text(encoding="utf-8"), str(path))
             if failure.exists():
                 text = failure.read_text(encoding="utf-8", errors="replace")
                 raise CheckpointError(
-                    f"Invalid save: rank {rank} failed with «{text}». Must pass on all ranks. Mend what that rank "
-                    "reports."
+                    f"Invalid save: rank {rank} failed with «{text}». Must pass on all ranks. Mend "
+                    "what that rank reports."
                 )
             if is_hopeless() if is_hopeless is not None else should_have_appeared(start):
                 raise CheckpointError(
-                    f"Invalid checkpoint {self.folder}: no file of rank {rank} to be seen. Must be on a disk that all "
-                    f"{self.size} ranks share. Give a folder on a shared disk."
+                    f"Invalid checkpoint {self.folder}: no file of rank {rank} to be seen. Must be "
+                    f"on a disk that all {self.size} ranks share. Give a folder on a shared disk."
                 )
             time.sleep(0.05)
 
     def report(self, error: BaseException) -> None:
         """Tells the first rank, which waits for this rank's part, that none will come."""
         with suppress(OSError, DistOptError):
-            disk.write_file(file_of(self.folder, self.save_id, self.rank, "failed"), str(error).encode())
+            disk.write_file(
+                file_of(self.folder, self.save_id, self.rank, "failed"), str(error).encode()
+            )
 
     def abandon(self) -> None:
         """Removes what was written, on the first rank; the checkpoint that was there stays."""
@@ -191,12 +216,14 @@ class Saving:
 
 
 def should_have_appeared(written_at: float) -> bool:
-    """Whether a file that another rank had written at a time of `time.monotonic` is overdue here."""
+    """Whether a file that another rank had written at a time of `time.monotonic` is overdue
+    here."""
     return time.monotonic() >= written_at + _SECONDS_TO_APPEAR
 
 
 def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda: None) -> Saving:
-    """Collective: begins a save. The first rank makes the folder and locks it, where `prepare` raises on no rank."""
+    """Collective: begins a save. The first rank makes the folder and locks it, where `prepare`
+    raises on no rank."""
     lock: int | None = None
 
     def claim() -> str:
@@ -218,7 +245,8 @@ def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda:
 
 @no_collection()
 def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
-    """Collective: writes every rank's shards; the folder holds the new checkpoint afterwards, or still the old one.
+    """Collective: writes every rank's shards; the folder holds the new checkpoint afterwards, or
+    still the old one.
 
     Raises:
         CheckpointError: on a rank that cannot write.

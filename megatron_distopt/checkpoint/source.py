@@ -1,4 +1,5 @@
-"""The optimizer state of a whole model, in whatever format it is kept; commands and converters read it param by param.
+"""The optimizer state of a whole model, in whatever format it is kept; commands and converters read
+it param by param.
 
 A reader of a format returns a `Source`, and a writer takes one. One tensor is in memory at a time.
 """
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.folder import commit, file_of, lock_file, new_save_id, read_manifest, withdraw
+from megatron_distopt.checkpoint.folder import (
+    commit,
+    file_of,
+    lock_file,
+    new_save_id,
+    read_manifest,
+    withdraw,
+)
 from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord, covering
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
@@ -31,8 +39,10 @@ class Source:
     """The optimizer state of a whole model."""
 
     head: Manifest  # param groups, loss scale and so on; without files and tensors
-    tensors: Mapping[str, TensorRecord]  # by key ("main/NAME", "exp_avg/NAME" ...), in the best order to read them
-    #: Reads a part of the tensor of a key, on the CPU and with memory of its own; little else is read from the disk.
+    # by key ("main/NAME", "exp_avg/NAME" ...), in the best order to read them
+    tensors: Mapping[str, TensorRecord]
+    #: Reads a part of the tensor of a key, on the CPU and with memory of its own; little else is
+    #: read from the disk.
     read_box: Callable[[str, Box], Tensor]
 
     def read(self, key: str) -> Tensor:
@@ -45,15 +55,21 @@ class Source:
 def open_checkpoint(folder: Path) -> Source:
     manifest = read_manifest(folder)
     records = {key: replace(record, chunks=()) for key, record in manifest.tensors.items()}
-    return Source(replace(manifest, files=(), tensors={}), records, partial(read_saved, folder, manifest))
+    return Source(
+        replace(manifest, files=(), tensors={}), records, partial(read_saved, folder, manifest)
+    )
 
 
 def read_saved(folder: Path, manifest: Manifest, key: str, box: Box) -> Tensor:
     """A part of a tensor of the checkpoint in a folder."""
-    return read_chunks(folder, [file.name for file in manifest.files], key, manifest.tensors[key], box)
+    return read_chunks(
+        folder, [file.name for file in manifest.files], key, manifest.tensors[key], box
+    )
 
 
-def read_chunks(folder: Path, files: Sequence[str], key: str, record: TensorRecord, box: Box) -> Tensor:
+def read_chunks(
+    folder: Path, files: Sequence[str], key: str, record: TensorRecord, box: Box
+) -> Tensor:
     """A part of a tensor in some of the files of a folder; what lies elsewhere is not read."""
     dtype: torch.dtype = getattr(torch, record.dtype)
     values = torch.empty(box.sizes, dtype=dtype)
@@ -67,8 +83,11 @@ def read_chunks(folder: Path, files: Sequence[str], key: str, record: TensorReco
     return values
 
 
-def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-    """Writes a checkpoint from one process, and calls `progress` with the bytes of every tensor that is written.
+def write_checkpoint(
+    folder: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None
+) -> Manifest:
+    """Writes a checkpoint from one process, and calls `progress` with the bytes of every tensor
+    that is written.
 
     What the folder held before is replaced at the end.
     """
@@ -82,15 +101,17 @@ def write_checkpoint(folder: Path, source: Source, progress: Callable[[int], Non
         withdraw(folder, save_id)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"Invalid checkpoint {folder}: {error}. Must be writable. Free space there, or write elsewhere; what "
-                "was there before is untouched."
+                f"Invalid checkpoint {folder}: {error}. Must be writable. Free space there, or "
+                "write elsewhere; what was there before is untouched."
             ) from error
         raise
     finally:
         disk.unlock(lock)
 
 
-def _written_parts(folder: Path, source: Source, save_id: str, progress: Callable[[int], None]) -> Iterator[Manifest]:
+def _written_parts(
+    folder: Path, source: Source, save_id: str, progress: Callable[[int], None]
+) -> Iterator[Manifest]:
     """Writes files of about the same size, and yields the manifest of each."""
     keys, number = iter(source.tensors), 0
     key = next(keys, None)

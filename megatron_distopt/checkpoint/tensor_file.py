@@ -1,15 +1,17 @@
-"""A rank's file: tensors one after the other, each as `torch.save` writes it. That is what torch's distributed
-checkpoints (DCP) are made of, so torch alone can read them.
+"""A rank's file: tensors one after the other, each as `torch.save` writes it. That is what torch's
+distributed checkpoints (DCP) are made of, so torch alone can read them.
 
 Reading goes through `torch.load(weights_only=True)`, which executes nothing that a file says.
 
-[Note: one checksum] `torch.save` writes a zip archive. It computes the CRC-32 of each part, writes the part, and behind
-it a descriptor that begins with that CRC. The CRC of the file is combined from them: computing it from the bytes again
-would take as long as writing them. Where torch was told to leave CRCs out, they are computed here.
+[Note: one checksum] `torch.save` writes a zip archive. It computes the CRC-32 of each part, writes
+the part, and behind it a descriptor that begins with that CRC. The CRC of the file is combined from
+them: computing it from the bytes again would take as long as writing them. Where torch was told to
+leave CRCs out, they are computed here.
 
-A CRC is the remainder of the bytes, as a polynomial over {0, 1}, by a fixed one. To append n bytes multiplies what was
-before by x**(8n), so the CRC of the whole follows from those of its parts without reading the bytes again. zlib's
-`crc32_combine` gives the same numbers; bit 31 of one is the coefficient of x**0.
+A CRC is the remainder of the bytes, as a polynomial over {0, 1}, by a fixed one. To append n bytes
+multiplies what was before by x**(8n), so the CRC of the whole follows from those of its parts
+without reading the bytes again. zlib's `crc32_combine` gives the same numbers; bit 31 of one is the
+coefficient of x**0.
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_pla
 
 #: After so many bytes the disk is told to begin writing.
 _PIECE_NBYTES = 8 << 20
-#: Bytes that are read at once; they are still in the processor's cache when their checksum is computed.
+#: Bytes that are read at once; they are still in the processor's cache when their checksum is
+#: computed.
 _CACHED_NBYTES = 1 << 20
 #: The checksum of a part of this size or more is not computed again, see [Note: one checksum].
 _LARGE_NBYTES = 1 << 20
 _DESCRIPTOR = b"PK\x07\x08"
-#: The first bytes that `torch.save` writes. torch's older formats are never opened: before 2.6 one of them could
-#: execute code in spite of `weights_only`.
+#: The first bytes that `torch.save` writes. torch's older formats are never opened: before 2.6 one
+#: of them could execute code in spite of `weights_only`.
 _MAGIC = b"PK\x03\x04"
 _POLYNOMIAL = 0xEDB88320
 _ONE, _X = 1 << 31, 1 << 30
@@ -59,21 +62,30 @@ class TensorWriter(disk.Writer):
         self._tensors: dict[str, TensorRecord] = {}
 
     def append(
-        self, key: str, tensor: Tensor, *, shape: tuple[int, ...] | None = None, box: Box | None = None
+        self,
+        key: str,
+        tensor: Tensor,
+        *,
+        shape: tuple[int, ...] | None = None,
+        box: Box | None = None,
     ) -> Chunk:
-        """Writes one tensor, on any device; a view of a larger tensor is written without the rest of it.
+        """Writes one tensor, on any device; a view of a larger tensor is written without the rest
+        of it.
 
         A box of a larger tensor comes with `box` and the `shape` of the whole, in elements.
         """
         start = self._nbytes
         try:
-            torch.save(_alone(tensor), self)  # type: ignore[arg-type]  # `torch.save` calls `write` and `flush` alone
+            # `torch.save` calls `write` and `flush` alone
+            torch.save(_alone(tensor), self)  # type: ignore[arg-type]
         except Exception as error:
             raise CheckpointError(
-                f"Invalid file {self._path}: {self.error or error}. Must take {key!r}. Free space there, or save "
-                "elsewhere; the last checkpoint is untouched."
+                f"Invalid file {self._path}: {self.error or error}. Must take {key!r}. Free space "
+                "there, or save elsewhere; the last checkpoint is untouched."
             ) from error
-        chunk = Chunk(Box.whole(tensor.shape) if box is None else box, 0, start, self._nbytes - start)
+        chunk = Chunk(
+            Box.whole(tensor.shape) if box is None else box, 0, start, self._nbytes - start
+        )
         before = self._tensors[key].chunks if key in self._tensors else ()
         whole = tuple(tensor.shape) if shape is None else shape
         self._tensors[key] = TensorRecord(whole, dtype_name(tensor.dtype), (*before, chunk))
@@ -95,7 +107,8 @@ class TensorWriter(disk.Writer):
         return len(view)
 
     def _settle(self, following: memoryview) -> None:
-        """Adds a large part to the checksum, once the bytes after it are known, see [Note: one checksum]."""
+        """Adds a large part to the checksum, once the bytes after it are known, see [Note: one
+        checksum]."""
         large, self._large = self._large, None
         if large is None:
             return
@@ -105,15 +118,18 @@ class TensorWriter(disk.Writer):
             self._crc32 = zlib.crc32(large, self._crc32)
 
     def part(self, head: Manifest, save_id: str) -> Manifest:
-        """The manifest of this file alone; `head` is what it has besides files, tensors and save id."""
+        """The manifest of this file alone; `head` is what it has besides files, tensors and save
+        id."""
         record = FileRecord(self._path.name, self._nbytes, self._crc32)
         return replace(head, save_id=save_id, files=(record,), tensors=self._tensors)
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same values in a storage that holds nothing else, because `torch.save` writes whole storages.
+    """The same values in a storage that holds nothing else, because `torch.save` writes whole
+    storages.
 
-    A contiguous tensor on the CPU gets a storage of its own over the same memory, for as long as `tensor` lives.
+    A contiguous tensor on the CPU gets a storage of its own over the same memory, for as long as
+    `tensor` lives.
     """
     tensor = as_plain(tensor.detach()).cpu().contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -137,7 +153,10 @@ class TensorReader:
 
     def read(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """Reads one box of a tensor, of the dtype that the manifest says, to the CPU."""
-        what, remedy = f"Invalid tensor {key!r} in {self._path}", "Load an earlier checkpoint; this file is damaged."
+        what, remedy = (
+            f"Invalid tensor {key!r} in {self._path}",
+            "Load an earlier checkpoint; this file is damaged.",
+        )
         try:
             stretch: Any = _Slice(self._file, chunk.start, chunk.nbytes)
             magic = stretch.read(len(_MAGIC))
@@ -146,13 +165,24 @@ class TensorReader:
             stretch.seek(0)
             tensor = torch.load(stretch, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:  # torch's text would recommend to execute the file
-            raise CheckpointError(f"{what}: more than a tensor. Must be one and execute nothing. {remedy}") from error
+            raise CheckpointError(
+                f"{what}: more than a tensor. Must be one and execute nothing. {remedy}"
+            ) from error
         except Exception as error:  # whatever damaged bytes make torch raise
             raise CheckpointError(f"{what}: {error}. Must be readable. {remedy}") from error
-        if not torch.is_tensor(tensor) or tuple(tensor.shape) != chunk.box.sizes or tensor.dtype != dtype:
-            got = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
+        if (
+            not torch.is_tensor(tensor)
+            or tuple(tensor.shape) != chunk.box.sizes
+            or tensor.dtype != dtype
+        ):
+            got = (
+                f"{tensor.dtype} {list(tensor.shape)}"
+                if torch.is_tensor(tensor)
+                else type(tensor).__name__
+            )
             raise CheckpointError(
-                f"{what}: {got}. Must be {dtype} {list(chunk.box.sizes)} as the manifest says. {remedy}"
+                f"{what}: {got}. Must be {dtype} {list(chunk.box.sizes)} as the manifest says. "
+                f"{remedy}"
             )
         return tensor
 
@@ -178,7 +208,8 @@ class _Slice(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer: torch takes fewer bytes for damage, and Linux reads at most 2 GiB at once."""
+        """Fills the buffer: torch takes fewer bytes for damage, and Linux reads at most 2 GiB at
+        once."""
         view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
         self._file.seek(self._start + self._position)
         done = 0

@@ -1,13 +1,15 @@
-"""The optimizer state in the format of torch's own `state_dict`: param groups, and state by the params' numbers.
+"""The optimizer state in the format of torch's own `state_dict`: param groups, and state by the
+params' numbers.
 
-[Note: torch's format] On one data-parallel rank every value is a plain tensor of the param's shape, a view of the live
-state, as in torch: torch.optim.AdamW loads it, and its own loads here. On several ranks a value is a `ShardedValue`, of
-which torch.distributed.checkpoint (DCP) saves and fills each rank's boxes. "main_param" is the fp32 main param of a
-16-bit param and "main_average" the average of the param, which torch does not have and ignores.
+[Note: torch's format] On one data-parallel rank every value is a plain tensor of the param's shape,
+a view of the live state, as in torch: torch.optim.AdamW loads it, and its own loads here. On
+several ranks a value is a `ShardedValue`, of which torch.distributed.checkpoint (DCP) saves and
+fills each rank's boxes. "main_param" is the fp32 main param of a 16-bit param and "main_average"
+the average of the param, which torch does not have and ignores.
 
-A param that was never updated has a state, too, so that a new optimizer has something that DCP can fill: the zeros and
-the count of 0 with which Adam and SGD begin, and nan for averages and for what other classes keep, as a trial step says
-it. A load takes neither for a state.
+A param that was never updated has a state, too, so that a new optimizer has something that DCP can
+fill: the zeros and the count of 0 with which Adam and SGD begin, and nan for averages and for what
+other classes keep, as a trial step says it. A load takes neither for a state.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import moments_of, part_for
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, as_plain
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
+    LowPrecisionTensor,
+    as_plain,
+)
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.owners.trial import undisturbed
@@ -44,33 +49,46 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 #: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.
 MAIN_PARAM, STEP = "main_param", "step"
 #: Operators that are applied to each box by itself: they move, copy or allocate.
-_ON_EACH_BOX = ("aten::detach", "aten::alias", "aten::clone", "aten::_to_copy", "aten::empty_like", "aten::zeros_like")
+_ON_EACH_BOX = (
+    "aten::detach",
+    "aten::alias",
+    "aten::clone",
+    "aten::_to_copy",
+    "aten::empty_like",
+    "aten::zeros_like",
+)
 
 #: Methods that read a tensor's memory, which a sharded value does not have.
 _OF_MEMORY = {
-    getattr(Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__", "share_memory_", "storage")
+    getattr(Tensor, name)
+    for name in ("numpy", "tolist", "__array__", "__dlpack__", "share_memory_", "storage")
 }
 
 
 class _LowPrecisionParts(list[Tensor]):
-    """Memory in low precision. For async_save, DCP copies the storages of tensors, which these do not have."""
+    """Memory in low precision. For async_save, DCP copies the storages of tensors, which these do
+    not have."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[Tensor]:
         return [as_plain(part).to("cpu", copy=True) for part in self]
 
 
 class ShardedValue(Tensor):
-    """One value of an optimizer's state: it has the shape of the whole param, and this rank has boxes of it.
+    """One value of an optimizer's state: it has the shape of the whole param, and this rank has
+    boxes of it.
 
     DCP takes any tensor that says which boxes it has and gives the memory of each: see
-    torch/distributed/_checkpointable.py. Any other use is refused: on one rank it is a part, and what was computed from
-    it would be wrong without an error.
+    torch/distributed/_checkpointable.py. Any other use is refused: on one rank it is a part, and
+    what was computed from it would be wrong without an error.
     """
 
-    boxes: tuple[Box, ...]  # that this rank holds; disjoint, and none where it owns nothing of the param
+    # that this rank holds; disjoint, and none where it owns nothing of the param
+    boxes: tuple[Box, ...]
     parts: list[Tensor]  # memory of each box, in its shape: views of the live state
-    writes: bool  # whether this rank writes its boxes; False where another rank that holds the same does
-    is_whole: bool  # whether no other rank has a part of it: operators are applied to the only box then
+    # whether this rank writes its boxes; False where another rank that holds the same does
+    writes: bool
+    # whether no other rank has a part of it: operators are applied to the only box then
+    is_whole: bool
 
     @staticmethod
     def __new__(
@@ -84,18 +102,27 @@ class ShardedValue(Tensor):
         writes: bool = True,
         is_whole: bool = False,
     ) -> ShardedValue:
-        value: ShardedValue = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        value: ShardedValue = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device
+        )
         is_low = any(isinstance(part, LowPrecisionTensor) for part in parts)
-        value.boxes, value.parts = tuple(boxes), _LowPrecisionParts(parts) if is_low else list(parts)
+        value.boxes, value.parts = (
+            tuple(boxes),
+            _LowPrecisionParts(parts) if is_low else list(parts),
+        )
         value.writes, value.is_whole = writes, is_whole
         return value
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: `__new__` has set everything."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+    # torch's is untyped
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = sum(box.numel for box in self.boxes)
-        return f"ShardedValue(shape={list(self.shape)}, dtype={self.dtype}, {held} of {self.numel()} elements here)"
+        return (
+            f"ShardedValue(shape={list(self.shape)}, dtype={self.dtype}, {held} of {self.numel()} "
+            "elements here)"
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +136,8 @@ class ShardedValue(Tensor):
             return func(*args, **given)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub forgets that it is a class method
+    # torch's stub forgets that it is a class method
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, given = func.name().partition(".")[0], kwargs or {}
@@ -118,18 +146,28 @@ class ShardedValue(Tensor):
             return value._mapped(lambda part: func(part, *args[1:], **given), **given)
         if value is not None and name == "aten::new_empty" and tuple(args[1]) == tuple(value.shape):
             return value._mapped(lambda part: func(part, part.shape, **given), **given)
-        if value is not None and name == "aten::copy_" and isinstance(args[1], cls) and value.boxes == args[1].boxes:
+        if (
+            value is not None
+            and name == "aten::copy_"
+            and isinstance(args[1], cls)
+            and value.boxes == args[1].boxes
+        ):
             for into, part in zip(value.parts, args[1].parts, strict=True):
                 into.copy_(part)
             return value
         if value is not None and value.is_whole:
-            whole_args, whole_kwargs = tree_map_only(cls, lambda whole: whole.parts[0], (args, given))
+            whole_args, whole_kwargs = tree_map_only(
+                cls, lambda whole: whole.parts[0], (args, given)
+            )
             return func(*whole_args, **whole_kwargs)
         _refuse_part(f"in {name}", "be saved and loaded by all ranks")
 
     def _mapped(self, change: Callable[[Tensor], Tensor], **given: Any) -> ShardedValue:
         """The same boxes with other memory."""
-        dtype, device = given.get("dtype") or self.dtype, torch.device(given.get("device") or self.device)
+        dtype, device = (
+            given.get("dtype") or self.dtype,
+            torch.device(given.get("device") or self.device),
+        )
         parts = [change(part) for part in self.parts]
         how = {"writes": self.writes, "is_whole": self.is_whole}
         return ShardedValue(self.shape, self.boxes, parts, dtype=dtype, device=device, **how)
@@ -148,13 +186,18 @@ class ShardedValue(Tensor):
         if not self.writes:
             return []
         self.parts = [as_plain(part) for part in self.parts]
-        planner, metadata = (import_module(f"torch.distributed.checkpoint.{name}") for name in ("planner", "metadata"))
+        planner, metadata = (
+            import_module(f"torch.distributed.checkpoint.{name}")
+            for name in ("planner", "metadata")
+        )
         items = []
         for chunk in self.__create_chunk_list__():
             properties = metadata.TensorProperties(dtype=self.dtype)
             data = planner.TensorWriteData(chunk=chunk, properties=properties, size=self.size())
             index = metadata.MetadataIndex(fqn, chunk.offsets)
-            items.append(planner.WriteItem(index=index, type=planner.WriteItemType.SHARD, tensor_data=data))
+            items.append(
+                planner.WriteItem(index=index, type=planner.WriteItemType.SHARD, tensor_data=data)
+            )
         return items
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -169,22 +212,25 @@ class ShardedValue(Tensor):
 
 def _refuse_part(got: str, rule: str) -> NoReturn:
     raise CheckpointError(
-        f"Invalid sharded value of the optimizer's state: {got}. Must {rule}. Call optimizer.save(folder) or "
-        "torch.distributed.checkpoint.save on all ranks, or optimizer.full_state_dict() on all ranks for whole tensors "
-        "on rank 0."
+        f"Invalid sharded value of the optimizer's state: {got}. Must {rule}. Call "
+        "optimizer.save(folder) or torch.distributed.checkpoint.save on all ranks, or "
+        "optimizer.full_state_dict() on all ranks for whole tensors on rank 0."
     )
 
 
 @dataclass(frozen=True, eq=False)
 class TorchParams:
-    """The params of an optimizer as torch numbers them, and what this rank has of them: each is looked up once."""
+    """The params of an optimizer as torch numbers them, and what this rank has of them: each is
+    looked up once."""
 
     share: Share  # the sharded step, and where its params lie in the whole model
-    names: Sequence[Sequence[str]]  # of the params in it, by param group, in the order of each group's "params"
+    # of the params in it, by param group, in the order of each group's "params"
+    names: Sequence[Sequence[str]]
     groups: Sequence[MutableMapping[str, Any]]  # the live param groups; their "params" are not read
     data: Group  # the data-parallel group
     everyone: Group  # all ranks that load together
-    empty: Mapping[str, Sequence[int]]  # by name the shape of each param without elements, of which no buffer knows
+    # by name the shape of each param without elements, of which no buffer knows
+    empty: Mapping[str, Sequence[int]]
 
     @cached_property
     def numbered(self) -> list[str]:
@@ -198,11 +244,14 @@ class TorchParams:
     @cached_property
     def is_whole(self) -> bool:
         """Whether this rank holds all elements, see [Note: torch's format]."""
-        return self.data.size == 1 and all(placement.dim is None for placement in self.share.placements.values())
+        return self.data.size == 1 and all(
+            placement.dim is None for placement in self.share.placements.values()
+        )
 
     @cached_property
     def pieces(self) -> dict[str, list[OwnedPiece]]:
-        """Everything that this rank owns, by name, in the order of its buffers and as flat params are cut now."""
+        """Everything that this rank owns, by name, in the order of its buffers and as flat params
+        are cut now."""
         found: dict[str, list[OwnedPiece]] = {}
         for piece in owned_pieces(WholeModel([self.share])):
             found.setdefault(piece.shard.name, []).append(piece)
@@ -224,16 +273,23 @@ class TorchParams:
 
     @cached_property
     def begins(self) -> list[Mapping[str, Any]]:
-        """By group, the state of a param of three elements that was never updated, see [Note: torch's format]."""
+        """By group, the state of a param of three elements that was never updated, see [Note:
+        torch's format]."""
         return [
             _begin(self.share.optimizer, number, group, stand_in)
-            for number, (group, stand_in) in enumerate(zip(self.groups, self.stand_ins, strict=True))
+            for number, (group, stand_in) in enumerate(
+                zip(self.groups, self.stand_ins, strict=True)
+            )
         ]
 
     @cached_property
     def stand_ins(self) -> list[Optimizer | None]:
-        """By group, an optimizer that has updated a param of three elements once; None where it begins with zeros."""
-        return [_stand_in(self.share.optimizer, number, group) for number, group in enumerate(self.groups)]
+        """By group, an optimizer that has updated a param of three elements once; None where it
+        begins with zeros."""
+        return [
+            _stand_in(self.share.optimizer, number, group)
+            for number, group in enumerate(self.groups)
+        ]
 
 
 def moments_to_begin(optimizer: ShardedOptimizer, number: int) -> set[str]:
@@ -251,19 +307,27 @@ def _is_moment(value: Any) -> bool:
 def _begins_with_zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> bool:
     updater = part_for(optimizer.inner, optimizer.inner.param_groups[number])
     if not (
-        optimizer.plan.choice.is_adam or type(updater).__module__.startswith(("torch.optim.", "megatron_distopt."))
+        optimizer.plan.choice.is_adam
+        or type(updater).__module__.startswith(("torch.optim.", "megatron_distopt."))
     ):
         return False  # a user's, which may inherit from one of torch's
     has_momentum = "momentum_buffer" in needed_moments(optimizer, number)
     return is_adam(optimizer, number) or (has_momentum and not group.get("dampening"))
 
 
-def _stand_in(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> Optimizer | None:
+def _stand_in(
+    optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]
+) -> Optimizer | None:
     if _begins_with_zeros(optimizer, number, group):
         return None
     live, param = optimizer.inner.param_groups[number], torch.zeros(3, device=optimizer.device)
-    # With what the class itself has written since then, such as a count, it would go on and not begin.
-    options = {key: copy.deepcopy(live[key]) for key in optimizer.plan.groups[number].options if key in live}
+    # With what the class itself has written since then, such as a count, it would go on and not
+    # begin.
+    options = {
+        key: copy.deepcopy(live[key])
+        for key in optimizer.plan.groups[number].options
+        if key in live
+    }
     with undisturbed(optimizer.device):
         stand_in = optimizer.plan.choice.build([{**options, "params": [param]}])
         param.grad = torch.zeros_like(param)
@@ -279,10 +343,13 @@ def _begin(
         maxima = {"max_exp_avg_sq": zeros} if group.get("amsgrad") else {}
         return {STEP: torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros, **maxima}
     if stand_in is None:
-        has_momentum = group.get("momentum") or is_muons_group(group)  # Muon keeps it for a factor of 0 as well
+        # Muon keeps it for a factor of 0 as well
+        has_momentum = group.get("momentum") or is_muons_group(group)
         return {"momentum_buffer": zeros} if has_momentum else {}
     param = stand_in.param_groups[0]["params"][0]
-    state = {key: value for key, value in stand_in.state.get(param, {}).items() if value is not None}
+    state = {
+        key: value for key, value in stand_in.state.get(param, {}).items() if value is not None
+    }
     unwritten = {key: value * math.nan for key, value in moments_of(stand_in, param).items()}
     return state | unwritten | ({STEP: state[STEP] * 0} if STEP in state else {})
 
@@ -291,8 +358,8 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
     """The state of all params, as `torch.optim.Optimizer.state_dict` returns it.
 
     Returns:
-        {"state": {number: {"step", "exp_avg", ...}}, "param_groups": [{..., "params": [number, ...]}]}, see
-        [Note: torch's format].
+        {"state": {number: {"step", "exp_avg", ...}}, "param_groups": [{..., "params": [number,
+        ...]}]}, see [Note: torch's format].
     """
     first, groups = 0, []
     for group, names, stand_in in zip(params.groups, params.names, params.stand_ins, strict=True):
@@ -303,19 +370,27 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
         groups.append({**options, "params": list(range(first, first + len(names)))})
         first += len(names)
         if LOSS_SCALE in group:
-            groups[-1][LOSS_SCALE] = {**group[LOSS_SCALE], "num_skipped": params.share.optimizer.num_skipped}
+            groups[-1][LOSS_SCALE] = {
+                **group[LOSS_SCALE],
+                "num_skipped": params.share.optimizer.num_skipped,
+            }
     states = {number: _state_of(params, name) for number, name in enumerate(params.numbered)}
-    return {"state": {number: state for number, state in states.items() if state is not None}, "param_groups": groups}
+    return {
+        "state": {number: state for number, state in states.items() if state is not None},
+        "param_groups": groups,
+    }
 
 
 class StateByParam(Mapping[Parameter, dict[str, Any]]):
-    """`optimizer.state` of a torch optimizer, made when it is read. Plain tensors in it are live."""
+    """`optimizer.state` of a torch optimizer, made when it is read. Plain tensors in it are
+    live."""
 
     def __init__(self, params: TorchParams, name_of: Mapping[Parameter, str]) -> None:
         self._params, self._name_of = params, name_of
 
     def __getitem__(self, param: Parameter) -> dict[str, Any]:
-        return _state_of(self._params, self._name_of[param]) or {}  # as in torch, where every param has an entry then
+        # as in torch, where every param has an entry then
+        return _state_of(self._params, self._name_of[param]) or {}
 
     def __iter__(self) -> Iterator[Parameter]:
         return (param for param in self._name_of if param in self)
@@ -334,14 +409,15 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
         return has_any or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
 
     def __bool__(self) -> bool:
-        """True also without entries: torch makes a step where it finds no state, and in a step ranks meet."""
+        """True also without entries: torch makes a step where it finds no state, and in a step
+        ranks meet."""
         return True
 
     def clear(self, *_: object) -> NoReturn:
         """Refused, as is every other way to replace state."""
         raise CheckpointError(
-            "Invalid optimizer.state: changed. Must be read here alone. Change what optimizer.state_dict() returns and "
-            "give it to load_state_dict."
+            "Invalid optimizer.state: changed. Must be read here alone. Change what "
+            "optimizer.state_dict() returns and give it to load_state_dict."
         )
 
     __setitem__ = __delitem__ = clear
@@ -353,7 +429,10 @@ def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     # torch refuses a param without an entry where others have one.
     nothing: dict[str, Any] | None = None if params.is_whole and not params.has_main else {}
     if (shape := params.empty.get(name)) is not None:
-        shown = {key: torch.zeros(shape) if _is_moment(value) else copy.deepcopy(value) for key, value in begin.items()}
+        shown = {
+            key: torch.zeros(shape) if _is_moment(value) else copy.deepcopy(value)
+            for key, value in begin.items()
+        }
         return shown or nothing
     if name not in params.trained:
         return None
@@ -364,9 +443,16 @@ def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     if flat is None:  # only the owners know what is kept once
         none, of_cpu = ((), ()), torch.device("cpu")
         known = {key: value for key, value in values.items() if key not in kinds}
-        scalars = {key: ShardedValue(each.shape, *none, dtype=each.dtype, device=of_cpu) for key, each in known.items()}
+        scalars = {
+            key: ShardedValue(each.shape, *none, dtype=each.dtype, device=of_cpu)
+            for key, each in known.items()
+        }
     else:
-        scalars = {key: copy.deepcopy(value) for key, value in begin.items() if key not in kinds and not moments}
+        scalars = {
+            key: copy.deepcopy(value)
+            for key, value in begin.items()
+            if key not in kinds and not moments
+        }
         scalars |= _scalars(optimizer, flat, moments)
     state = {kind: _value(params, name, moments.get(kind), begin.get(kind)) for kind in kinds}
     if name in params.has_main:
@@ -377,11 +463,16 @@ def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     return {**scalars, **state} or nothing
 
 
-def _value(params: TorchParams, name: str, flat: Tensor | None, begin: Tensor | None = None) -> Tensor:
-    """One value of a param, as views of a tensor as long as the flat param, or with the value of `begin`."""
+def _value(
+    params: TorchParams, name: str, flat: Tensor | None, begin: Tensor | None = None
+) -> Tensor:
+    """One value of a param, as views of a tensor as long as the flat param, or with the value of
+    `begin`."""
     share, pieces = params.share, params.pieces.get(name, [])
     shown = torch.zeros(1, device=share.optimizer.device) if begin is None else begin
-    dtype, device = (shown.dtype, share.optimizer.device) if flat is None else (flat.dtype, flat.device)
+    dtype, device = (
+        (shown.dtype, share.optimizer.device) if flat is None else (flat.dtype, flat.device)
+    )
     boxes = [piece.piece.in_global for piece in pieces]
     if flat is None:
         parts = [shown[:1].to(device).expand(box.numel).reshape(box.sizes).clone() for box in boxes]
@@ -389,7 +480,10 @@ def _value(params: TorchParams, name: str, flat: Tensor | None, begin: Tensor | 
         parts = [piece.view(flat.detach()) for piece in pieces]
     if params.is_whole and not isinstance(parts[0], LowPrecisionTensor):
         return parts[0]
-    shape, how = share.placements[name].global_shape, {"writes": share.writes(name), "is_whole": params.is_whole}
+    shape, how = (
+        share.placements[name].global_shape,
+        {"writes": share.writes(name), "is_whole": params.is_whole},
+    )
     return ShardedValue(shape, boxes, parts, dtype=dtype, device=device, **how)
 
 
@@ -397,18 +491,26 @@ def is_unwritten(state: Mapping[str, Any]) -> bool:
     """Whether all that is kept for each element of a param is nan, see [Note: torch's format]."""
     kept = [value for key, value in state.items() if key not in (MAIN_PARAM, AVERAGE)]
     values = [value for value in kept if torch.is_tensor(value) and value.dim()]
-    parts = [part for value in values for part in (value.parts if isinstance(value, ShardedValue) else [value])]
+    parts = [
+        part
+        for value in values
+        for part in (value.parts if isinstance(value, ShardedValue) else [value])
+    ]
     floats = [part for part in parts if part.is_floating_point() and part.numel()]
     return bool(floats) and all(bool(as_plain(part).isnan().all()) for part in floats)
 
 
 def is_adam(optimizer: ShardedOptimizer, number: int) -> bool:
-    """Whether the inner optimizer begins with two moments of zero and a count of 0 in a param group."""
+    """Whether the inner optimizer begins with two moments of zero and a count of 0 in a param
+    group."""
     return "exp_avg_sq" in needed_moments(optimizer, number)
 
 
-def _scalars(optimizer: ShardedOptimizer, flat: FlatParam, moments: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The count of updates and what else is kept once, copied: the params of a flat param share it."""
+def _scalars(
+    optimizer: ShardedOptimizer, flat: FlatParam, moments: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The count of updates and what else is kept once, copied: the params of a flat param share
+    it."""
     found = {
         key: value.clone() if torch.is_tensor(value) else value
         for key, value in optimizer.inner.state.get(flat.main, {}).items()
@@ -428,10 +530,11 @@ _Sharded: TypeAlias = tuple[tuple[int, ...], torch.dtype, tuple[Box, ...]]
 
 @torch.no_grad()
 def full_state_dict(params: TorchParams) -> dict[str, Any]:
-    """Collective: the state of all params in whole tensors on the CPU of the data-parallel group's first rank.
+    """Collective: the state of all params in whole tensors on the CPU of the data-parallel group's
+    first rank.
 
-    One value of one rank is sent at a time. The result is what `torch_state_dict` returns on one rank: `torch.save`
-    writes it, and any optimizer of the same params loads it.
+    One value of one rank is sent at a time. The result is what `torch_state_dict` returns on one
+    rank: `torch.save` writes it, and any optimizer of the same params loads it.
 
     Returns:
         The state on rank 0 of the data-parallel group; {} on the others.
@@ -441,19 +544,23 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
     """
     state = torch_state_dict(params)
     states = {number: kinds for number, kinds in state["state"].items() if not is_unwritten(kinds)}
-    values = {(number, kind): value for number, kinds in states.items() for kind, value in kinds.items()}
+    values = {
+        (number, kind): value for number, kinds in states.items() for kind, value in kinds.items()
+    }
 
     def describe() -> tuple[dict[_ValueKey, _Sharded], dict[_ValueKey, Any]]:
         for placement in params.share.placements.values():
             if placement.dim is not None:
                 raise CheckpointError(
-                    f"Invalid full_state_dict: {placement.name!r}, which is cut over other ranks, too. Must be of "
-                    "params that every rank has whole. Call optimizer.save(folder)."
+                    f"Invalid full_state_dict: {placement.name!r}, which is cut over other ranks, "
+                    "too. Must be of params that every rank has whole. Call optimizer.save(folder)."
                 )
         sharded = {key: value for key, value in values.items() if isinstance(value, ShardedValue)}
         once = {key: value for key, value in values.items() if key not in sharded}
         known = {key: value for key, value in sharded.items() if value.boxes}
-        described = {key: (tuple(value.shape), value.dtype, value.boxes) for key, value in known.items()}
+        described = {
+            key: (tuple(value.shape), value.dtype, value.boxes) for key, value in known.items()
+        }
         return described, {
             key: as_plain(value.detach()).cpu().clone() if torch.is_tensor(value) else value
             for key, value in once.items()
@@ -466,20 +573,30 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
     by_number: dict[int, dict[str, Any]] = {}
     for (number, kind), value in sorted(full.items(), key=lambda item: item[0][0]):
         by_number.setdefault(number, {})[kind] = value
-    return {"state": by_number, "param_groups": state["param_groups"]} if params.data.rank == 0 else {}
+    return (
+        {"state": by_number, "param_groups": state["param_groups"]} if params.data.rank == 0 else {}
+    )
 
 
-def _gather(own: ShardedValue | None, by_rank: Sequence[_Sharded | None], params: TorchParams) -> Tensor | None:
-    """Collective: gathers one value, of which `by_rank` says what each rank holds, on the first rank."""
+def _gather(
+    own: ShardedValue | None, by_rank: Sequence[_Sharded | None], params: TorchParams
+) -> Tensor | None:
+    """Collective: gathers one value, of which `by_rank` says what each rank holds, on the first
+    rank."""
     group = params.data
     device = torch.device("cpu") if "gloo" in group.backend else params.share.optimizer.device
-    mine = torch.cat([part.reshape(-1) for part in own.parts]).to(device) if own is not None and own.parts else None
+    mine = (
+        torch.cat([part.reshape(-1) for part in own.parts]).to(device)
+        if own is not None and own.parts
+        else None
+    )
     if group.rank != 0:
         if mine is not None:
             dist.send(mine, dst=group.global_rank(0), group=group.handle)
         return None
     known = [local for local in by_rank if local is not None]
-    shape, dtype, _ = next((local for local in known if local[2]), known[0])  # one that owns none has no dtype
+    # one that owns none has no dtype
+    shape, dtype, _ = next((local for local in known if local[2]), known[0])
     whole = torch.zeros(shape, dtype=dtype)
     for rank, local in enumerate(by_rank):
         boxes = local[2] if local is not None else ()

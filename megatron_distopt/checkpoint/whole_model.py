@@ -1,10 +1,11 @@
-"""What this rank holds of the whole model. A host describes it; a checkpoint is written from it and read into it.
+"""What this rank holds of the whole model. A host describes it; a checkpoint is written from it and
+read into it.
 
-[Note: owned state] What the owner of a whole param keeps are tensors of any shape beside those that are cut like the
-param. Their kinds begin with "owned:". The kind "owned:" itself is the JSON of `OwnedParam.split`, as bytes;
-"owned:state.GG.0" is the tensor that it calls so. Where tensor-parallel ranks share a param, each of them updates its
-part for a param of its own, as the class does without sharding. The kinds of the second of two ranks begin with
-"owned:1of2:".
+[Note: owned state] What the owner of a whole param keeps are tensors of any shape beside those that
+are cut like the param. Their kinds begin with "owned:". The kind "owned:" itself is the JSON of
+`OwnedParam.split`, as bytes; "owned:state.GG.0" is the tensor that it calls so. Where
+tensor-parallel ranks share a param, each of them updates its part for a param of its own, as the
+class does without sharding. The kinds of the second of two ranks begin with "owned:1of2:".
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.whole_params import OwnedParam, owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
-#: What torch.compile, FSDP and activation checkpointing add to the names of params in a module that they wrap.
+#: What torch.compile, FSDP and activation checkpointing add to the names of params in a module that
+#: they wrap.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 #: What DataParallel and DDP add in front of the names.
 _IN_FRONT = "module"
 _log = logging.getLogger("megatron_distopt")
-#: The names that Megatron's grad scaler has for the numbers of the loss scale, and the names in a checkpoint.
-LOSS_SCALE_NAMES = {"scale": "scale", "growth_tracker": "good_steps", "hysteresis_tracker": "tolerated"}
+#: The names that Megatron's grad scaler has for the numbers of the loss scale, and the names in a
+#: checkpoint.
+LOSS_SCALE_NAMES = {
+    "scale": "scale",
+    "growth_tracker": "good_steps",
+    "hysteresis_tracker": "tolerated",
+}
 #: Of what owners of whole params keep: the part of the param, and the place in its state.
 _OWNED_KIND = re.compile(r"owned:((?:\d+of\d+:)?)(.*)", re.DOTALL)
 
@@ -58,10 +65,11 @@ class Share:
 
     optimizer: ShardedOptimizer
     placements: Mapping[str, Placement]  # of its params, by their names in it
-    #: Whether this rank writes its shards of a param, by the names in the optimizer. Where ranks other than
-    #: data-parallel ones hold the same shards, it is True on one of them.
+    #: Whether this rank writes its shards of a param, by the names in the optimizer. Where ranks
+    #: other than data-parallel ones hold the same shards, it is True on one of them.
     writes: Callable[[str], bool] = lambda name: True
-    #: Names in the whole model of params without state, by the number of the param group that they are in.
+    #: Names in the whole model of params without state, by the number of the param group that they
+    #: are in.
     resting: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -70,13 +78,17 @@ class WholeModel:
     """The model as all ranks together have it."""
 
     shares: Sequence[Share]  # of this rank, one for each optimizer; at least one
-    #: Makes one name of the names that all hosts have for a param. Names that become equal within one checkpoint or
-    #: model are compared as they are.
+    #: Makes one name of the names that all hosts have for a param. Names that become equal within
+    #: one checkpoint or model are compared as they are.
     canonical: Callable[[str], str] = without_wrappers
-    frozen: frozenset[str] = frozenset()  # names of params that do not train here; a checkpoint may hold them
-    about: Mapping[str, str | int] = field(default_factory=dict)  # host and sizes of groups, for the manifest
-    from_weights: str = "start from its weights with a new optimizer"  # without a checkpoint of it, for errors
-    kept_options: frozenset[str] = frozenset()  # options of param groups that a load leaves as the run has them
+    # names of params that do not train here; a checkpoint may hold them
+    frozen: frozenset[str] = frozenset()
+    # host and sizes of groups, for the manifest
+    about: Mapping[str, str | int] = field(default_factory=dict)
+    # without a checkpoint of it, for errors
+    from_weights: str = "start from its weights with a new optimizer"
+    # options of param groups that a load leaves as the run has them
+    kept_options: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +102,8 @@ class OwnedPiece:
     piece: Piece  # which elements
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The elements of the piece in a tensor as long as the flat param, in the shape of the box."""
+        """The elements of the piece in a tensor as long as the flat param, in the shape of the
+        box."""
         in_shard = self.piece.in_param.relative_to(self.shard.in_param.start)
         stretch = self.flat.cut(tensor, self.shard)[in_shard.as_slice()]
         return stretch.view(self.piece.sizes)[self.piece.inside.as_slices()]
@@ -136,10 +149,15 @@ def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, Any]) -> None:
 
     `saved` has the names of a checkpoint, or those of Megatron's grad scaler.
     """
-    current, named = loss_scale.state_dict(), {LOSS_SCALE_NAMES.get(key, key): saved[key] for key in saved}
+    current, named = (
+        loss_scale.state_dict(),
+        {LOSS_SCALE_NAMES.get(key, key): saved[key] for key in saved},
+    )
     found = {key: named.get(LOSS_SCALE_NAMES.get(key, key)) for key in current}
     if current and None not in found.values():
-        loss_scale.load_state_dict({key: _like(value, found[key]) for key, value in current.items()})
+        loss_scale.load_state_dict(
+            {key: _like(value, found[key]) for key, value in current.items()}
+        )
     elif current:
         _log.warning("the checkpoint has no loss scale; that of this run goes on")
     elif saved:
@@ -148,7 +166,11 @@ def load_loss_scale(loss_scale: LossScale, saved: Mapping[str, Any]) -> None:
 
 def _like(current: Any, number: Any) -> Any:
     """A number in the type and shape in which this run keeps it."""
-    return torch.full_like(current, float(number)) if torch.is_tensor(current) else type(current)(number)
+    return (
+        torch.full_like(current, float(number))
+        if torch.is_tensor(current)
+        else type(current)(number)
+    )
 
 
 # --- what owners of whole params keep, see [Note: owned state]
@@ -166,11 +188,16 @@ def is_owned_part(key: str, placement: Placement) -> bool:
 
 
 def _part(placement: Placement) -> str:
-    return "" if placement.dim is None or placement.size == 1 else f"{placement.rank}of{placement.size}:"
+    return (
+        ""
+        if placement.dim is None or placement.size == 1
+        else f"{placement.rank}of{placement.size}:"
+    )
 
 
 def owned_tensors(share: Share) -> Iterator[tuple[str, Tensor]]:
-    """What this rank has to write of one optimizer, by key; nothing of params that were never updated.
+    """What this rank has to write of one optimizer, by key; nothing of params that were never
+    updated.
 
     Raises:
         CheckpointError: the inner optimizer keeps something that fits into no file.
@@ -187,12 +214,17 @@ def owned_tensors(share: Share) -> Iterator[tuple[str, Tensor]]:
 def take_owned(
     owned: OwnedParam, options: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], where: str
 ) -> None:
-    """Gives an owned param the state of a checkpoint, all its tensors by key; it begins anew where that has none.
+    """Gives an owned param the state of a checkpoint, all its tensors by key; it begins anew where
+    that has none.
 
     Raises:
         CheckpointError: the tensors do not belong together.
     """
-    by_place = {match[2]: tensor for key, tensor in tensors if (match := _OWNED_KIND.fullmatch(kind_of(key)))}
+    by_place = {
+        match[2]: tensor
+        for key, tensor in tensors
+        if (match := _OWNED_KIND.fullmatch(kind_of(key)))
+    }
     if not by_place:
         owned.begin(options)
         return
@@ -200,6 +232,6 @@ def take_owned(
         owned.join(json.loads(bytes(by_place.pop("").tolist())), by_place, options)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"State in checkpoint {where} is not what the owner of a param has saved: {error!r}. Load an earlier "
-            "checkpoint."
+            f"State in checkpoint {where} is not what the owner of a param has saved: {error!r}. "
+            "Load an earlier checkpoint."
         ) from error

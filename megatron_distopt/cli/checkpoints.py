@@ -41,7 +41,9 @@ def find(path: Path) -> CheckpointPath:
     if path.is_file() and path.name in (MANIFEST, _TRACKER):
         path = path.parent
     if path.suffix == _DATA:
-        raise CheckpointError(f"{path} is one file of a checkpoint. Write the folder {path.parent}.")
+        raise CheckpointError(
+            f"{path} is one file of a checkpoint. Write the folder {path.parent}."
+        )
     for folder in (path, path / _IN_ITERATION):
         if is_checkpoint(folder):
             return CheckpointPath(folder, is_ours=True)
@@ -71,10 +73,13 @@ def _check_finished(folder: Path) -> None:
     """
     files = len(list(folder.glob(f"*{_DATA}"))) if folder.is_dir() else 0
     if files and not (folder / ".metadata").exists():
-        earlier = next((str(manifest.parent) for manifest in finished_iterations(folder)), "an earlier one")
+        earlier = next(
+            (str(manifest.parent) for manifest in finished_iterations(folder)), "an earlier one"
+        )
         raise CheckpointError(
-            f"A save into {folder} was not finished: it has {files} {_DATA} file{'s' * (files > 1)} and no {MANIFEST}. "
-            f"Wait if a run is saving there now; if that run has died, take {earlier}."
+            f"A save into {folder} was not finished: it has {files} {_DATA} "
+            f"file{'s' * (files > 1)} and no {MANIFEST}. Wait if a run is saving there now; if "
+            f"that run has died, take {earlier}."
         )
 
 
@@ -83,7 +88,8 @@ def nbytes_of(info: TensorRecord) -> int:
 
 
 def by_param(tensors: Mapping[str, _Value]) -> dict[str, dict[str, _Value]]:
-    """Sorts what is known of tensors by param and kind: its values come first, then its state in alphabetical order."""
+    """Sorts what is known of tensors by param and kind: its values come first, then its state in
+    alphabetical order."""
     found: dict[str, dict[str, _Value]] = {}
     for key in sorted(tensors, key=lambda key: (kind_of(key) != MAIN, key)):
         found.setdefault(name_of(key), {})[kind_of(key)] = tensors[key]
@@ -105,6 +111,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def settings_of(group: GroupRecord) -> dict[str, object]:
-    """Returns everything that a checkpoint says about the params of a group, the number of updates included."""
+    """Returns everything that a checkpoint says about the params of a group, the number of updates
+    included."""
     scalars = {key: scalar.value for key, scalar in group.scalars.items() if key != "step"}
     return {"step": group.step, **scalars, **group.options}

@@ -20,30 +20,52 @@ from megatron_distopt.errors import ConfigError, HostError, refusal
 from megatron_distopt.hosts.recording import RECORD_VARIABLE, RecordedRun
 
 _PACKAGE, _MODULE_FLAGS = __name__.partition(".")[0], ("-m", "--module")
-_LAUNCHER, _LAUNCHING = re.compile(r"torchrun|deepspeed|python[\d.]*"), re.compile(r"torch\.distributed\.(run|launch)")
-#: Flags by pattern: what a host's undistributed optimizer refuses, what writes files or ends a run, what loads.
+_LAUNCHER, _LAUNCHING = (
+    re.compile(r"torchrun|deepspeed|python[\d.]*"),
+    re.compile(r"torch\.distributed\.(run|launch)"),
+)
+#: Flags by pattern: what a host's undistributed optimizer refuses, what writes files or ends a run,
+#: what loads.
 DISTRIBUTED = "use-distributed-optimizer|overlap-param-gather.*"
-WRITING = "(async-)?save.*|exit-.*|non-persistent-.*|tensorboard-dir|wandb-.*|distopt-(protect|log-digests|digest).*"
+WRITING = (
+    "(async-)?save.*|exit-.*|non-persistent-.*|tensorboard-dir|wandb-.*|"
+    "distopt-(protect|log-digests|digest).*"
+)
 LOADING = "load|pretrained-checkpoint|ckpt-step|use-checkpoint-args|universal-checkpoint"
-_LEFT_OUT = re.compile("MEGATRON_DISTOPT_(PROTECT_.*|LOG_DIGESTS|DIGEST_FILE)")  # variables that do so
+# variables that do so
+_LEFT_OUT = re.compile("MEGATRON_DISTOPT_(PROTECT_.*|LOG_DIGESTS|DIGEST_FILE)")
 _ERROR = re.compile(
-    r"^(?:\[.*?\]:?\s*)*((?:\w+\.)*\w*(?:Error|Exception): \S.*|.*: error: .*|megatron_distopt: .*)", re.MULTILINE
+    r"^(?:\[.*?\]:?\s*)*"
+    r"((?:\w+\.)*\w*(?:Error|Exception): \S.*|.*: error: .*|megatron_distopt: .*)",
+    re.MULTILINE,
 )
 
 
 def with_runner(words: Sequence[str]) -> list[str]:
-    """Puts our runner into a launch line where it is missing; refuses one without a training script."""
+    """Puts our runner into a launch line where it is missing; refuses one without a training
+    script."""
     if any(flag in _MODULE_FLAGS and word == _PACKAGE for flag, word in pairwise(words)):
         return list(words)
     names = [Path(word).name for word in words]
-    first = next((place for place, name in enumerate(names) if _LAUNCHER.fullmatch(name)), len(words))
+    first = next(
+        (place for place, name in enumerate(names) if _LAUNCHER.fullmatch(name)), len(words)
+    )
     for place, (flag, word) in enumerate(pairwise(words[first:]), first + 1):
         is_module = flag in _MODULE_FLAGS and not _LAUNCHING.fullmatch(word)
         if is_module or word.endswith(".py"):
-            ours = [_PACKAGE, "-m"] if is_module else ["--module" if names[first] == "deepspeed" else "-m", _PACKAGE]
+            ours = (
+                [_PACKAGE, "-m"]
+                if is_module
+                else ["--module" if names[first] == "deepspeed" else "-m", _PACKAGE]
+            )
             return [*words[:place], *ours, *words[place:]]
-    remedy = "Write the line itself after --, such as -- torchrun --nproc-per-node 8 pretrain_gpt.py ARGUMENTS"
-    raise ConfigError(refusal("launch line", words, "start a script by torchrun, deepspeed or python", remedy))
+    remedy = (
+        "Write the line itself after --, such as -- torchrun --nproc-per-node 8 pretrain_gpt.py "
+        "ARGUMENTS"
+    )
+    raise ConfigError(
+        refusal("launch line", words, "start a script by torchrun, deepspeed or python", remedy)
+    )
 
 
 def without(words: Sequence[str], flags: str) -> list[str]:
@@ -58,20 +80,35 @@ def without(words: Sequence[str], flags: str) -> list[str]:
 
 
 def plus(words: Sequence[str], *flags: str) -> list[str]:
-    """Adds flags of the script, which win because they are last, with underscores where the line has those."""
+    """Adds flags of the script, which win because they are last, with underscores where the line
+    has those."""
     own = " ".join(words[words.index(_PACKAGE) :])
     has_underscores = re.search(r"--\w+_\w", own) and not re.search(r"--\w+-\w", own)
-    return [*words, *(re.sub(r"(?<=\w)-", "_", flag) if has_underscores else flag for flag in flags)]
+    return [
+        *words,
+        *(re.sub(r"(?<=\w)-", "_", flag) if has_underscores else flag for flag in flags),
+    ]
 
 
-def train(scratch: Path, iterations: int, name: str, words: Sequence[str], switch: Switch) -> RecordedRun:
-    """Runs one training to its end, and shows how far it is; HostError where it ends before its time."""
+def train(
+    scratch: Path, iterations: int, name: str, words: Sequence[str], switch: Switch
+) -> RecordedRun:
+    """Runs one training to its end, and shows how far it is; HostError where it ends before its
+    time."""
     folder, console = Path(tempfile.mkdtemp(dir=scratch)), Console(stderr=True, highlight=False)
-    environment = {name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)}
-    environment |= {"MEGATRON_DISTOPT": switch.value, RECORD_VARIABLE: str(folder), "TMPDIR": str(scratch)}
+    environment = {
+        name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)
+    }
+    environment |= {
+        "MEGATRON_DISTOPT": switch.value,
+        RECORD_VARIABLE: str(folder),
+        "TMPDIR": str(scratch),
+    }
     log, text, status, run = folder / "log", "", None, RecordedRun(folder)
     with log.open("wb") as out:
-        process = subprocess.Popen(words, env=environment, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            words, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
     try:
         while status is None:
             with suppress(subprocess.TimeoutExpired):
@@ -85,8 +122,15 @@ def train(scratch: Path, iterations: int, name: str, words: Sequence[str], switc
         _end(process, folder)
     if len(run.steps) < (iterations if status else 1):
         lines = log.read_text("utf-8", errors="replace")
-        reason = (_ERROR.findall(lines) or lines.split("\n")[-2:-1] or ["no output"])[0].strip().rstrip(".")
-        found = f"{name}: ended with status {status} after {len(run.steps)} calls of train_step. {reason}"
+        reason = (
+            (_ERROR.findall(lines) or lines.split("\n")[-2:-1] or ["no output"])[0]
+            .strip()
+            .rstrip(".")
+        )
+        found = (
+            f"{name}: ended with status {status} after {len(run.steps)} calls of train_step. "
+            f"{reason}"
+        )
         raise HostError(f"{found}. Try alone: MEGATRON_DISTOPT={switch.value} {shlex.join(words)}")
     return run
 

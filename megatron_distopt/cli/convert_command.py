@@ -10,7 +10,8 @@ from megatron_distopt.formats import convert, open_any
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Reads one checkpoint and writes another; where it cannot be read or written so, nothing is written."""
+    """Reads one checkpoint and writes another; where it cannot be read or written so, nothing is
+    written."""
     place = find(parsed.source)
     source = open_any(place.path, resume_step=parsed.resume_step)
     with progress_of("converting", sum(map(nbytes_of, source.tensors.values()))) as progress:
@@ -19,9 +20,15 @@ def answer(parsed: argparse.Namespace) -> Answer:
     if done.written == "torch":
         use = f"torch.load({str(done.path)!r}, weights_only=True)"
     elif done.is_iteration:
-        use = "move it to iter_NNNNNNN in a --load folder whose latest_checkpointed_iteration.txt says that number"
+        use = (
+            "move it to iter_NNNNNNN in a --load folder whose latest_checkpointed_iteration.txt "
+            "says that number"
+        )
     else:
-        use = "move it to distrib_optim.distopt in the folder of its iteration, next to the model's files"
+        use = (
+            "move it to distrib_optim.distopt in the folder of its iteration, next to the model's "
+            "files"
+        )
     document = {
         "source": str(place.path),
         "chosen": place.chosen,

@@ -1,7 +1,8 @@
 """`megatron-distopt doctor`: would training start here, and with what?
 
-It reads the fork's source, the environment and the flags of the launch script (here), looks at this Python and machine
-(doctor_machine), and tries to import the fork's training module in another process (doctor_trial).
+It reads the fork's source, the environment and the flags of the launch script (here), looks at this
+Python and machine (doctor_machine), and tries to import the fork's training module in another
+process (doctor_trial).
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_distopt.cli.doctor_trial import try_start
-from megatron_distopt.cli.show import Answer, Finding, Status, noted, ok, plural, problem, rows, titled
+from megatron_distopt.cli.show import (
+    Answer,
+    Finding,
+    Status,
+    noted,
+    ok,
+    plural,
+    problem,
+    rows,
+    titled,
+)
 from megatron_distopt.config import (
     FIXES_VARIABLE,
     DistOptConfig,
@@ -35,7 +46,15 @@ from megatron_distopt.config import (
 from megatron_distopt.errors import ConfigError, DistOptError
 from megatron_distopt.hosts.detect import MEGATRON_CORE
 from megatron_distopt.hosts.fixes import needed_fixes
-from megatron_distopt.hosts.fork_source import GROUP, ParserOption, SourceTree, Survey, fork_at, importable_host, survey
+from megatron_distopt.hosts.fork_source import (
+    GROUP,
+    ParserOption,
+    SourceTree,
+    Survey,
+    fork_at,
+    importable_host,
+    survey,
+)
 from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS, FLAG
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
 from megatron_distopt.plugin.arguments import add_arguments, check_spelling
@@ -65,11 +84,16 @@ def answer(parsed: argparse.Namespace) -> Answer:
         titled(section, rows((each.status.value, each.subject, each.text) for each in of_it))
         for section, of_it in groupby(findings, key=lambda finding: finding.section)
     ]
-    return Answer({"can_start": not num_problems, "findings": documents}, [*parts, verdict], 1 if num_problems else 0)
+    return Answer(
+        {"can_start": not num_problems, "findings": documents},
+        [*parts, verdict],
+        1 if num_problems else 0,
+    )
 
 
 def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True) -> list[Finding]:
-    """Finds out what can be known before a job is started; a `fork` of None is what this Python would import."""
+    """Finds out what can be known before a job is started; a `fork` of None is what this Python
+    would import."""
     tree, found, findings = None, None, list[Finding]()
     try:
         tree = importable_host([str(Path.cwd()), *sys.path]) if fork is None else fork_at(fork)
@@ -80,7 +104,9 @@ def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True
     options = found.options if found is not None else ()
     findings += _describe_machine(launch, options)
     findings += [*_variables(), *_entry_points(found)]
-    stops_imports = any(each.status is Status.PROBLEM and each.section in (_FORK, _ENVIRONMENT) for each in findings)
+    stops_imports = any(
+        each.status is Status.PROBLEM and each.section in (_FORK, _ENVIRONMENT) for each in findings
+    )
     findings += check_launch_flags(launch, found, _switch())
     if tree is not None and found is not None and found.generation.is_supported:
         findings += _fixes(tree)
@@ -88,7 +114,9 @@ def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True
             why = "mend the problems above first" if has_trial else "--no-trial"
             findings.append(noted(_TRIAL, "import", f"not tried: {why}"))
         else:
-            module = _TRAINING_MODULE if tree.has(_TRAINING_MODULE) else found.generation.factory.module
+            module = (
+                _TRAINING_MODULE if tree.has(_TRAINING_MODULE) else found.generation.factory.module
+            )
             findings.append(try_start(fork or Path.cwd(), module))
     return findings
 
@@ -100,7 +128,9 @@ def describe_fork(found: Survey, tree: SourceTree) -> Iterator[Finding]:
     """Yields a finding for everything that the adapter will ask of the fork."""
     yield ok(_FORK, "source", ", ".join(map(str, tree.roots)))
     generation = found.generation
-    yield _refused("generation", generation.refusal(), f"{generation.name}, as {generation.examples}")
+    yield _refused(
+        "generation", generation.refusal(), f"{generation.name}, as {generation.examples}"
+    )
     if not generation.is_supported:
         return
     for point in found.patch_points:
@@ -109,7 +139,9 @@ def describe_fork(found: Survey, tree: SourceTree) -> Iterator[Finding]:
         yield _refused(point.patch_point.attribute, point.refusal, text)
     built = found.optimizer_class
     if built is not None and not built.place and built.refusal is None:
-        yield noted(_FORK, built.name, "not found in the source, so it is looked at when training starts")
+        yield noted(
+            _FORK, built.name, "not found in the source, so it is looked at when training starts"
+        )
     elif built is not None:
         yield _refused(built.name, built.refusal, f"constructor as expected in {built.place}")
         if built.files:
@@ -134,12 +166,18 @@ def _describe_core(tree: SourceTree) -> Iterator[Finding]:
     text = file.read_text("utf-8", errors="replace") if file is not None else ""
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = '?\"?(\w*)", text, re.MULTILINE))
     if {"MAJOR", "MINOR", "PATCH"} <= numbers.keys():
-        release = f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}{numbers.get('PRE_RELEASE', '')}"
-        oldest, after = ((int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d+)", SERVED))
+        release = ".".join(str(numbers[part]) for part in ("MAJOR", "MINOR", "PATCH"))
+        release += str(numbers.get("PRE_RELEASE", ""))
+        oldest, after = (
+            (int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d+)", SERVED)
+        )
         if oldest <= (int(numbers["MAJOR"]), int(numbers["MINOR"])) < after:
             yield ok(_FORK, "megatron-core", f"{release}, served are {SERVED}")
         else:
-            text = f"{release}, tried are {SERVED}; what differs is refused when the optimizer is built"
+            text = (
+                f"{release}, tried are {SERVED}; what differs is refused when the optimizer is "
+                "built"
+            )
             yield noted(_FORK, "megatron-core", text)
 
 
@@ -151,8 +189,11 @@ def _describe_machine(launch: Sequence[str], options: Sequence[ParserOption]) ->
         return [problem("machine", "torch", "torch is not installed. Run pip install torch.")]
     config = DistOptConfig()
     with suppress(ConfigError):  # bad flags and variables are findings of their own
-        config = config_from_environment(os.environ, config_from_arguments(read_flags(launch, options)))
-    with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout while it is imported, and --json is one document
+        config = config_from_environment(
+            os.environ, config_from_arguments(read_flags(launch, options))
+        )
+    # DeepSpeed logs to stdout while it is imported, and --json is one document
+    with redirect_stdout(sys.stderr):
         return list(import_module("megatron_distopt.cli.doctor_machine").describe_machine(config))
 
 
@@ -176,31 +217,50 @@ def _variables() -> Iterator[Finding]:
     checks = partial(switch_from, os.environ), partial(config_from_environment, os.environ)
     yield from (problems := list(_refusals(_ENVIRONMENT, "variables", *checks)))
     given = sorted(name for name in os.environ if name.startswith("MEGATRON_DISTOPT"))
-    shown = ", ".join(f"{name}={os.environ[name]}" for name in given) or "no MEGATRON_DISTOPT variable is set"
+    shown = (
+        ", ".join(f"{name}={os.environ[name]}" for name in given)
+        or "no MEGATRON_DISTOPT variable is set"
+    )
     if _switch() is Switch.OFF:
-        yield noted(_ENVIRONMENT, "variables", f"{shown}: switched off, the host's own optimizer runs")
+        yield noted(
+            _ENVIRONMENT, "variables", f"{shown}: switched off, the host's own optimizer runs"
+        )
     elif not problems:
         yield ok(_ENVIRONMENT, "variables", shown)
 
 
 def _entry_points(found: Survey | None) -> Iterator[Finding]:
-    """Checks that a patched fork finds the entry point; without it, it would train with its own optimizer unnoticed."""
+    """Checks that a patched fork finds the entry point; without it, it would train with its own
+    optimizer unnoticed."""
     points = found.patch_points if found is not None else ()
     is_patched = any(point.is_patched for point in points)
     entries = entry_points(group=GROUP)
     if any(entry.value == _OUR_ENTRY_POINT for entry in entries):
-        use = "the fork asks for it" if is_patched else "unused until megatron-distopt patch --apply FORK"
+        use = (
+            "the fork asks for it"
+            if is_patched
+            else "unused until megatron-distopt patch --apply FORK"
+        )
         yield ok(_ENVIRONMENT, "entry point", f"distopt is registered in {GROUP}; {use}")
     else:
         state, which = (problem, ", which the fork asks") if is_patched else (noted, "")
-        text = f"distopt is not registered in {GROUP}{which}. Run pip install megatron-distopt in this Python."
+        text = (
+            f"distopt is not registered in {GROUP}{which}. Run pip install megatron-distopt in "
+            "this Python."
+        )
         yield state(_ENVIRONMENT, "entry point", text)
     if find_spec("ray") is not None and found is not None:
-        text = "Ray's workers, which are other processes than the driver, train with the host's own optimizer until "
-        text += (
-            'megatron-distopt patch --apply, or runtime_env={"worker_process_setup_hook": "megatron_distopt.install"}'
+        text = (
+            "Ray's workers, which are other processes than the driver, train with the host's own "
+            "optimizer until "
         )
-        yield noted(_ENVIRONMENT, "ray", "Ray's workers get in by the entry point" if is_patched else text)
+        text += (
+            'megatron-distopt patch --apply, or runtime_env={"worker_process_setup_hook": '
+            '"megatron_distopt.install"}'
+        )
+        yield noted(
+            _ENVIRONMENT, "ray", "Ray's workers get in by the entry point" if is_patched else text
+        )
     for entry in entries:
         if entry.value != _OUR_ENTRY_POINT:
             text = f"also {entry.name} = {entry.value}; they are used in order of names"
@@ -216,28 +276,48 @@ def _fixes(tree: SourceTree) -> Iterator[Finding]:
             yield noted(_TRIAL, "host fix", f"{fix}; {fix.why}")
         else:
             remedy = f"Unset {FIXES_VARIABLE} and MEGATRON_DISTOPT=0, or mend the fork"
-            yield problem(_TRIAL, "host fix", f"{fix.module} needs a fix that is switched off ({fix.what}). {remedy}.")
+            yield problem(
+                _TRIAL,
+                "host fix",
+                f"{fix.module} needs a fix that is switched off ({fix.what}). {remedy}.",
+            )
 
 
-def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switch) -> Iterator[Finding]:
-    """Yields findings about the flags of a launch script; `found` is None where there is no host."""
+def check_launch_flags(
+    words: Sequence[str], found: Survey | None, switch: Switch
+) -> Iterator[Finding]:
+    """Yields findings about the flags of a launch script; `found` is None where there is no
+    host."""
     if not words:
         return
     options = found.options if found else ()
     parsed = read_flags(words, options)
-    flag = next((option.flag for option in options if option.name == FLAG), f"--{FLAG.replace('_', '-')}")
-    is_given = getattr(parsed, FLAG, False) and any(word.partition("=")[0] == flag for word in words)
+    flag = next(
+        (option.flag for option in options if option.name == FLAG), f"--{FLAG.replace('_', '-')}"
+    )
+    is_given = getattr(parsed, FLAG, False) and any(
+        word.partition("=")[0] == flag for word in words
+    )
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
     known = list(dict.fromkeys([flag, *(option.flag for option in options), *ours]))
     # One by one, because the check stops at the first.
-    yield from _refusals(_LAUNCH, "spelling", *(partial(check_spelling, [word], known) for word in words))
+    yield from _refusals(
+        _LAUNCH, "spelling", *(partial(check_spelling, [word], known) for word in words)
+    )
     if found is not None and found.generation.is_supported:
         if is_given and switch is Switch.OFF:
-            yield noted(_LAUNCH, flag, "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs")
+            yield noted(
+                _LAUNCH,
+                flag,
+                "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs",
+            )
         elif is_given:
             yield ok(_LAUNCH, flag, "given: this optimizer is used")
         elif switch is Switch.REQUIRE:
-            text = f"MEGATRON_DISTOPT=require, and {flag} is not given. Add {flag}, or unset the variable."
+            text = (
+                f"MEGATRON_DISTOPT=require, and {flag} is not given. Add {flag}, or unset the "
+                "variable."
+            )
             yield problem(_LAUNCH, flag, text)
         else:
             yield noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")
@@ -247,13 +327,17 @@ def check_launch_flags(words: Sequence[str], found: Survey | None, switch: Switc
                 yield problem(_LAUNCH, "conflict", conflict.text)
         for each in REFUSED if found is not None and found.generation is MEGATRON_CORE else ():
             if getattr(parsed, each.option, False):
-                text = f"{each.option} is on and must be off with this distributed optimizer. {each.remedy}."
+                text = (
+                    f"{each.option} is on and must be off with this distributed optimizer. "
+                    f"{each.remedy}."
+                )
                 yield problem(_LAUNCH, "conflict", text)
     yield from _refusals(_LAUNCH, "our flags", partial(config_from_arguments, parsed))
 
 
 def read_flags(words: Sequence[str], options: Sequence[ParserOption]) -> SimpleNamespace:
-    """Parses launch flags without running the host's parser; flags that are not given leave no attribute.
+    """Parses launch flags without running the host's parser; flags that are not given leave no
+    attribute.
 
     Flags that are not among its options get their own name, and True where no value follows.
     """

@@ -39,10 +39,16 @@ def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
         accelerator = Accelerator(CPU, "torch")
     except Exception as error:  # noqa: BLE001 - DeepSpeed's import fails in many ways, and each is to be shown
         remedy = "Repair deepspeed, or set MEGATRON_DISTOPT_ACCELERATOR=torch"
-        yield problem(_SECTION, "accelerator", f"deepspeed is installed and its import fails ({error}). {remedy}.")
+        yield problem(
+            _SECTION,
+            "accelerator",
+            f"deepspeed is installed and its import fails ({error}). {remedy}.",
+        )
         accelerator = Accelerator(CPU, "torch")
     else:
-        yield ok(_SECTION, "accelerator", f"{accelerator.device_type}, named by {accelerator.named_by}")
+        yield ok(
+            _SECTION, "accelerator", f"{accelerator.device_type}, named by {accelerator.named_by}"
+        )
     try:
         choice = choose_inner(config, accelerator.device_type)
         why = "; ".join(choice.why) or "the best for this device"
@@ -59,7 +65,10 @@ def _process_groups(device_type: str) -> Finding:
         return ok(_SECTION, "process groups", ", ".join(backends))
     if needed in backends:
         return ok(_SECTION, "process groups", f"{', '.join(backends)}; {needed} for {device_type}")
-    text = f"torch has the backends {', '.join(backends) or 'none'}, and {device_type} needs {needed or 'one'}"
+    text = (
+        f"torch has the backends {', '.join(backends) or 'none'}, and {device_type} needs "
+        f"{needed or 'one'}"
+    )
     return problem(_SECTION, "process groups", f"{text}. Install a torch that was built with it.")
 
 
@@ -69,5 +78,7 @@ def _launcher(name: str) -> Finding:
         instead = "; python -m torch.distributed.run is the same" if name == "torchrun" else ""
         return noted(_SECTION, name, f"not on PATH{instead}")
     if Path(path).parent != Path(sys.executable).parent:
-        return noted(_SECTION, name, f"{path}, which is not in the folder of this Python ({sys.executable})")
+        return noted(
+            _SECTION, name, f"{path}, which is not in the folder of this Python ({sys.executable})"
+        )
     return ok(_SECTION, name, path)

@@ -1,6 +1,8 @@
-"""The trial of `megatron-distopt doctor`: a Python of its own installs the package and imports the training module.
+"""The trial of `megatron-distopt doctor`: a Python of its own installs the package and imports the
+training module.
 
-Nothing is trained, and no process group is made. What the import leaves on disk goes into a folder that is removed.
+Nothing is trained, and no process group is made. What the import leaves on disk goes into a folder
+that is removed.
 """
 
 from __future__ import annotations
@@ -26,8 +28,17 @@ _OF_LAUNCHERS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*|PMI_.*"
 )
 #: Where torch, Triton and others keep what they compile.
-_CACHES = ("TMPDIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
-_CHILD = "import sys; sys.path.append(sys.argv[1]); from megatron_distopt.cli.doctor_trial import main; main()"
+_CACHES = (
+    "TMPDIR",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "XDG_CACHE_HOME",
+)
+_CHILD = (
+    "import sys; sys.path.append(sys.argv[1]); from megatron_distopt.cli.doctor_trial import main; "
+    "main()"
+)
 #: How to get a module that pip does not install under its own name.
 _INSTALL = {
     "amp_C": "Build NVIDIA apex from its sources with its CUDA extensions",
@@ -37,10 +48,13 @@ _INSTALL = {
 
 
 def try_start(folder: Path, module: str, timeout_s: float = TIMEOUT_S) -> Finding:
-    """Starts Python in the fork's folder, and says whether the package and a module of the fork are imported there."""
+    """Starts Python in the fork's folder, and says whether the package and a module of the fork are
+    imported there."""
     what = f"megatron_distopt.install() and import {module}"
     with tempfile.TemporaryDirectory(prefix="distopt-doctor-") as scratch:
-        environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+        environment = {
+            name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)
+        }
         environment |= {"PYTHONDONTWRITEBYTECODE": "1", **dict.fromkeys(_CACHES, scratch)}
         command = [sys.executable, "-c", _CHILD, str(Path(__file__).parents[2]), module]
         log = Path(scratch, "stderr")
@@ -57,13 +71,21 @@ def try_start(folder: Path, module: str, timeout_s: float = TIMEOUT_S) -> Findin
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            remedy = f'Run python -X faulthandler -c "import {module}" in {folder}, or add --no-trial'
-            return problem(_SECTION, module, f"{what} did not end within {timeout_s:g} s. {remedy}.")
+            remedy = (
+                f'Run python -X faulthandler -c "import {module}" in {folder}, or add --no-trial'
+            )
+            return problem(
+                _SECTION, module, f"{what} did not end within {timeout_s:g} s. {remedy}."
+            )
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with whatever the import started
             process.wait()
-        lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in log.read_text("utf-8", errors="replace").splitlines()
+            if line.strip()
+        ]
     if status == 0:
         return ok(_SECTION, module, f"{what} in a Python of its own, in {folder}")
     last = lines[-1].rstrip(".") if lines else f"Python ended with status {status}"

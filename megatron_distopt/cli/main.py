@@ -25,18 +25,21 @@ _INTERRUPTED = 130
 #: What `convert` writes.
 FORMATS = ("distopt", "per-rank", "gathered", "plain", "torch")
 
-_DOCTOR = """Says whether training with this optimizer could start: reads the fork's source, looks at this Python, its
-devices and launchers, and tries in another process to install the package and to import the fork's training module,
-which needs no GPU of its own and leaves nothing behind. Exit status 0 if it could start, 1 if there is a problem."""
+_DOCTOR = """Says whether training with this optimizer could start: reads the fork's source,
+looks at this Python, its devices and launchers, and tries in another process to install the
+package and to import the fork's training module, which needs no GPU of its own and leaves
+nothing behind. Exit status 0 if it could start, 1 if there is a problem."""
 _DOCTOR_EXAMPLES = """examples:
   megatron-distopt doctor                          the Megatron that this Python would import
-  megatron-distopt doctor ~/Megatron-DeepSpeed -- --use-distributed-optimizer --bf16 --DDP-impl local"""
-_PATCH = f"""Lets a fork find this package by itself: {len(BLOCK)} marked lines after its get_megatron_optimizer ask for
-installed packages that register an optimizer factory. The place is found by the syntax tree, so it works on a fork
-that has drifted. Exit status 0 if it can be or is done, 1 if not."""
-_COMPARE = """Runs the first iterations of a training with the host's optimizer and with this one, and says whether they
-are the same: to the bit, but for rounding, or from where on not. LAUNCH LINE is one of torchrun, deepspeed or python.
-No checkpoint is read or written. Writes compare.json and compare.png. Exit status 0 if they are the same, 1 if not."""
+  megatron-distopt doctor ~/Megatron-DeepSpeed -- --use-distributed-optimizer --bf16"""
+_PATCH = f"""Lets a fork find this package by itself: {len(BLOCK)} marked lines after its
+get_megatron_optimizer ask for installed packages that register an optimizer factory. The place
+is found by the syntax tree, so it works on a fork that has drifted. Exit status 0 if it can be
+or is done, 1 if not."""
+_COMPARE = """Runs the first iterations of a training with the host's optimizer and with this
+one, and says whether they are the same: to the bit, but for rounding, or from where on not.
+LAUNCH LINE is one of torchrun, deepspeed or python. No checkpoint is read or written. Writes
+compare.json and compare.png. Exit status 0 if they are the same, 1 if not."""
 _CHECKPOINT = """CKPT is the folder of a checkpoint, its manifest.json, an iteration, or the
 --save folder of a run, of which it takes the latest iteration. It may be in
 any format that convert reads. Needs no GPU, no process group, no Megatron."""
@@ -79,7 +82,11 @@ _COMMANDS = {
     "verify": ("verify", "is a checkpoint whole?", _VERIFY + _CHECKPOINT),
     "diff": ("diff", "in what do two checkpoints or runs differ?", _DIFF),
     "convert": ("convert_command", "write a checkpoint in another format", _CONVERT),
-    "plan": ("plan_command", "what would a choice of parallel sizes cost?", plan_command.DESCRIPTION),
+    "plan": (
+        "plan_command",
+        "what would a choice of parallel sizes cost?",
+        plan_command.DESCRIPTION,
+    ),
 }
 _FORK = "folder that holds the folder megatron"
 
@@ -88,11 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` is without the program's name, and `sys.argv[1:]` where None.
 
     Returns:
-        The exit status: 0, or 1 where something stands in the way of training or patching, or is wrong with a
-        checkpoint; `diff` has 2 for a checkpoint that it cannot read.
+        The exit status: 0, or 1 where something stands in the way of training or patching, or is
+        wrong with a checkpoint; `diff` has 2 for a checkpoint that it cannot read.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if words[:1] in (["doctor"], ["compare"]) and "--" in words else len(words)
+    end = (
+        words.index("--")
+        if words[:1] in (["doctor"], ["compare"]) and "--" in words
+        else len(words)
+    )
     parsed = _parser().parse_args(words[:end])
     parsed.launch = words[end + 1 :]
     status: int
@@ -103,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(answer.as_json() if parsed.json else answer.as_text(width))
         sys.stdout.flush()
         status = answer.status
-    except BrokenPipeError:  # such as `| head`: Python would say so again when it flushes at the end
+    # such as `| head`: Python would say so again when it flushes at the end
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except (DistOptError, OSError) as error:
@@ -116,34 +128,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(_PROGRAM, description="A distributed optimizer for Megatron forks.")
+    parser = argparse.ArgumentParser(
+        _PROGRAM, description="A distributed optimizer for Megatron forks."
+    )
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {VERSION}")
     parser.set_defaults(refused=1, json=False)
     commands = parser.add_subparsers(title="commands", metavar="|".join(_COMMANDS), required=True)
     of = {}
     for name, (module, text, description) in _COMMANDS.items():
         shape = argparse.RawDescriptionHelpFormatter
-        of[name] = commands.add_parser(name, help=text, description=description, formatter_class=shape)
+        of[name] = commands.add_parser(
+            name, help=text, description=description, formatter_class=shape
+        )
         of[name].set_defaults(module=module)
         if name != "patch":
             of[name].add_argument("--json", action="store_true", help="print one JSON document")
-    doctor, patch, compare, diff, convert = (of[name] for name in ("doctor", "patch", "compare", "diff", "convert"))
+    doctor, patch, compare, diff, convert = (
+        of[name] for name in ("doctor", "patch", "compare", "diff", "convert")
+    )
     doctor.usage = f"{_PROGRAM} doctor [-h] [--json] [--no-trial] [FORK] [-- LAUNCH FLAGS ...]"
     doctor.epilog = _DOCTOR_EXAMPLES
     text = "import nothing of the fork: for a login node without its packages"
     doctor.add_argument("--no-trial", dest="has_trial", action="store_false", help=text)
     doctor.add_argument("fork", nargs="?", type=Path, metavar="FORK", help=_FORK)
-    compare.usage = f"{_PROGRAM} compare [-h] [--json] [--iterations N] [--keep-load] [--output DIR] -- LAUNCH LINE"
-    compare.add_argument("--iterations", type=_count, default=20, metavar="N", help="of each run (default 20)")
-    compare.add_argument("--keep-load", action="store_true", help="begin with the checkpoint that the line loads")
-    compare.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="for the two files (default .)")
+    compare.usage = (
+        f"{_PROGRAM} compare [-h] [--json] [--iterations N] [--keep-load] [--output DIR] -- LAUNCH "
+        "LINE"
+    )
+    compare.add_argument(
+        "--iterations", type=_count, default=20, metavar="N", help="of each run (default 20)"
+    )
+    compare.add_argument(
+        "--keep-load", action="store_true", help="begin with the checkpoint that the line loads"
+    )
+    compare.add_argument(
+        "--output", type=Path, default=Path(), metavar="DIR", help="for the two files (default .)"
+    )
     what = patch.add_mutually_exclusive_group(required=True)
     for action, meaning in (
         ("check", "say whether it can be done or is done, and print the difference"),
         ("apply", "put the lines in"),
         ("undo", "take exactly those lines out; the file is as before, to the byte"),
     ):
-        what.add_argument(f"--{action}", dest="action", action="store_const", const=action, help=meaning)
+        what.add_argument(
+            f"--{action}", dest="action", action="store_const", const=action, help=meaning
+        )
     patch.add_argument("fork", type=Path, metavar="FORK", help=_FORK)
     for name in ("inspect", "verify"):
         of[name].add_argument("checkpoint", type=Path, metavar="CKPT")
@@ -153,10 +182,14 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")
     convert.add_argument("target", type=Path, metavar="DST", help="the folder or file to write")
     convert.add_argument("--to", choices=FORMATS, required=True, help="the format to write")
-    convert.add_argument("--dp", type=_count, metavar="N", help="data-parallel size of the run to come")
+    convert.add_argument(
+        "--dp", type=_count, metavar="N", help="data-parallel size of the run to come"
+    )
     text = "the averages of a run with ema_decay become the params, in the model files as well"
     convert.add_argument("--averaged", action="store_true", help=text)
-    convert.add_argument("--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it")
+    convert.add_argument(
+        "--resume-step", type=_count, metavar="N", help="updates so far, where SRC does not say it"
+    )
     plan_command.add_arguments(of["plan"], _count)
     return parser
 

@@ -1,6 +1,8 @@
-"""`megatron-distopt patch`: puts one marked block into a fork's file, right after its factory, and takes it out again.
+"""`megatron-distopt patch`: puts one marked block into a fork's file, right after its factory, and
+takes it out again.
 
-The place is found by the syntax tree, so a fork that has drifted is patched as well as one that has not.
+The place is found by the syntax tree, so a fork that has drifted is patched as well as one that has
+not.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def answer(parsed: argparse.Namespace) -> Answer:
     block = find_block(tree)
     is_applied = block is not None
     if action == ("apply" if is_applied else "undo"):
-        return Answer({}, [f"is {'applied already: nothing to do' if is_applied else 'not applied: nothing to undo'}"])
+        found = "applied already" if is_applied else "not applied"
+        return Answer({}, [f"is {found}: nothing to {'do' if is_applied else 'undo'}"])
     edit = plan_apply(tree) if block is None else plan_undo(tree, block)
     if action != "check":
         write(edit)
@@ -55,33 +58,44 @@ def answer(parsed: argparse.Namespace) -> Answer:
     if action == "undo":
         text = f"undone: {place}; the file is as it was before"
     elif action == "check" and not is_applied:
-        text = f"can be applied: {place}; megatron-distopt patch --apply {fork} puts them in\n\n{as_diff(edit)}"
+        text = (
+            f"can be applied: {place}; megatron-distopt patch --apply {fork} puts them "
+            f"in\n\n{as_diff(edit)}"
+        )
     else:
-        text = f"{'is ' if is_applied else ''}applied: {place}; megatron-distopt patch --undo {fork} takes them out"
+        text = (
+            f"{'is ' if is_applied else ''}applied: {place}; megatron-distopt patch --undo {fork} "
+            "takes them out"
+        )
     return Answer({}, [text.removesuffix("\n")])
 
 
 def find_block(tree: SourceTree) -> slice | None:
-    """Returns where in the fork's file the block is, None where it is not; refuses one that was edited by hand."""
+    """Returns where in the fork's file the block is, None where it is not; refuses one that was
+    edited by hand."""
     file = _factory_file(tree)
     content = file.read_bytes()
     block = intact_block(content)
     if block is None and has_marker(content):
         raise HostError(
-            f"The lines from {BEGIN!r} to {END!r} in {tree.shown(file)} are not the {len(BLOCK)} lines that this "
-            "version puts in. Take the lines out by hand, or check the file out again."
+            f"The lines from {BEGIN!r} to {END!r} in {tree.shown(file)} are not the {len(BLOCK)} "
+            "lines that this version puts in. Take the lines out by hand, or check the file out "
+            "again."
         )
     return block
 
 
 def plan_apply(tree: SourceTree) -> Edit:
-    """Plans the edit that puts the block into a fork that has none; refuses one whose function is not as expected."""
+    """Plans the edit that puts the block into a fork that has none; refuses one whose function is
+    not as expected."""
     file = _factory_file(tree)
     found = find_patch_point(tree, recognise(tree.has).factory)
     reason = found.refusal
     if reason is None and not found.is_at_top:
         remedy = "Use the runner or megatron_distopt.install() instead"
-        reason = f"{found.patch_point} in {found.place} is not at the top level of its module. {remedy}."
+        reason = (
+            f"{found.patch_point} in {found.place} is not at the top level of its module. {remedy}."
+        )
     if reason is not None:
         raise HostMismatchError(reason)
     before = file.read_bytes()
@@ -91,10 +105,14 @@ def plan_apply(tree: SourceTree) -> Edit:
     newline = next((end for end in reversed(ends) if end), b"\n")
     block = as_bytes(newline)
     # A file without a final newline has none with the block either.
-    after = head + block + tail if head.endswith(newline) else head + newline + block[: -len(newline)]
+    after = (
+        head + block + tail if head.endswith(newline) else head + newline + block[: -len(newline)]
+    )
     place = intact_block(after)
     if place is None or after[: place.start] + after[place.stop :] != before:
-        raise InvariantError(f"{tree.shown(file)} could not be restored to the byte by --undo. Report this as a bug.")
+        raise InvariantError(
+            f"{tree.shown(file)} could not be restored to the byte by --undo. Report this as a bug."
+        )
     return Edit(file, tree.shown(file), before, after, found.end)
 
 
@@ -113,12 +131,15 @@ def _factory_file(tree: SourceTree) -> Path:
         raise UnknownHostError(reason)
     file = tree.file_of(generation.factory.module)
     if file is None:
-        raise HostMismatchError(f"{generation.factory.module} is missing. Use a Megatron that docs/hosts.md lists.")
+        raise HostMismatchError(
+            f"{generation.factory.module} is missing. Use a Megatron that docs/hosts.md lists."
+        )
     return file.resolve()  # a link stays a link
 
 
 def write(edit: Edit) -> None:
-    """Replaces the file by its new content in one rename, with the same mode; refuses one that changed since."""
+    """Replaces the file by its new content in one rename, with the same mode; refuses one that
+    changed since."""
     try:
         if edit.file.read_bytes() != edit.before:
             raise HostError(f"{edit.name} changed while it was patched. Run the command again.")
@@ -137,18 +158,22 @@ def write(edit: Edit) -> None:
             raise
     except OSError as error:
         raise HostError(
-            f"{edit.file} cannot be replaced ({error.strerror}). Run it as the user who owns the fork, or on a copy."
+            f"{edit.file} cannot be replaced ({error.strerror}). Run it as the user who owns the "
+            "fork, or on a copy."
         ) from error
 
 
 def as_diff(edit: Edit) -> str:
     """Returns a unified diff without context, so that no line of the fork is in it.
 
-    `git apply --unidiff-zero` and `patch -p1` take it, for a file that has the same number of lines before the place.
+    `git apply --unidiff-zero` and `patch -p1` take it, for a file that has the same number of lines
+    before the place.
     """
     before, after = (
         [line.decode("utf-8", "replace") for line in content.splitlines(keepends=True)]
         for content in (edit.before, edit.after)
     )
     lines = unified_diff(before, after, f"a/{edit.name}", f"b/{edit.name}", n=0)
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )

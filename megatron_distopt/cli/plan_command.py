@@ -1,4 +1,5 @@
-"""`megatron-distopt plan`: what parallel sizes, dtypes, buckets and state cost, before anything is started.
+"""`megatron-distopt plan`: what parallel sizes, dtypes, buckets and state cost, before anything is
+started.
 
 Imports no torch. The model and what is chosen for it are in `plan_model`.
 """
@@ -70,16 +71,25 @@ _SWITCHES = (
     ("--rotary", {"is_rotary": True}, "no learned positions"),
     ("--no-bias", {"has_bias": False}, "linear layers without a bias"),
     ("--qkv-bias", {"has_qkv_bias": True}, "but with one for queries, keys and values"),
-    ("--untied", {"is_tied": False}, "the output layer has a weight of its own, and not the word embedding's"),
+    (
+        "--untied",
+        {"is_tied": False},
+        "the output layer has a weight of its own, and not the word embedding's",
+    ),
     ("--tied", {"is_tied": True}, "the output layer is the word embedding; the default"),
     ("--llama", LLAMA, "--gated --rms --rotary --no-bias --untied"),
 )
-#: With `--memory`, the forms of main params that are tried by dtype of the params, and those of both moments: one of
-#: each number of bytes.
-_MAINS = {"bf16": ("float32", "remainder", "bfloat16"), "fp16": ("float32", "float16"), "fp32": ("float32",)}
+#: With `--memory`, the forms of main params that are tried by dtype of the params, and those of
+#: both moments: one of each number of bytes.
+_MAINS = {
+    "bf16": ("float32", "remainder", "bfloat16"),
+    "fp16": ("float32", "float16"),
+    "fp32": ("float32",),
+}
 _MOMENTS = ("float32", "bfloat16", "int8")
 _GIB = 1 << 30
-#: Hours of a month, seconds from a failure to the next step, and bytes a second that each rank sends to its buddy.
+#: Hours of a month, seconds from a failure to the next step, and bytes a second that each rank
+#: sends to its buddy.
 _MONTH_HOURS, _RESTART_SECONDS, _SENT_PER_SECOND = 720, 120, 10**9
 #: Nanoseconds to write and read an element, by `python benchmarks/slow_networks.py --conversion`.
 _CONVERSION_NS = {
@@ -94,38 +104,77 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
     for flag, text in _SIZES:
         model.add_argument(flag, type=count, metavar="N", help=text)
     for flag, switch, text in _SWITCHES:
-        model.add_argument(flag, dest="switches", action="append_const", const=switch, default=[], help=text)
+        model.add_argument(
+            flag, dest="switches", action="append_const", const=switch, default=[], help=text
+        )
     group = command.add_argument_group("choices; each takes several values")
     ranks = group.add_mutually_exclusive_group()
-    ranks.add_argument("--dp", type=count, nargs="+", default=[1], metavar="N", help="data-parallel sizes")
-    ranks.add_argument("--ranks", type=count, nargs="+", metavar="N", help="all ranks; dp is what tp and pp leave")
-    for flag, text in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("ep", "expert-parallel")):
-        group.add_argument(f"--{flag}", type=count, nargs="+", default=[1], metavar="N", help=f"{text} sizes")
+    ranks.add_argument(
+        "--dp", type=count, nargs="+", default=[1], metavar="N", help="data-parallel sizes"
+    )
+    ranks.add_argument(
+        "--ranks", type=count, nargs="+", metavar="N", help="all ranks; dp is what tp and pp leave"
+    )
+    for flag, text in (
+        ("tp", "tensor-parallel"),
+        ("pp", "pipeline-parallel"),
+        ("ep", "expert-parallel"),
+    ):
+        group.add_argument(
+            f"--{flag}", type=count, nargs="+", default=[1], metavar="N", help=f"{text} sizes"
+        )
     for flag, words, default, text in (
         ("--dtype", DTYPES, ["bf16"], "dtype of the params; bf16"),
         ("--grad-dtype", ("fp32", "param"), ["fp32"], "dtype of the grads; fp32"),
-        ("--reduce-dtype", ("none", *REDUCE_NBYTES), ["none"], "dtype in which fp32 grads are communicated; none"),
-        ("--main-params-dtype", MAIN_NBYTES, [], "form of the main params of 16-bit params; float32"),
+        (
+            "--reduce-dtype",
+            ("none", *REDUCE_NBYTES),
+            ["none"],
+            "dtype in which fp32 grads are communicated; none",
+        ),
+        (
+            "--main-params-dtype",
+            MAIN_NBYTES,
+            [],
+            "form of the main params of 16-bit params; float32",
+        ),
         ("--exp-avg-dtype", MOMENT_NBYTES, [], "form of the first moment; float32"),
         ("--exp-avg-sq-dtype", MOMENT_NBYTES, [], "form of the second moment; float32"),
     ):
         group.add_argument(flag, choices=tuple(words), nargs="+", default=default, help=text)
     text = "part of the state of 16-bit params that is on the host, by whole buckets and in fp32; 0"
-    group.add_argument("--offload-fraction", type=_number, nargs="+", default=[0.0], metavar="F", help=text)
+    group.add_argument(
+        "--offload-fraction", type=_number, nargs="+", default=[0.0], metavar="F", help=text
+    )
     text = "averages of the main params in fp32, with any decay such as 0.999; none"
     group.add_argument("--ema-decay", type=_number, metavar="D", help=text)
-    text = "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket a buffer"
+    text = (
+        "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket "
+        "a buffer"
+    )
     bucket = partial(_bucket_size, count)
-    group.add_argument("--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text)
-    text = "memory of a device: lists what fits, with every form of the state that is not given above"
+    group.add_argument(
+        "--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text
+    )
+    text = (
+        "memory of a device: lists what fits, with every form of the state that is not given above"
+    )
     command.add_argument("--memory", type=_number, metavar="GIB", help=text)
     text = "hours lost a month: failures times (half of the steps between two snapshots, and 120 s)"
     group = command.add_argument_group("protection", text)
-    group.add_argument("--protect-every", type=count, metavar="K", help="steps between two snapshots in memory")
-    group.add_argument("--step-seconds", type=_positive, metavar="S", help="seconds of a step; needed with K")
-    group.add_argument("--save-interval", type=count, metavar="N", help="steps between two checkpoints; 1000")
+    group.add_argument(
+        "--protect-every", type=count, metavar="K", help="steps between two snapshots in memory"
+    )
+    group.add_argument(
+        "--step-seconds", type=_positive, metavar="S", help="seconds of a step; needed with K"
+    )
+    group.add_argument(
+        "--save-interval", type=count, metavar="N", help="steps between two checkpoints; 1000"
+    )
     group.add_argument("--ranks-per-node", type=count, metavar="N", help="ranks of a node; 8")
-    group.add_argument("--mtbf", type=_positive, metavar="HOURS", help="hours between two failures of a node; 6000")
+    group.add_argument(
+        "--mtbf", type=_positive, metavar="HOURS", help="hours between two failures of a node; 6000"
+    )
 
 
 def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
@@ -158,14 +207,18 @@ def _sizes_of(parsed: argparse.Namespace) -> GptSizes:
 
 def _choices_of(parsed: argparse.Namespace) -> Iterator[Choice]:
     """Yields every combination of the values that were given, in the order of the flags."""
-    for number, tp, pp, ep in itertools.product(parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep):
+    for number, tp, pp, ep in itertools.product(
+        parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep
+    ):
         if parsed.ranks and number % (tp * pp):
             raise ConfigError(
-                f"--ranks {number} is not divisible by tp {tp} times pp {pp}. Write another number, or --dp N "
-                "in its place."
+                f"--ranks {number} is not divisible by tp {tp} times pp {pp}. Write another "
+                "number, or --dp N in its place."
             )
         cut = ParallelSizes(number // (tp * pp) if parsed.ranks else number, tp, pp, ep)
-        buffers = itertools.product(parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size)
+        buffers = itertools.product(
+            parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size
+        )
         for dtype, grads, reduce, bucket in buffers:
             grad_dtype = dtype if grads == "param" else "fp32"
             reduce_dtype = None if reduce == "none" else reduce
@@ -173,15 +226,22 @@ def _choices_of(parsed: argparse.Namespace) -> Iterator[Choice]:
                 yield Choice(cut, dtype, grad_dtype, reduce_dtype, bucket, *state)
 
 
-def _states_of(parsed: argparse.Namespace, dtype: str) -> Iterator[tuple[str, str, str, float, float | None]]:
-    """Forms of main params and moments, fraction on the host, decay of averages; with --memory also other forms."""
+def _states_of(
+    parsed: argparse.Namespace, dtype: str
+) -> Iterator[tuple[str, str, str, float, float | None]]:
+    """Forms of main params and moments, fraction on the host, decay of averages; with --memory also
+    other forms."""
     mains, firsts, seconds = parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype
     usual = ("float32",)
-    tried_mains, tried_moments = (usual, usual) if parsed.memory is None else (_MAINS[dtype], _MOMENTS)
+    tried_mains, tried_moments = (
+        (usual, usual) if parsed.memory is None else (_MAINS[dtype], _MOMENTS)
+    )
     moments = [*itertools.product(firsts or tried_moments, seconds or tried_moments)]
     if not firsts and not seconds:
         moments = [(form, form) for form in tried_moments]
-    for main, (first, second), fraction in itertools.product(mains or tried_mains, moments, parsed.offload_fraction):
+    for main, (first, second), fraction in itertools.product(
+        mains or tried_mains, moments, parsed.offload_fraction
+    ):
         yield main, first, second, fraction, parsed.ema_decay
 
 
@@ -223,7 +283,8 @@ class StagePlan:
 
 
 def plan_choice(gpt: GptSizes, choice: Choice) -> list[StagePlan]:
-    """Works out every stage for the first data-parallel rank, on which no padding of a bucket's end lies.
+    """Works out every stage for the first data-parallel rank, on which no padding of a bucket's end
+    lies.
 
     Those between the first and the last are alike, and are in the list once.
     """
@@ -240,7 +301,8 @@ def _peak_nbytes(stages: Sequence[StagePlan]) -> int:
 
 
 def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> StagePlan:
-    """Works out one rank of a data-parallel group; its experts' group has every `ep`-th of its ranks."""
+    """Works out one rank of a data-parallel group; its experts' group has every `ep`-th of its
+    ranks."""
     cut = choice.cut
     check_cut(gpt, cut)
     params = stage_params(gpt, cut, stage, DTYPES[choice.dtype][0])
@@ -279,7 +341,9 @@ class ProtectionChoice:
         values = {field.name: getattr(parsed, field.name) for field in fields(cls)}
         given = {name: value for name, value in values.items() if value is not None}
         if given and not {"protect_every", "step_seconds"} <= given.keys():
-            raise ConfigError("Protection is planned with --protect-every K --step-seconds S. Write both.")
+            raise ConfigError(
+                "Protection is planned with --protect-every K --step-seconds S. Write both."
+            )
         return cls(**given) if given else None
 
     def lost_hours(self, failures: float, steps: int) -> float:
@@ -292,7 +356,8 @@ class ProtectionPlan:
 
     nodes: int
     snapshot_nbytes: int  # of the rank that has most
-    node_nbytes: int  # in the memory of a node: two snapshots of its ranks, and two of as many ranks of another node
+    # in the memory of a node: two snapshots of its ranks, and two of as many ranks of another node
+    node_nbytes: int
     send_seconds: float
     failures: float  # a month, of all nodes
     lost_hours: float  # a month
@@ -301,41 +366,77 @@ class ProtectionPlan:
 
 def plan_protection(stages: Sequence[StagePlan], chosen: ProtectionChoice) -> ProtectionPlan:
     """Works out what protection means for the ranks of a choice."""
-    num_ranks, nbytes = stages[0].choice.cut.num_ranks, max(stage.snapshot_nbytes for stage in stages)
+    num_ranks, nbytes = (
+        stages[0].choice.cut.num_ranks,
+        max(stage.snapshot_nbytes for stage in stages),
+    )
     nodes = -(-num_ranks // chosen.ranks_per_node)
     if nodes == 1:
         where = f"{plural(num_ranks, 'rank')} are on one node, and second copies on another"
         raise ConfigError(f"{where}. Write more ranks or --ranks-per-node N.")
     failures = _MONTH_HOURS * nodes / chosen.mtbf
-    lost = [chosen.lost_hours(failures, steps) for steps in (chosen.protect_every, chosen.save_interval)]
+    lost = [
+        chosen.lost_hours(failures, steps) for steps in (chosen.protect_every, chosen.save_interval)
+    ]
     in_node = 4 * chosen.ranks_per_node * nbytes
     return ProtectionPlan(nodes, nbytes, in_node, nbytes / _SENT_PER_SECOND, failures, *lost)
 
 
 def _protection(plan: ProtectionPlan, chosen: ProtectionChoice) -> Iterator[tuple[str, str]]:
-    between, ranks = chosen.protect_every * chosen.step_seconds, plural(chosen.ranks_per_node, "rank")
+    between, ranks = (
+        chosen.protect_every * chosen.step_seconds,
+        plural(chosen.ranks_per_node, "rank"),
+    )
     too_long = "" if plan.send_seconds <= between else ", too long: write a larger --protect-every"
-    each = f"for each failure half of {{}} steps of {chosen.step_seconds:g} s, and {_RESTART_SECONDS} s"
+    each = (
+        f"for each failure half of {{}} steps of {chosen.step_seconds:g} s, and {_RESTART_SECONDS} "
+        "s"
+    )
     yield "a rank", f"{size_text(plan.snapshot_nbytes)} in a snapshot"
-    yield "a node", f"{size_text(plan.node_nbytes)}: two snapshots of its {ranks}, and two of those of another node"
-    yield "to send", f"{plan.send_seconds:,.1f} s at 1 GB/s a rank, of {between:,.1f} s between two snapshots{too_long}"
-    yield "failures", f"{plan.failures:.2f} a month: {_MONTH_HOURS} h x {plan.nodes} nodes / {chosen.mtbf:,g} h"
+    yield (
+        "a node",
+        f"{size_text(plan.node_nbytes)}: two snapshots of its {ranks}, and two of those of another "
+        "node",
+    )
+    yield (
+        "to send",
+        f"{plan.send_seconds:,.1f} s at 1 GB/s a rank, of {between:,.1f} s between two "
+        f"snapshots{too_long}",
+    )
+    yield (
+        "failures",
+        f"{plan.failures:.2f} a month: {_MONTH_HOURS} h x {plan.nodes} nodes / {chosen.mtbf:,g} h",
+    )
     yield "lost", f"{plan.lost_hours:,.2f} h a month: {each.format(chosen.protect_every)}"
-    yield "without", f"{plan.lost_hours_from_disk:,.2f} h a month: {each.format(chosen.save_interval)}"
+    yield (
+        "without",
+        f"{plan.lost_hours_from_disk:,.2f} h a month: {each.format(chosen.save_interval)}",
+    )
 
 
 def seconds_at(gigabits: float, stage: StagePlan, where: str) -> dict[str, float]:
-    """By reduce dtype, of a stage's gradients in a step, where each rank is a node and has a link of so many Gbit/s."""
-    sent = stage.sent["reduce-scatter"].nbytes / (stage.choice.widths.reduce or stage.choice.widths.grad)
+    """By reduce dtype, of a stage's gradients in a step, where each rank is a node and has a link
+    of so many Gbit/s."""
+    sent = stage.sent["reduce-scatter"].nbytes / (
+        stage.choice.widths.reduce or stage.choice.widths.grad
+    )
     costs = _CONVERSION_NS[where].items()
-    return {name: 8e-9 * sent * REDUCE_NBYTES[name] / gigabits + 1e-9 * stage.numel * cost for name, cost in costs}
+    return {
+        name: 8e-9 * sent * REDUCE_NBYTES[name] / gigabits + 1e-9 * stage.numel * cost
+        for name, cost in costs
+    }
 
 
 def _eight_bits(stage: StagePlan) -> Iterator[tuple[str, str]]:
     for where, costs in _CONVERSION_NS.items():
         one, no = seconds_at(1, stage, where), seconds_at(math.inf, stage, where)
-        saved = {name: one[name] - no[name] - one["int8"] + no["int8"] for name in ("float32", "bfloat16")}
-        pay = " and ".join(f"{saved[name] / (no['int8'] - no[name]):,.1f} Gbit/s over {name}" for name in saved)
+        saved = {
+            name: one[name] - no[name] - one["int8"] + no["int8"]
+            for name in ("float32", "bfloat16")
+        }
+        pay = " and ".join(
+            f"{saved[name] / (no['int8'] - no[name]):,.1f} Gbit/s over {name}" for name in saved
+        )
         yield where, f"pay below {pay}, at {costs['int8']:g} ns an element; leave them out above"
     yield "at 1 Gbit/s", ", ".join(f"{seconds:,.2f} s in {name}" for name, seconds in one.items())
 
@@ -350,12 +451,15 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
             f"A bucket of {bucket_size} elements has less than one for each of {num_shards} ranks. "
             "Write --bucket-size 40000000."
         )
-    alignment = alignment_for(choice.main_params_dtype, choice.exp_avg_dtype, choice.exp_avg_sq_dtype)
+    alignment = alignment_for(
+        choice.main_params_dtype, choice.exp_avg_dtype, choice.exp_avg_sq_dtype
+    )
     return lay_out(specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment)
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Plans every choice; with `--memory` those that fit are shown, what changes least about the training first."""
+    """Plans every choice; with `--memory` those that fit are shown, what changes least about the
+    training first."""
     gpt = _sizes_of(parsed)
     plans = [plan_choice(gpt, choice) for choice in _choices_of(parsed)]
     memory_nbytes = None if parsed.memory is None else round(parsed.memory * _GIB)
@@ -368,20 +472,38 @@ def answer(parsed: argparse.Namespace) -> Answer:
     document = {
         "model": {**asdict(gpt), "ffn_width": gpt.ffn_width},
         "memory_nbytes": memory_nbytes,
-        "choices": [_document(*planned, memory_nbytes) for planned in zip(plans, protections, strict=True)],
+        "choices": [
+            _document(*planned, memory_nbytes) for planned in zip(plans, protections, strict=True)
+        ],
     }
     model = {name: str(value) for name, value in asdict(gpt).items() if value not in (None, False)}
-    parts = [titled("model", rows([(", ".join(f"{name} {value}" for name, value in model.items()),)]))]
+    parts = [
+        titled("model", rows([(", ".join(f"{name} {value}" for name, value in model.items()),)]))
+    ]
     # Of a single choice every stage is shown, of several the one whose ranks hold most.
-    listed = [(stages, stage) for stages in shown for stage in (stages if len(plans) == 1 else [_fullest(stages)])]
+    listed = [
+        (stages, stage)
+        for stages in shown
+        for stage in (stages if len(plans) == 1 else [_fullest(stages)])
+    ]
     if listed:
-        title = "choices" if memory_nbytes is None else f"choices that fit into {size_text(memory_nbytes)}"
-        parts.append(titled(f"{title}; bytes of a rank, between two steps", _table(listed, memory_nbytes)))
+        title = (
+            "choices"
+            if memory_nbytes is None
+            else f"choices that fit into {size_text(memory_nbytes)}"
+        )
+        parts.append(
+            titled(f"{title}; bytes of a rank, between two steps", _table(listed, memory_nbytes))
+        )
     if memory_nbytes is not None:
         parts.append(titled("what fits", rows(_fits(plans, shown, memory_nbytes))))
     elif len(plans) == 1:
         parts.append(titled("one step of the fullest stage", rows(_step(_fullest(plans[0])))))
-    if coded := [stages for stages in shown if stages[0].choice.reduce_dtype == "int8" and stages[0].choice.cut.dp > 1]:
+    if coded := [
+        stages
+        for stages in shown
+        if stages[0].choice.reduce_dtype == "int8" and stages[0].choice.cut.dp > 1
+    ]:
         title = "8 bits between nodes of one rank, gradients of a step; the first choice"
         parts.append(titled(title, rows(_eight_bits(_fullest(coded[0])))))
     protection = protections[plans.index(shown[0])] if shown else None
@@ -392,9 +514,11 @@ def answer(parsed: argparse.Namespace) -> Answer:
 
 
 def _change_of(choice: Choice) -> tuple[int, int, bool, bool]:
-    """Sorts by what a state changes about a training with fp32 state on the device, from the least to the most.
+    """Sorts by what a state changes about a training with fp32 state on the device, from the least
+    to the most.
 
-    Rounded main params count most, then rounded moments, the place, and remainders, which have all bits of fp32.
+    Rounded main params count most, then rounded moments, the place, and remainders, which have all
+    bits of fp32.
     """
     main = choice.main_params_dtype if choice.dtype != "fp32" else "float32"
     forms = list(MOMENT_NBYTES)
@@ -453,9 +577,13 @@ _USUAL = {
 }
 
 
-def _table(listed: Sequence[tuple[Sequence[StagePlan], StagePlan]], memory_nbytes: int | None) -> RenderableType:
+def _table(
+    listed: Sequence[tuple[Sequence[StagePlan], StagePlan]], memory_nbytes: int | None
+) -> RenderableType:
     found = [_cells(stage, _peak_nbytes(stages), memory_nbytes) for stages, stage in listed]
-    titles = [title for title in found[0] if {cells[title] for cells in found} != {_USUAL.get(title)}]
+    titles = [
+        title for title in found[0] if {cells[title] for cells in found} != {_USUAL.get(title)}
+    ]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in titles:
         table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
@@ -500,19 +628,36 @@ def _fits(
         yield "left", "for activations and everything else that is not planned"
         yield "first row", f"{fitting[0][0].choice.options or 'no option'} in a run"
     if others := [lack for stages in plans if (lack := _peak_nbytes(stages) - nbytes) > 0]:
-        yield "left out", f"{plural(len(others), 'choice')}, of which the nearest lacks {size_text(min(others))}"
+        yield (
+            "left out",
+            f"{plural(len(others), 'choice')}, of which the nearest lacks {size_text(min(others))}",
+        )
     if not fitting:
-        yield "to fit", "write a larger --dp, --tp or --pp, --grad-dtype param, or an --offload-fraction such as 0.5"
+        yield (
+            "to fit",
+            "write a larger --dp, --tp or --pp, --grad-dtype param, or an --offload-fraction such "
+            "as 0.5",
+        )
 
 
 def _step(stage: StagePlan) -> Iterator[tuple[str, str]]:
     for kind, part in stage.sent.items():
         yield kind, f"{part.count:,} that send {size_text(part.nbytes)}" if part.count else "none"
     held = stage.footprint
-    yield "for a moment", f"{size_text(stage.backward_nbytes)} in backward: the largest gradient, before it is added up"
+    yield (
+        "for a moment",
+        f"{size_text(stage.backward_nbytes)} in backward: the largest gradient, before it is added "
+        "up",
+    )
     if held.step_nbytes:
-        yield "for a step", f"{size_text(held.step_nbytes)}: fp32 copies of the gradients that the rank owns"
+        yield (
+            "for a step",
+            f"{size_text(held.step_nbytes)}: fp32 copies of the gradients that the rank owns",
+        )
     yield "updated", f"{plural(held.num_flat_params, 'flat param')} by the inner optimizer"
     if held.host_nbytes:
         pinned = f"{size_text(held.staging_nbytes)} of pinned memory"
-        yield "on the host", f"{size_text(held.host_nbytes)} of the state and {pinned}, for every rank"
+        yield (
+            "on the host",
+            f"{size_text(held.host_nbytes)} of the state and {pinned}, for every rank",
+        )

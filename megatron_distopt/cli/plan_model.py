@@ -1,4 +1,5 @@
-"""What is planned: a GPT, a choice of parallel sizes, dtypes and buckets, and the params of a rank of each stage."""
+"""What is planned: a GPT, a choice of parallel sizes, dtypes and buckets, and the params of a rank
+of each stage."""
 
 from __future__ import annotations
 
@@ -21,8 +22,15 @@ REDUCE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
 #: Options of a run that are chosen here under the same names.
-_STATE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "offload_fraction", "ema_decay")
-#: Megatron makes the width of a gated MLP a multiple of this, and the vocabulary of a rank one of the other.
+_STATE_OPTIONS = (
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "offload_fraction",
+    "ema_decay",
+)
+#: Megatron makes the width of a gated MLP a multiple of this, and the vocabulary of a rank one of
+#: the other.
 _GATED_MULTIPLE, _VOCAB_MULTIPLE = 64, 128
 
 
@@ -37,13 +45,15 @@ class GptSizes:
     heads: int | None = None  # of attention; None where their number does not matter
     kv_heads: int | None = None  # heads that keys and values have; `heads` where None
     head_dim: int | None = None  # `hidden / heads` where None
-    ffn: int | None = None  # width of the MLP; 4 times `hidden` where None, 8/3 times of a gated one
+    # width of the MLP; 4 times `hidden` where None, 8/3 times of a gated one
+    ffn: int | None = None
     experts: int = 0  # in the MLP of each layer; 0 for an MLP without
     expert_ffn: int | None = None  # width of an expert; `ffn` where None
     is_gated: bool = False  # the MLP has a gate in addition to its up projection
     is_tied: bool = True  # the output layer is the word embedding
     has_bias: bool = True  # linear layers have one
-    has_qkv_bias: bool = False  # the projection to queries, keys and values has one, whatever `has_bias` says
+    # the projection to queries, keys and values has one, whatever `has_bias` says
+    has_qkv_bias: bool = False
     is_rms: bool = False  # norms have a weight and no bias
     is_rotary: bool = False  # positions have no params
 
@@ -51,7 +61,11 @@ class GptSizes:
     def ffn_width(self) -> int:
         if self.ffn is not None:
             return self.ffn
-        return self.hidden * 8 // 3 // _GATED_MULTIPLE * _GATED_MULTIPLE if self.is_gated else 4 * self.hidden
+        return (
+            self.hidden * 8 // 3 // _GATED_MULTIPLE * _GATED_MULTIPLE
+            if self.is_gated
+            else 4 * self.hidden
+        )
 
     @property
     def query_width(self) -> int:
@@ -73,7 +87,8 @@ class GptSizes:
             return self.head_dim
         if self.heads is None or self.hidden % self.heads:
             raise ConfigError(
-                f"The hidden size {self.hidden} is not divisible by {self.heads} heads. Write --heads or --head-dim."
+                f"The hidden size {self.hidden} is not divisible by {self.heads} heads. Write "
+                "--heads or --head-dim."
             )
         return self.hidden // self.heads
 
@@ -102,7 +117,8 @@ class Choice:
     cut: ParallelSizes
     dtype: str = "bf16"  # of the params, a key of `DTYPES`
     grad_dtype: str = "fp32"  # of the grad buffer, a key of `DTYPES`
-    reduce_dtype: str | None = None  # in which fp32 grads are communicated, a key of `REDUCE_NBYTES`; None for fp32
+    # in which fp32 grads are communicated, a key of `REDUCE_NBYTES`; None for fp32
+    reduce_dtype: str | None = None
     bucket_size: int | Literal["auto"] | None = None  # elements; None for one bucket a buffer
     main_params_dtype: str = "float32"  # a key of `MAIN_NBYTES`
     exp_avg_dtype: str = "float32"  # form of the first moment, a key of `MOMENT_NBYTES`
@@ -116,7 +132,8 @@ class Choice:
         others = {
             Feature.FP16_PARAMS: self.dtype == "fp16" and "--dtype fp16",
             Feature.ONLY_FP32_PARAMS: self.dtype == "fp32" and "--dtype fp32",
-            Feature.SHORT_GRADS: self.grad_dtype != "fp32" and f"gradients that are kept in {self.grad_dtype}",
+            Feature.SHORT_GRADS: self.grad_dtype != "fp32"
+            and f"gradients that are kept in {self.grad_dtype}",
         }
         check_compatible(config, {feature: words for feature, words in others.items() if words})
 
@@ -141,19 +158,29 @@ class Choice:
         if self.exp_avg_dtype == self.exp_avg_sq_dtype:
             moments = {"moments": self.exp_avg_dtype}
         forms = {"main": self.main_params_dtype, **moments}
-        return ", ".join(f"{name} {form}" for name, form in forms.items() if form != "float32") or "float32"
+        return (
+            ", ".join(f"{name} {form}" for name, form in forms.items() if form != "float32")
+            or "float32"
+        )
 
     @property
     def options(self) -> str:
         """The options of a run that give it this state; empty where they are the defaults."""
-        given = {name: getattr(self, name) for name in _STATE_OPTIONS if getattr(self, name) != OPTIONS[name].default}
+        given = {
+            name: getattr(self, name)
+            for name in _STATE_OPTIONS
+            if getattr(self, name) != OPTIONS[name].default
+        }
         return " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
 
 
 def check_cut(gpt: GptSizes, cut: ParallelSizes) -> None:
-    """Refuses sizes that Megatron would refuse: something does not divide evenly, or there are no experts to spread."""
+    """Refuses sizes that Megatron would refuse: something does not divide evenly, or there are no
+    experts to spread."""
     if cut.ep > 1 and not gpt.experts:
-        raise ConfigError(f"--ep is {cut.ep}, but the model has no experts. Write --experts N, or leave --ep out.")
+        raise ConfigError(
+            f"--ep is {cut.ep}, but the model has no experts. Write --experts N, or leave --ep out."
+        )
     for what, number, flag, size in (
         ("layers", gpt.layers, "--pp", cut.pp),
         ("hidden elements", gpt.hidden, "--tp", cut.tp if gpt.heads is None else 1),
@@ -166,7 +193,10 @@ def check_cut(gpt: GptSizes, cut: ParallelSizes) -> None:
         ("data-parallel ranks", cut.dp, "--ep", cut.ep),
     ):
         if number % size:
-            raise ConfigError(f"{number} ({what}) is not divisible by {flag} {size}. Write a {flag} that divides it.")
+            raise ConfigError(
+                f"{number} ({what}) is not divisible by {flag} {size}. Write a {flag} that divides "
+                "it."
+            )
 
 
 @dataclass(frozen=True)
@@ -182,10 +212,14 @@ class StageParam:
         return len(self.spec.shape) > 1
 
 
-def stage_params(gpt: GptSizes, cut: ParallelSizes, stage: int, dtype: str) -> tuple[StageParam, ...]:
-    """Returns the params that a rank of one pipeline stage, counted from 0, registers, in that order.
+def stage_params(
+    gpt: GptSizes, cut: ParallelSizes, stage: int, dtype: str
+) -> tuple[StageParam, ...]:
+    """Returns the params that a rank of one pipeline stage, counted from 0, registers, in that
+    order.
 
-    The sizes agree with each other, which `check_cut` checks; `dtype` is that of all params, such as "bfloat16".
+    The sizes agree with each other, which `check_cut` checks; `dtype` is that of all params, such
+    as "bfloat16".
     """
     return tuple(_ParamsOfStage(gpt, cut, dtype).of(stage))
 
@@ -202,12 +236,15 @@ class _ParamsOfStage:
         if is_first:
             yield self._param("embedding.word_embeddings.weight", *vocab_shape)
             if not self.gpt.is_rotary:
-                yield self._param("embedding.position_embeddings.weight", self.gpt.seq, self.gpt.hidden)
+                yield self._param(
+                    "embedding.position_embeddings.weight", self.gpt.seq, self.gpt.hidden
+                )
         for layer in range(self.gpt.layers // self.cut.pp):
             yield from self._layer(f"decoder.layers.{layer}")
         if is_last:
             yield from self._norm("decoder.final_layernorm")
-            if not (is_first and self.gpt.is_tied):  # a last stage of its own has a copy of a tied embedding
+            # a last stage of its own has a copy of a tied embedding
+            if not (is_first and self.gpt.is_tied):
                 yield self._param("output_layer.weight", *vocab_shape)
 
     def _layer(self, name: str) -> Iterator[StageParam]:
@@ -219,7 +256,9 @@ class _ParamsOfStage:
         if gpt.has_bias or gpt.has_qkv_bias:
             yield self._param(f"{name}.self_attention.linear_qkv.bias", rows)
         yield from self._norm(f"{name}.pre_mlp_layernorm")
-        yield from self._experts(f"{name}.mlp") if gpt.experts else self._mlp(f"{name}.mlp", gpt.ffn_width)
+        yield from (
+            self._experts(f"{name}.mlp") if gpt.experts else self._mlp(f"{name}.mlp", gpt.ffn_width)
+        )
 
     def _experts(self, name: str) -> Iterator[StageParam]:
         gpt, ep = self.gpt, self.cut.ep
@@ -227,7 +266,9 @@ class _ParamsOfStage:
         if gpt.has_bias:
             yield self._param(f"{name}.router.bias", gpt.experts)
         for expert in range(gpt.experts // ep):
-            for param in self._mlp(f"{name}.experts.local_experts.{expert}", gpt.expert_ffn or gpt.ffn_width):
+            for param in self._mlp(
+                f"{name}.experts.local_experts.{expert}", gpt.expert_ffn or gpt.ffn_width
+            ):
                 yield replace(param, is_expert=ep > 1)
 
     def _mlp(self, name: str, ffn: int) -> Iterator[StageParam]:
@@ -238,7 +279,8 @@ class _ParamsOfStage:
         yield from self._row_parallel(f"{name}.linear_fc2", ffn)
 
     def _row_parallel(self, name: str, width: int) -> Iterator[StageParam]:
-        """A layer whose input is cut; its bias, which is added to the sum, is whole on every rank."""
+        """A layer whose input is cut; its bias, which is added to the sum, is whole on every
+        rank."""
         yield self._param(f"{name}.weight", self.gpt.hidden, width // self.cut.tp)
         if self.gpt.has_bias:
             yield self._param(f"{name}.bias", self.gpt.hidden)

@@ -1,4 +1,5 @@
-"""What the commands print for people: parts of an answer, drawn by `rich`, and numbers as people read them."""
+"""What the commands print for people: parts of an answer, drawn by `rich`, and numbers as people
+read them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Answer:
     """The outcome of one command."""
 
     document: Mapping[str, Any]  # everything, as JSON values
-    parts: Sequence[RenderableType]  # the same for people, separated by empty lines; a text is printed as it is
+    # the same for people, separated by empty lines; a text is printed as it is
+    parts: Sequence[RenderableType]
     status: int = 0  # of the process when it exits
 
     def as_text(self, width: int | None) -> str:
@@ -41,7 +43,8 @@ class Answer:
         return "\n\n".join(texts)
 
     def as_json(self) -> str:
-        """Writes the document as JSON; inf and nan, which JSON lacks, are the texts "inf", "-inf" and "nan"."""
+        """Writes the document as JSON; inf and nan, which JSON lacks, are the texts "inf", "-inf"
+        and "nan"."""
         return json.dumps(_plain(self.document), indent=2, allow_nan=False)
 
 
@@ -80,11 +83,14 @@ def titled(title: str, *body: RenderableType) -> Group:
 
 
 def rows(cells: Iterable[Sequence[str]]) -> RenderableType:
-    """Returns lines of labels and a text, indented by two and wrapped; rows without a text are left out."""
+    """Returns lines of labels and a text, indented by two and wrapped; rows without a text are left
+    out."""
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for row in cells:
         if row[-1]:
-            grid.add_row(*(Text(cell, style=_STYLES.get(cell, ""), overflow="fold") for cell in row))
+            grid.add_row(
+                *(Text(cell, style=_STYLES.get(cell, ""), overflow="fold") for cell in row)
+            )
     return Padding(grid, (0, 0, 0, 2), expand=False)
 
 
@@ -96,13 +102,17 @@ def progress_of(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """
     columns = (*progress.Progress.get_default_columns(), progress.DownloadColumn(binary_units=True))
     console = Console(stderr=True)
-    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    with progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
         yield partial(shown.advance, shown.add_task(what, total=total))
 
 
 def size_text(nbytes: float) -> str:
     """Writes bytes with their unit, such as "33.8 KiB"."""
-    unit, suffix = filesize.pick_unit_and_suffix(int(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
+    unit, suffix = filesize.pick_unit_and_suffix(
+        int(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024
+    )
     return f"{nbytes / unit:.{int(unit > 1)}f} {suffix}"
 
 
@@ -121,7 +131,8 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def more(count: int, most: int) -> list[str]:
-    """Returns the line that stands for what a list of `count` leaves out after `most`, if anything."""
+    """Returns the line that stands for what a list of `count` leaves out after `most`, if
+    anything."""
     return [f"and {count - most:,} more: --json has all"] if count > most else []
 
 

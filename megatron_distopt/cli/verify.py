@@ -1,4 +1,5 @@
-"""`megatron-distopt verify`: reads a whole checkpoint, and says what is wrong in which file and param."""
+"""`megatron-distopt verify`: reads a whole checkpoint, and says what is wrong in which file and
+param."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, Te
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.cli.checkpoints import find, nbytes_of, params_text
-from megatron_distopt.cli.show import Answer, Status, more, plural, progress_of, rows, size_text, titled
+from megatron_distopt.cli.show import (
+    Answer,
+    Status,
+    more,
+    plural,
+    progress_of,
+    rows,
+    size_text,
+    titled,
+)
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
 from megatron_distopt.formats.torch_files import METADATA
@@ -44,7 +54,8 @@ class Problem:
 
 @dataclass
 class _NonFiniteValues:
-    first: dict[str, str] = field(default_factory=dict)  # by tensor: value and place of the first one
+    # by tensor: value and place of the first one
+    first: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # by tensor
     numel: int = 0  # values that were looked at
 
@@ -59,14 +70,20 @@ class _NonFiniteValues:
 
     def problems(self) -> Iterator[Problem]:
         for key, text in self.first.items():
-            rest = f"; {self.counts[key]:,} of its values are not finite" if self.counts[key] > 1 else ""
+            rest = (
+                f"; {self.counts[key]:,} of its values are not finite"
+                if self.counts[key] > 1
+                else ""
+            )
             yield Problem("values", key, f"holds {text}{rest}", (key,))
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
     """Checks a whole checkpoint."""
     place = find(parsed.checkpoint)
-    checked, problems = _verify_own(place.path) if place.is_ours else _verify_other(open_any(place.path))
+    checked, problems = (
+        _verify_own(place.path) if place.is_ours else _verify_other(open_any(place.path))
+    )
     document = {
         "checkpoint": str(place.path),
         "chosen": place.chosen,
@@ -85,21 +102,28 @@ def answer(parsed: argparse.Namespace) -> Answer:
     return Answer(document, parts, status=int(bool(problems)))
 
 
-def _rows(checked: Mapping[str, str], problems: Sequence[Problem]) -> Iterator[tuple[str, str, str]]:
+def _rows(
+    checked: Mapping[str, str], problems: Sequence[Problem]
+) -> Iterator[tuple[str, str, str]]:
     for area in ("manifest", *checked):
         of_area = [problem for problem in problems if problem.area == area]
         if not of_area and area in checked:
             yield Status.OK.value, area, checked[area]
         for problem in of_area[:_LISTED]:
             lost = params_text(problem.keys if area == "files" else ())
-            lines = [f"{problem.subject} {problem.text}", *lost[:_LOST_LISTED], *more(len(lost), _LOST_LISTED)]
+            lines = [
+                f"{problem.subject} {problem.text}",
+                *lost[:_LOST_LISTED],
+                *more(len(lost), _LOST_LISTED),
+            ]
             yield Status.PROBLEM.value, area, "\n".join(lines)
         for line in more(len(of_area), _LISTED):
             yield Status.PROBLEM.value, area, line
 
 
 def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
-    """Returns what was looked at, by area, which is well where no problem is of that area; and all problems."""
+    """Returns what was looked at, by area, which is well where no problem is of that area; and all
+    problems."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -118,8 +142,14 @@ def _verify_own(folder: Path) -> tuple[dict[str, str], list[Problem]]:
     if text:
         text += ": torch alone cannot rely on it, loading by megatron-distopt needs none"
         problems.append(Problem(_METADATA_AREA, METADATA, text))
-    files = f"{plural(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums are right"
-    of_files = {"files": files, _METADATA_AREA: "size and checksum are right: torch alone can read it"}
+    files = (
+        f"{plural(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}: sizes and checksums "
+        "are right"
+    )
+    of_files = {
+        "files": files,
+        _METADATA_AREA: "size and checksum are right: torch alone can read it",
+    }
     return {**of_files, **_checked(manifest.tensors, values)}, [*problems, *values.problems()]
 
 
@@ -192,7 +222,11 @@ def _fault(path: Path, wanted: tuple[int, int]) -> str:
             return f"has {nbytes:,} bytes, not {wanted[0]:,}"
         crc32 = crc_of_file(path)
     except OSError as error:
-        return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        return (
+            "is missing"
+            if isinstance(error, FileNotFoundError)
+            else f"cannot be read: {error.strerror}"
+        )
     return "" if crc32 == wanted[1] else f"has CRC-32 {crc32:08x}, not {wanted[1]:08x}"
 
 
@@ -202,7 +236,8 @@ def non_finite(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return none
     wide = tensor if tensor.element_size() > 1 else tensor.float()  # float8 cannot be added up
-    # inf and nan never leave a sum again, and a sum is one pass without a copy; one that overflows is looked at again.
+    # inf and nan never leave a sum again, and a sum is one pass without a copy; one that overflows
+    # is looked at again.
     if math.isfinite(wide.sum(dtype=torch.float32).item()):
         return none
     return torch.isfinite(wide).logical_not_().nonzero()

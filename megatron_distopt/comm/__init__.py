@@ -2,7 +2,15 @@
 
 from torch.distributed import ProcessGroup
 
-from megatron_distopt.comm.agree import Field, compare, exchange, exchange_together, meet, raise_together, show_presence
+from megatron_distopt.comm.agree import (
+    Field,
+    compare,
+    exchange,
+    exchange_together,
+    meet,
+    raise_together,
+    show_presence,
+)
 from megatron_distopt.comm.alive import LifeSigns
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
@@ -18,7 +26,13 @@ from megatron_distopt.comm.collectives import (
     try_collectives,
 )
 from megatron_distopt.comm.communicator import Communicator
-from megatron_distopt.comm.groups import Group, available_backends, carrier_of, default_backend, is_initialized
+from megatron_distopt.comm.groups import (
+    Group,
+    available_backends,
+    carrier_of,
+    default_backend,
+    is_initialized,
+)
 from megatron_distopt.comm.pending import profiled
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 

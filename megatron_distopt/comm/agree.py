@@ -1,12 +1,13 @@
 """Checks over ranks: a difference between them is named instead of hanging in a collective.
 
-Each costs a few small exchanges of objects, which ranks of one job send each other; none is read from a file.
+Each costs a few small exchanges of objects, which ranks of one job send each other; none is read
+from a file.
 
-[Note: who is missing] A collective would wait for such a rank until torch's time limit, and then not say why. So every
-rank writes two things into the store: that the package is loaded (`show_presence`, as soon as there is a store), and
-whether it builds our optimizer (`meet`). A rank that has the package and is slow is waited for; one that has shown
-nothing, although the waiting rank did so when the store was made, runs without the package and is named much sooner.
-"""
+[Note: who is missing] A collective would wait for such a rank until torch's time limit, and then
+not say why. So every rank writes two things into the store: that the package is loaded
+(`show_presence`, as soon as there is a store), and whether it builds our optimizer (`meet`). A rank
+that has the package and is slow is waited for; one that has shown nothing, although the waiting
+rank did so when the store was made, runs without the package and is named much sooner."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def exchange(value: T, group: Group) -> list[T]:
     """Collective: returns every rank's value, by rank of the group.
 
     Raises:
-        RanksDisagreeError: another rank is in an exchange that is not ours: the package is off or missing there.
+        RanksDisagreeError: another rank is in an exchange that is not ours: the package is off or
+            missing there.
     """
     if group.size == 1:
         return [value]
@@ -52,7 +54,10 @@ def exchange(value: T, group: Group) -> list[T]:
         dist.all_gather_object(received, (_TAG, value), group=group.handle)
     for rank, record in enumerate(received):
         if not (isinstance(record, tuple) and len(record) == 2 and record[0] == _TAG):
-            rule, remedy = f"run it on all {group.size} ranks", "Start every rank with the same flags and variables"
+            rule, remedy = (
+                f"run it on all {group.size} ranks",
+                "Start every rank with the same flags and variables",
+            )
             got = f"rank {group.global_rank(rank)} does not run megatron_distopt here"
             raise RanksDisagreeError(refusal("start-up", got, rule, remedy))
     return [record[1] for record in received]
@@ -61,8 +66,8 @@ def exchange(value: T, group: Group) -> list[T]:
 def raise_together(check: Callable[[], T], group: Group, what: str = "start-up") -> T:
     """Collective: runs `check` on every rank and goes on only if it passed on all of them.
 
-    One rank that raised while the others went into a collective would leave them hanging in it. That holds for every
-    exception, not only for those of the package.
+    One rank that raised while the others went into a collective would leave them hanging in it.
+    That holds for every exception, not only for those of the package.
 
     Raises:
         Exception: this rank's own, as it was, or
@@ -74,7 +79,8 @@ def raise_together(check: Callable[[], T], group: Group, what: str = "start-up")
 
 
 def exchange_together(check: Callable[[], T], group: Group, what: str = "start-up") -> list[T]:
-    """Collective: returns what `check` returned on every rank, by rank of the group, if it passed on all of them.
+    """Collective: returns what `check` returned on every rank, by rank of the group, if it passed
+    on all of them.
 
     Raises: as of `raise_together`.
     """
@@ -92,16 +98,20 @@ def exchange_together(check: Callable[[], T], group: Group, what: str = "start-u
             rule, remedy = f"pass on all {group.size} ranks", "Mend what that rank reports"
             got = f"rank {group.global_rank(rank)} refused with «{text}»"
             raise RanksDisagreeError(refusal(what, got, rule, remedy))
-    return [value for _, value in records]  # type: ignore[misc]  # there are values where nothing was raised
+    # there are values where nothing was raised
+    return [value for _, value in records]  # type: ignore[misc]
 
 
 def compare(fields: Sequence[Field], group: Group) -> None:
     """Collective: stops on the first field that is not equal on all ranks.
 
     Raises:
-        RanksDisagreeError: on every rank, with the field, the first item that differs and the ranks in the minority.
+        RanksDisagreeError: on every rank, with the field, the first item that differs and the ranks
+            in the minority.
     """
-    digests = exchange([sha256("\x1f".join(field.items).encode()).hexdigest() for field in fields], group)
+    digests = exchange(
+        [sha256("\x1f".join(field.items).encode()).hexdigest() for field in fields], group
+    )
     for index, field in enumerate(fields):
         column = [digest[index] for digest in digests]
         if len(set(column)) > 1:
@@ -127,23 +137,27 @@ def _difference(field: Field, group: Group, digests: list[str]) -> str:
     return refusal(field.what, got, rule, remedy)
 
 
-# --- before the first collective, ranks meet in torch's store, where a rank that does not come can be named
+# --- before the first collective, ranks meet in torch's store, where a rank that does not come can
+# be named
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-#: How long a rank that has loaded the package is waited for: as long as a collective over NCCL waits by default.
+#: How long a rank that has loaded the package is waited for: as long as a collective over NCCL
+#: waits by default.
 SECONDS_TO_MEET = 600.0
 #: How long a rank is waited for that has shown nothing of the package.
 SECONDS_TO_SHOW = 40.0
-#: Between two looks at who is missing; doubled after each, because every look asks the one process that has the store.
+#: Between two looks at who is missing; doubled after each, because every look asks the one process
+#: that has the store.
 SECONDS_TO_LOOK = 2.5
 
 _KEY, _HERE, _LOADED = "megatron_distopt", "here", "loaded"
 
 
 def show_presence(why_not: str = "") -> Callable[[], None]:
-    """Tells the other ranks that the package is loaded, now or when `torch.distributed.init_process_group` returns.
+    """Tells the other ranks that the package is loaded, now or when
+    `torch.distributed.init_process_group` returns.
 
     Returns:
         A function that puts `init_process_group` back.
@@ -203,7 +217,8 @@ def default_store() -> Store:
 def _keys_of(group: Group) -> list[str]:
     """One for each rank, and others at each meeting of the same ranks.
 
-    Meetings are counted in the store: a process may join process groups one after the other, with other ranks.
+    Meetings are counted in the store: a process may join process groups one after the other, with
+    other ranks.
     """
     ranks = [group.global_rank(rank) for rank in range(group.size)]
     name = f"{_KEY}/meeting of {sha256(str(ranks).encode()).hexdigest()[:16]}"
@@ -224,7 +239,8 @@ def _wait(store: Store, keys: Sequence[str], group: Group) -> None:
 
 
 def _missing(store: Store, keys: Sequence[str], ranks: Sequence[int]) -> list[int]:
-    """The ranks whose keys are not there, by halves: few are missing, and every question costs a message."""
+    """The ranks whose keys are not there, by halves: few are missing, and every question costs a
+    message."""
     if store.check([keys[rank] for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -234,7 +250,8 @@ def _missing(store: Store, keys: Sequence[str], ranks: Sequence[int]) -> list[in
 
 
 def _reasons(store: Store, missing: Sequence[int], group: Group, seconds: float) -> dict[int, str]:
-    """Why ranks are waited for no longer, by rank; the others may still come. See [Note: who is missing]."""
+    """Why ranks are waited for no longer, by rank; the others may still come. See [Note: who is
+    missing]."""
     late = f"not here after {seconds:.0f} seconds" if seconds >= SECONDS_TO_MEET else ""
     has_shown = bool(_presence_in(store, group.global_rank(group.rank)))
     absent = "not loaded" if has_shown and seconds >= SECONDS_TO_SHOW else late
@@ -251,7 +268,11 @@ def _presence_in(store: Store, global_rank: int) -> str:
 
 def _refuse(reasons: dict[int, str], group: Group) -> None:
     if reasons:
-        named = ", ".join(f"rank {group.global_rank(rank)} ({reason})" for rank, reason in reasons.items())
+        named = ", ".join(
+            f"rank {group.global_rank(rank)} ({reason})" for rank, reason in reasons.items()
+        )
         rule = f"be used on all {group.size} ranks or on none"
         remedy = "Start every rank with the package installed and with the same flags and variables"
-        raise RanksDisagreeError(refusal("start-up", f"megatron_distopt is not used on {named}", rule, remedy))
+        raise RanksDisagreeError(
+            refusal("start-up", f"megatron_distopt is not used on {named}", rule, remedy)
+        )

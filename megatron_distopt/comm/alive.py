@@ -1,10 +1,11 @@
-"""Signs of life: a rank whose node died is named within seconds, instead of being waited for in a collective.
+"""Signs of life: a rank whose node died is named within seconds, instead of being waited for in a
+collective.
 
-[Note: signs of life] Each rank counts in torch's store and reads the count of one other, the next in a ring. What would
-make that lie: torch's own client is locked while the main thread waits in it, so there is one of our own; a call to a
-store whose node is gone never returns, so that a second thread watches the first; a process that stood still learned
-nothing of others meanwhile, so that silence is counted in time in which this process itself was awake.
-"""
+[Note: signs of life] Each rank counts in torch's store and reads the count of one other, the next
+in a ring. What would make that lie: torch's own client is locked while the main thread waits in it,
+so there is one of our own; a call to a store whose node is gone never returns, so that a second
+thread watches the first; a process that stood still learned nothing of others meanwhile, so that
+silence is counted in time in which this process itself was awake."""
 
 from __future__ import annotations
 
@@ -37,11 +38,13 @@ _SECONDS_TO_SPEAK = 2.0
 
 
 class LifeSigns:
-    """Ends this process with a message once another rank shows no life any more, so that a launcher starts all anew.
+    """Ends this process with a message once another rank shows no life any more, so that a launcher
+    starts all anew.
 
-    A rank shows life from a thread, also while its main thread computes, compiles, waits or is in Python's debugger.
-    One that stands still as a whole for longer than the limit (SIGSTOP, gdb, one call that does not release Python's
-    global lock) counts as lost. One that ended in an orderly way does not; of one that raised, the error is named.
+    A rank shows life from a thread, also while its main thread computes, compiles, waits or is in
+    Python's debugger. One that stands still as a whole for longer than the limit (SIGSTOP, gdb, one
+    call that does not release Python's global lock) counts as lost. One that ended in an orderly
+    way does not; of one that raised, the error is named.
 
     Args:
         everyone: all ranks of the job.
@@ -49,7 +52,8 @@ class LifeSigns:
     """
 
     def __init__(self, everyone: Group, timeout: float) -> None:
-        """Collective: ranks connect, and agree on a name for their counts that no earlier start of the job has used."""
+        """Collective: ranks connect, and agree on a name for their counts that no earlier start of
+        the job has used."""
         self._rank, self._size = everyone.rank, everyone.size
         self._timeout, self._interval = timeout, timeout / _NUM_SIGNS
         store = default_store()
@@ -60,16 +64,20 @@ class LifeSigns:
         self._client: TCPStore | None = None
         told = exchange_together(self._greeting, everyone, "protect_timeout")
         self._prefix = f"megatron_distopt/alive/{told[0][0]}"
-        self._names = [f"rank {everyone.global_rank(rank)} on {node}" for rank, (_, node) in enumerate(told)]
+        self._names = [
+            f"rank {everyone.global_rank(rank)} on {node}" for rank, (_, node) in enumerate(told)
+        ]
         self._watched, self._count, self._silence = (self._rank + 1) % self._size, 0, 0.0
         self.is_paused = False  # whether silence does not count for now
         self._num_done = 0  # ranks that ended in an orderly way
         self._num_unanswered = 0  # intervals since the store last answered
-        self._ending, self._last_words = threading.Event(), ""  # of a rank that ends by an exception
+        # of a rank that ends by an exception
+        self._ending, self._last_words = threading.Event(), ""
         self._talker: threading.Thread | None = None
 
     def _greeting(self) -> tuple[str, str]:
-        """Connects before anybody counts: the store stands still while it looks up the name of a new client's host."""
+        """Connects before anybody counts: the store stands still while it looks up the name of a
+        new client's host."""
         if self._size > 1 and isinstance(self._store, TCPStore):
             self._client = self._connected(self._store)
         return uuid.uuid4().hex, socket.gethostname()
@@ -82,16 +90,23 @@ class LifeSigns:
         """
         if self._client is None:
             kind = type(self._store).__name__
-            what = f"torch's store is a {kind}, not a TCPStore" if self._size > 1 else "there is one rank"
+            what = (
+                f"torch's store is a {kind}, not a TCPStore"
+                if self._size > 1
+                else "there is one rank"
+            )
             return f"Lost ranks are not noticed: {what}."
         if self._talker is None:
             self._talker = begin_thread(self._talk, "alive", self._store)
             begin_thread(self._watch_store, "alive, store")
-            Finalize(None, self.stop, exitpriority=-1)  # after those that wait for files, and are alive meanwhile
+            # after those that wait for files, and are alive meanwhile
+            Finalize(None, self.stop, exitpriority=-1)
         return None
 
     def _connected(self, store: TCPStore) -> TCPStore:
-        return TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=self._timeout))
+        return TCPStore(
+            store.host, store.port, is_master=False, timeout=timedelta(seconds=self._timeout)
+        )
 
     def _talk(self, store: TCPStore) -> None:
         client, before = self._client, time.monotonic()
@@ -99,16 +114,20 @@ class LifeSigns:
             try:
                 client = client or self._connected(store)
                 now = time.monotonic()
-                self._show_and_look(PrefixStore(self._prefix, client), min(now - before, 2 * self._interval))
+                self._show_and_look(
+                    PrefixStore(self._prefix, client), min(now - before, 2 * self._interval)
+                )
                 before, self._num_unanswered = now, 0
                 if self._ending.wait(self._interval):
                     self._say_goodbye(PrefixStore(self._prefix, client))
-            except RuntimeError:  # the connection broke: `_watch_store` ends the process if that lasts
+            # the connection broke: `_watch_store` ends the process if that lasts
+            except RuntimeError:
                 client = None
                 self._ending.wait(self._interval)
 
     def _show_and_look(self, store: Store, seconds: float) -> None:
-        """Adds to the own count and reads that of the watched rank; none of these calls waits for another rank."""
+        """Adds to the own count and reads that of the watched rank; none of these calls waits for
+        another rank."""
         store.add(str(self._rank), 1)
         self._num_done = store.add("done", 0)
         if store.check(["lost"]):
@@ -121,30 +140,46 @@ class LifeSigns:
             self._watched = (self._watched + 1) % self._size
         elif self._silence >= self._timeout:
             what = f"{self._names[self._watched]} showed no life for {self._silence:.1f} s"
-            store.set("lost", f"{what}. Set protect_timeout to more than {self._timeout:g} s if it is only slow")
+            store.set(
+                "lost",
+                f"{what}. Set protect_timeout to more than {self._timeout:g} s if it is only slow",
+            )
 
     def _watch_store(self) -> None:
         while not self._ending.wait(self._interval):
             self._num_unanswered += 1
             if self._num_unanswered > _NUM_SIGNS:
                 if not self._num_done:
-                    self._end(f"torch's store did not answer for {self._timeout:g} s, as if its node were lost")
-                _log.warning("Lost ranks are noticed no longer: torch's store ended after the first ranks did.")
+                    self._end(
+                        f"torch's store did not answer for {self._timeout:g} s, as if its node "
+                        "were lost"
+                    )
+                _log.warning(
+                    "Lost ranks are noticed no longer: torch's store ended after the first ranks "
+                    "did."
+                )
                 return
 
     def _end(self, reason: str) -> None:
-        text = f"{self._names[self._rank]} ends itself, so that the launcher starts all ranks anew: {reason}."
+        text = (
+            f"{self._names[self._rank]} ends itself, so that the launcher starts all ranks anew: "
+            f"{reason}."
+        )
         begin_thread(_speak, "last words", text).join(_SECONDS_TO_SPEAK)
-        time.sleep(self._interval)  # the others find it out before this end breaks their collectives, or their store
+        # the others find it out before this end breaks their collectives, or their store
+        time.sleep(self._interval)
         os._exit(1)
 
     def stop(self) -> None:
-        """Says that this rank ends in an orderly way, or by which exception, and watches no longer."""
+        """Says that this rank ends in an orderly way, or by which exception, and watches no
+        longer."""
         if self._talker is None:
             return
         if (error := ended_by()) is not None:
             first_line = str(error).partition("\n")[0]
-            self._last_words = f"{self._names[self._rank]} ended by {type(error).__name__}: {first_line}"
+            self._last_words = (
+                f"{self._names[self._rank]} ended by {type(error).__name__}: {first_line}"
+            )
         self._ending.set()
         self._talker.join(2 * self._interval)
 
@@ -161,14 +196,17 @@ class LifeSigns:
 
 
 def ended_by() -> BaseException | None:
-    """The exception that ends this process, for what runs at its exit; None where it ends in an orderly way."""
+    """The exception that ends this process, for what runs at its exit; None where it ends in an
+    orderly way."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return None if isinstance(error, SystemExit) and not error.code else error
 
 
 def begin_thread(target: Callable[..., None], name: str, *args: object) -> threading.Thread:
     """Starts a thread that does not keep the process alive."""
-    thread = threading.Thread(target=target, args=args, name=f"megatron_distopt {name}", daemon=True)
+    thread = threading.Thread(
+        target=target, args=args, name=f"megatron_distopt {name}", daemon=True
+    )
     thread.start()
     return thread
 

@@ -1,12 +1,12 @@
 """The collectives, each in place: a shard is a view of its bucket.
 
-[Note: carrier of a collective] A backend's own collectives are used, except for tensors on the CPU over gloo, whose own
-are slow: those go between pairs of ranks (pairwise.py). They do so at every size, so that a gradient is added up in the
-same order in every bucket.
+[Note: carrier of a collective] A backend's own collectives are used, except for tensors on the CPU
+over gloo, whose own are slow: those go between pairs of ranks (pairwise.py). They do so at every
+size, so that a gradient is added up in the same order in every bucket.
 
-[Note: average in the collective] Where grads are divided before they are added up, NCCL multiplies by the reciprocal as
-it reads them, which saves the pass over the buffer. For a power of two that is the division, to the bit; for any other
-number it would round twice, so the bucket is divided first.
+[Note: average in the collective] Where grads are divided before they are added up, NCCL multiplies
+by the reciprocal as it reads them, which saves the pass over the buffer. For a power of two that is
+the division, to the bit; for any other number it would round twice, so the bucket is divided first.
 """
 
 from __future__ import annotations
@@ -53,15 +53,18 @@ _FAKE = "fake"
 class Reduction:
     """How grads are added up."""
 
-    # number by which grads are divided before they are added up: a pass over the buffer, or see [Note: average in the
-    # collective]. An fp16 sum of n gradients overflows at an n times smaller loss scale than their average.
+    # number by which grads are divided before they are added up: a pass over the buffer, or see
+    # [Note: average in the collective]. An fp16 sum of n gradients overflows at an n times smaller
+    # loss scale than their average.
     divide_by: int = 1
-    # in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None for their own dtype.
-    # float32 and int8 are about what is sent between nodes, see [Note: carriers] there
+    # in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None
+    # for their own dtype. float32 and int8 are about what is sent between nodes, see [Note:
+    # carriers] there
     reduce_dtype: torch.dtype | None = None
     coded: frozenset[str] = frozenset()  # names of params that int8 may round; others go in fp32
     codes: FormOfNode | None = None  # of one bucket, with int8; None to send fp32
-    lacking: frozenset[str] = frozenset()  # words of the option `reduce_exact` that no name on this rank has
+    # words of the option `reduce_exact` that no name on this rank has
+    lacking: frozenset[str] = frozenset()
 
 
 #: Grads are added up as they are.
@@ -69,37 +72,51 @@ AS_THEY_ARE = Reduction()
 
 
 def shares_memory(device: torch.device, group: Group) -> bool:
-    """Whether ranks read each other's memory instead of sending messages; after the first collective of the group."""
+    """Whether ranks read each other's memory instead of sending messages; after the first
+    collective of the group."""
     is_pairwise_there = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
     return is_pairwise_there and len(nodes_of(group).members) == 1
 
 
 def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
-    """Describes how buckets on a device are communicated in a group; after the group's first collective."""
+    """Describes how buckets on a device are communicated in a group; after the group's first
+    collective."""
     carrier, is_shared = carrier_of(device, group), shares_memory(device, group)
     short = ""
     if how.reduce_dtype in _BETWEEN_NODES:
         members = _members(device, group, how) or ()
         form = "fp32" if len(members) == 1 else dtype_name(how.reduce_dtype)
-        short = f", grads in {form} between {len(members)} node(s) of {'+'.join(str(len(each)) for each in members)}"
+        short = (
+            f", grads in {form} between {len(members)} node(s) of "
+            f"{'+'.join(str(len(each)) for each in members)}"
+        )
     elif how.reduce_dtype is not None:
         short = f", grads in {dtype_name(how.reduce_dtype)}" + is_shared * " as messages"
     if carrier != _PAIRWISE_OVER:
         return carrier + short
-    return f"{carrier}, from pair to pair {'in shared memory' if is_shared else 'as messages'}{short}"
+    return (
+        f"{carrier}, from pair to pair {'in shared memory' if is_shared else 'as messages'}{short}"
+    )
 
 
 def reduce_scatter(
-    bucket: Tensor, shard: Tensor, group: Group, how: Reduction = AS_THEY_ARE, *, overlapped: bool = False
+    bucket: Tensor,
+    shard: Tensor,
+    group: Group,
+    how: Reduction = AS_THEY_ARE,
+    *,
+    overlapped: bool = False,
 ) -> Pending:
     """Collective: adds up `bucket` over the group; this rank's part is written into `shard`.
 
     Args:
         bucket: 1-D; outside `shard` its values have no meaning afterwards.
         shard: 1-D [bucket.numel / group.size], the view of `bucket` that this rank owns.
-        group: of the ranks that take part; its collectives run in the order in which they are called.
+        group: of the ranks that take part; its collectives run in the order in which they are
+            called.
         how: see `Reduction`.
-        overlapped: only begins; `bucket` must not be touched until the returned collective has been waited for.
+        overlapped: only begins; `bucket` must not be touched until the returned collective has been
+            waited for.
     """
     op = _operation(bucket, group, how)
     if group.size == 1:
@@ -108,9 +125,13 @@ def reduce_scatter(
     members = _members(bucket.device, group, how)
     form_of = how.codes or (lambda node: pairwise.AsNumbers(dtype))
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        return run_in_turn(partial(pairwise.reduce_scatter, bucket, group, members, form_of), group, overlapped)
+        return run_in_turn(
+            partial(pairwise.reduce_scatter, bucket, group, members, form_of), group, overlapped
+        )
     if members is None or len(members) == 1:
-        return _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=overlapped) or Done()
+        return (
+            _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=overlapped) or Done()
+        )
     pending = pairwise.begin_reduce_scatter(bucket, group, members, form_of)
     if overlapped:
         return pending
@@ -119,15 +140,21 @@ def reduce_scatter(
 
 
 def _members(device: torch.device, group: Group, how: Reduction) -> Sequence[Sequence[int]] | None:
-    """The ranks of each node, which add up first; none where nobody knows, and None without a reduce dtype."""
+    """The ranks of each node, which add up first; none where nobody knows, and None without a
+    reduce dtype."""
     if how.reduce_dtype is None:
         return None
-    nodes = nodes_of(group).members if carrier_of(device, group) == _PAIRWISE_OVER else _nodes_by_launcher(group)
+    nodes = (
+        nodes_of(group).members
+        if carrier_of(device, group) == _PAIRWISE_OVER
+        else _nodes_by_launcher(group)
+    )
     return nodes if len(nodes) > 1 or how.reduce_dtype in _BETWEEN_NODES else pairwise.alone(group)
 
 
 def _nodes_by_launcher(group: Group) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a group by node as torchrun says, none where it does not; collective at the group's first call."""
+    """The ranks of a group by node as torchrun says, none where it does not; collective at the
+    group's first call."""
     if group.own_handle not in _by_launcher:
         said = exchange([os.environ.get(name, "") for name in _VARIABLES], group)
         nodes: dict[tuple[int, int], list[int]] = {}
@@ -140,7 +167,8 @@ def _nodes_by_launcher(group: Group) -> tuple[tuple[int, ...], ...]:
 
 
 def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.RedOpType:
-    """The operation of the collective; divides the bucket where the collective does not average by itself."""
+    """The operation of the collective; divides the bucket where the collective does not average by
+    itself."""
     if how.divide_by == 1:
         return dist.ReduceOp.SUM
     is_exact = how.divide_by == group.size and group.size.bit_count() == 1
@@ -164,7 +192,8 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool 
 
 @contextmanager
 def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
-    """Makes one launch of the collectives of one kind that are called meanwhile, where the backend gains from that."""
+    """Makes one launch of the collectives of one kind that are called meanwhile, where the backend
+    gains from that."""
     if group.size > 1 and carrier_of(tensor.device, group) in _LIKE_NCCL:
         with dist.distributed_c10d._coalescing_manager(group.handle):
             yield
@@ -173,27 +202,33 @@ def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
 
 
 def reduce_grads(
-    buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE, codes: Sequence[FormOfNode | None] = ()
+    buffer: ShardedBuffer,
+    group: Group,
+    how: Reduction = AS_THEY_ARE,
+    codes: Sequence[FormOfNode | None] = (),
 ) -> None:
     """Collective: reduce-scatters every bucket of the grad buffer, in order.
 
-    Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is read anyway
-    (`divisor` in optimizer/sharded.py), so no pass over the buffer is spent on a division, and a 16-bit gradient does
-    not lose small values to a division before it is added up. `codes` are those of each bucket, with int8.
+    Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is
+    read anyway (`divisor` in optimizer/sharded.py), so no pass over the buffer is spent on a
+    division, and a 16-bit gradient does not lose small values to a division before it is added up.
+    `codes` are those of each bucket, with int8.
     """
     if group.size == 1 and how.divide_by == 1:
         return
     with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
         for number, (whole, shard) in enumerate(buffer.reduces):
             with profiled(f"reduce-scatter {number}"):
-                reduce_scatter(whole, shard, group, replace(how, codes=codes[number]) if codes else how)
+                reduce_scatter(
+                    whole, shard, group, replace(how, codes=codes[number]) if codes else how
+                )
 
 
 def gather_params(buffer: ShardedBuffer, group: Group) -> None:
     """Collective: all-gathers every bucket of the param buffer, in order.
 
-    `param.data` is a view of that buffer, so afterwards the module has the new values. Params of the less common dtype
-    of a model with two are copied to their places, see buffers/compact.py.
+    `param.data` is a view of that buffer, so afterwards the module has the new values. Params of
+    the less common dtype of a model with two are copied to their places, see buffers/compact.py.
     """
     if group.size > 1:
         with coalesced(buffer.param, group):
@@ -207,22 +242,29 @@ def share_initial(tensors: Iterable[Tensor], group: Group, device: torch.device)
     """Collective: gives every rank the values that the group's rank 0 has in these tensors.
 
     Args:
-        tensors: of any strides, dtypes and devices; as many, as large and of the same dtypes on every rank.
+        tensors: of any strides, dtypes and devices; as many, as large and of the same dtypes on
+            every rank.
         group: whose rank 0 counts.
         device: one that the group's backend carries.
     """
     for tensor in (each for each in tensors if group.size > 1 and each.numel()):
         # As bytes, because not every backend carries every dtype.
         packed = tensor.detach().to(device).contiguous()
-        dist.broadcast(packed.view(-1).view(torch.uint8), src=group.global_rank(0), group=group.handle)
+        dist.broadcast(
+            packed.view(-1).view(torch.uint8), src=group.global_rank(0), group=group.handle
+        )
         if packed.data_ptr() != tensor.data_ptr():
-            # Without repetition: torch does not write to an expanded tensor, which has fewer elements than it shows.
-            distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+            # Without repetition: torch does not write to an expanded tensor, which has fewer
+            # elements than it shows.
+            distinct = tuple(
+                slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()
+            )
             tensor.detach()[distinct].copy_(packed[distinct])
 
 
 def gather_to_first(part: Tensor, group: Group) -> Tensor | None:
-    """Collective: returns all ranks' parts one after the other on the group's rank 0, None elsewhere.
+    """Collective: returns all ranks' parts one after the other on the group's rank 0, None
+    elsewhere.
 
     Args:
         part: 1-D, as long on every rank, on a device that the group's backend carries.
@@ -254,7 +296,8 @@ def sum_over(tensor: Tensor, group: Group) -> None:
 
 
 def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> None:
-    """Collective: tries a reduce-scatter and an all-gather of one number a rank, before training needs them.
+    """Collective: tries a reduce-scatter and an all-gather of one number a rank, before training
+    needs them.
 
     Raises:
         ConfigError: the backend does not have one of them, or gives a wrong result.
@@ -262,8 +305,15 @@ def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY
     if group.size == 1 or device.type == "meta":
         return
     if how.reduce_dtype in _BETWEEN_NODES and not _members(device, group, how):
-        rule, remedy = "know the nodes of ranks", "Start with torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE"
-        raise ConfigError(refusal("reduce_dtype", dtype_name(how.reduce_dtype), rule, remedy + ", or leave it out"))
+        rule, remedy = (
+            "know the nodes of ranks",
+            "Start with torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE",
+        )
+        raise ConfigError(
+            refusal(
+                "reduce_dtype", dtype_name(how.reduce_dtype), rule, remedy + ", or leave it out"
+            )
+        )
     if carrier_of(device, group) == _FAKE:
         return
     numbers = torch.full((group.size,), float(how.divide_by), device=device)
@@ -281,5 +331,8 @@ def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY
 def _missing(device: torch.device, group: Group, reason: str) -> ConfigError:
     got = f"{carrier_of(device, group)} on {device.type} ({reason})"
     rule = "carry a reduce-scatter and an all-gather of the model's tensors"
-    remedy = "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group another backend"
+    remedy = (
+        "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group "
+        "another backend"
+    )
     return ConfigError(refusal("backend", got, rule, remedy))

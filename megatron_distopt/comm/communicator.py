@@ -1,17 +1,21 @@
-"""The communicator of a model: grads are reduce-scattered to their owners, updated params are all-gathered from them.
+"""The communicator of a model: grads are reduce-scattered to their owners, updated params are
+all-gathered from them.
 
-Both are eager, launched when the host asks for the result, or overlapped: a bucket of grads is reduced while backward
-computes others, and params are gathered until forward reads them.
+Both are eager, launched when the host asks for the result, or overlapped: a bucket of grads is
+reduced while backward computes others, and params are gathered until forward reads them.
 
-[Note: order of launches] Ranks that launched buckets in different orders would wait for each other in different
-collectives. So all ranks have one order, and a bucket whose turn has not come waits for its turn. The first step shows
-in which order gradients complete their buckets and modules need their params; the first rank's order is taken by all.
+[Note: order of launches] Ranks that launched buckets in different orders would wait for each other
+in different collectives. So all ranks have one order, and a bucket whose turn has not come waits
+for its turn. The first step shows in which order gradients complete their buckets and modules need
+their params; the first rank's order is taken by all.
 
-[Note: complete buckets] In the first step no bucket of grads is launched before backward has ended: that step shows how
-often a gradient arrives in a microbatch (once, or once for every use of a recomputed module). Afterwards a bucket is
-complete when each of its gradients has arrived as often in all microbatches. A bucket of which a gradient does not
-arrive (a branch that was not taken), or is changed after backward (`defer`), and the buckets behind it, are launched
-when the step asks for the sums: later than possible, but the same collectives in one order on every rank.
+[Note: complete buckets] In the first step no bucket of grads is launched before backward has ended:
+that step shows how often a gradient arrives in a microbatch (once, or once for every use of a
+recomputed module). Afterwards a bucket is complete when each of its gradients has arrived as often
+in all microbatches. A bucket of which a gradient does not arrive (a branch that was not taken), or
+is changed after backward (`defer`), and the buckets behind it, are launched
+when the step asks for the sums: later than possible, but the same collectives in one order on every
+rank.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ _last_launcher: WeakKeyDictionary[ProcessGroup, ReferenceType[Communicator]] = W
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """What one collective communicates: a bucket of grads or params, or the packed params of a minority dtype."""
+    """What one collective communicates: a bucket of grads or params, or the packed params of a
+    minority dtype."""
 
     buffer: ShardedBuffer  # that it belongs to
     whole: Tensor  # 1-D
@@ -85,15 +90,19 @@ class Launches:
         self.is_agreed = False
 
     def add(self, transfers: Sequence[Transfer], *, backwards: bool = False) -> None:
-        """Takes over further transfers, on all ranks alike. The order is agreed on anew after the next step.
+        """Takes over further transfers, on all ranks alike. The order is agreed on anew after the
+        next step.
 
         Args:
             transfers: in the order of backward.
-            backwards: whether they are launched before the others and in the opposite order, as forward needs them.
+            backwards: whether they are launched before the others and in the opposite order, as
+                forward needs them.
         """
         numbers = range(len(self.transfers), len(self.transfers) + len(transfers))
         self.transfers += transfers
-        self.number_of |= {name: number for number in numbers for name in self.transfers[number].names}
+        self.number_of |= {
+            name: number for number in numbers for name in self.transfers[number].names
+        }
         self.order = [*reversed(numbers), *self.order] if backwards else [*self.order, *numbers]
         self.is_agreed = False
 
@@ -110,7 +119,8 @@ class Launches:
                 self.under_way[number].wait()
 
     def agree(self, wanted: list[int] | None) -> None:
-        """Collective: takes the order that the first of the ranks with a wish wants; to be called until `is_agreed`.
+        """Collective: takes the order that the first of the ranks with a wish wants; to be called
+        until `is_agreed`.
 
         Args:
             wanted: all numbers in the order that this rank has seen; None where it has seen none.
@@ -121,15 +131,16 @@ class Launches:
 
 
 class Arrivals:
-    """Counts the gradients of a step and says which buckets are complete, see [Note: complete buckets]."""
+    """Counts the gradients of a step and says which buckets are complete, see [Note: complete
+    buckets]."""
 
     def __init__(self, num_microbatches: Callable[[], int]) -> None:
         self._num_microbatches = num_microbatches
         self._names: list[frozenset[str]] = []
         #: Arrivals of each gradient in a microbatch; empty before the first step has ended.
         self._each: Counter[str] = Counter()
-        #: Gradients that do not arrive as often in every microbatch, and those that are changed after backward: their
-        #: buckets are never complete before the step asks.
+        #: Gradients that do not arrive as often in every microbatch, and those that are changed
+        #: after backward: their buckets are never complete before the step asks.
         self.irregular: set[str] = set()
         self.begin_step()
 
@@ -163,7 +174,10 @@ class Arrivals:
         self.arrived[name] += 1
         self._num_arrived += 1
         self._last[bucket] = self._num_arrived
-        is_last = self.arrived[name] == self._each[name] * self._microbatches and name not in self.irregular
+        is_last = (
+            self.arrived[name] == self._each[name] * self._microbatches
+            and name not in self.irregular
+        )
         if is_last:
             self.num_missing[bucket] -= 1
         return is_last
@@ -193,20 +207,25 @@ class Arrivals:
 class Communicator:
     """Reduces the grads of a model and gathers its params over the ranks that share them.
 
-    A host announces every gradient (`grad_arrived`) and every read of a param (`param_needed`), and calls
-    `finish_grads` and `finish_params` when it needs the results. Where nothing is overlapped announcements do nothing.
+    A host announces every gradient (`grad_arrived`) and every read of a param (`param_needed`), and
+    calls `finish_grads` and `finish_params` when it needs the results. Where nothing is overlapped
+    announcements do nothing.
 
     Args:
         group: the data-parallel ranks.
         how: grads are added up, see `Reduction`.
         overlap_grads: whether buckets of grads are reduced while backward computes others.
-        overlap_params: whether buckets of params are gathered while the next forward pass computes with others.
-        num_microbatches: returns the number in the step that begins; called once a step. None for one in every step.
+        overlap_params: whether buckets of params are gathered while the next forward pass computes
+            with others.
+        num_microbatches: returns the number in the step that begins; called once a step. None for
+            one in every step.
 
     Attributes:
         group, overlaps_grads, overlaps_params: as given.
-        count_updates: of the optimizer, for what is rounded at random; None where it does not count.
-        is_paused: whether more backward passes follow before buckets may be launched, see `no_sync`.
+        count_updates: of the optimizer, for what is rounded at random; None where it does not
+            count.
+        is_paused: whether more backward passes follow before buckets may be launched, see
+            `no_sync`.
     """
 
     def __init__(
@@ -226,31 +245,43 @@ class Communicator:
         self._step: int | None = None  # the number of this one, once it is known
         self._grad_buffers: list[ShardedBuffer] = []
         self._param_buffers: list[ShardedBuffer] = []
-        self._grads = Launches("reduce-scatter", partial(reduce_scatter, group=group, overlapped=True), group)
-        self._params = Launches("all-gather", partial(all_gather, group=group, overlapped=True), group)
+        self._grads = Launches(
+            "reduce-scatter", partial(reduce_scatter, group=group, overlapped=True), group
+        )
+        self._params = Launches(
+            "all-gather", partial(all_gather, group=group, overlapped=True), group
+        )
         self._arrivals = Arrivals(num_microbatches or (lambda: 1))
-        #: By bucket, the streams on which its gradients were added up: branches of a model may have streams.
+        #: By bucket, the streams on which its gradients were added up: branches of a model may have
+        #: streams.
         self._streams: defaultdict[int, set[Any]] = defaultdict(set)
-        #: Held by announcements: a gradient that is added up outside of autograd may be announced by another thread.
+        #: Held by announcements: a gradient that is added up outside of autograd may be announced
+        #: by another thread.
         self._lock = RLock()
-        #: Numbers of this step's gathers, in the order of their first wait, and whether any wait was for a read.
+        #: Numbers of this step's gathers, in the order of their first wait, and whether any wait
+        #: was for a read.
         self._met: list[int] = []
         self._is_met_by_reads = False
-        #: By identity of a buffer, what makes a stream wait until another one has copied this step's params to their
-        #: places.
+        #: By identity of a buffer, what makes a stream wait until another one has copied this
+        #: step's params to their places.
         self._published: dict[int, Callable[[], None]] = {}
         if overlap_grads and group.size > 1:
-            # One that was abandoned in the middle of a step must not block this one; the same on all ranks.
+            # One that was abandoned in the middle of a step must not block this one; the same on
+            # all ranks.
             _last_launcher.pop(group.own_handle, None)
 
     def add(
-        self, grads: Sequence[ShardedBuffer], params: Sequence[ShardedBuffer], frozen: frozenset[str] = frozenset()
+        self,
+        grads: Sequence[ShardedBuffer],
+        params: Sequence[ShardedBuffer],
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         """Takes over further buffers, on all ranks alike; waits for params that are being gathered.
 
         Args:
             grads: buffers whose grads are reduced, in the same order on all ranks.
-            params: buffers whose params are gathered: two for a grad buffer of params of two dtypes.
+            params: buffers whose params are gathered: two for a grad buffer of params of two
+                dtypes.
             frozen: names of params in `grads` that never have a gradient.
         """
         self.finish_params()
@@ -260,10 +291,15 @@ class Communicator:
         coded = self._how.coded
         reduces = [
             Transfer(
-                buffer, *bucket, frozenset(each.name for each in slots) - frozen, runs_of(buffer.layout, at, coded)
+                buffer,
+                *bucket,
+                frozenset(each.name for each in slots) - frozen,
+                runs_of(buffer.layout, at, coded),
             )
             for buffer in grads
-            for at, (bucket, slots) in enumerate(zip(buffer.reduces, buffer.layout.slots_of_bucket, strict=True))
+            for at, (bucket, slots) in enumerate(
+                zip(buffer.reduces, buffer.layout.slots_of_bucket, strict=True)
+            )
         ]
         self._grads.add(reduces)
         self._arrivals.add([transfer.names for transfer in reduces])
@@ -290,7 +326,8 @@ class Communicator:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether a gradient arrived since the last `finish_grads`; always False where grads are not overlapped."""
+        """Whether a gradient arrived since the last `finish_grads`; always False where grads are
+        not overlapped."""
         return bool(self._arrivals.arrived)
 
     @property
@@ -310,14 +347,15 @@ class Communicator:
         """
         if self.is_reducing(name):
             raise LayoutError(
-                f"The gradient of {name!r} arrived after its bucket was reduced, and has to arrive as often in every "
-                "microbatch as in the first step. Call all but the last backward of a step inside no_sync(), or write "
-                "overlap_grad_reduce=False."
+                f"The gradient of {name!r} arrived after its bucket was reduced, and has to arrive "
+                "as often in every microbatch as in the first step. Call all but the last backward "
+                "of a step inside no_sync(), or write overlap_grad_reduce=False."
             )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context for all but the last backward of a step: gradients are added up, and no bucket is launched."""
+        """Context for all but the last backward of a step: gradients are added up, and no bucket is
+        launched."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -325,10 +363,12 @@ class Communicator:
             self.is_paused = before
 
     def grad_arrived(self, name: str) -> None:
-        """Announces that a gradient was added to its buffer, and launches the buckets that are complete.
+        """Announces that a gradient was added to its buffer, and launches the buckets that are
+        complete.
 
         Raises:
-            LayoutError: its bucket is under way already, or another communicator has buckets under way in the group.
+            LayoutError: its bucket is under way already, or another communicator has buckets under
+                way in the group.
         """
         if not self.overlaps_grads:
             return
@@ -353,31 +393,35 @@ class Communicator:
     def _check_alone(self) -> None:
         """Refuses to reduce while another communicator has buckets under way in the group.
 
-        Ranks that launched the buckets of two optimizers in different orders would add those of one to the other's.
+        Ranks that launched the buckets of two optimizers in different orders would add those of one
+        to the other's.
         """
         known = _last_launcher.get(self.group.own_handle)
         last = None if known is None else known()
         if last is not None and last is not self and last.num_reducing:
             raise LayoutError(
-                "The data-parallel group is shared by two optimizers with buckets under way. Give the second one "
-                "process_group=torch.distributed.new_group(), or write overlap_grad_reduce=False for both."
+                "The data-parallel group is shared by two optimizers with buckets under way. Give "
+                "the second one process_group=torch.distributed.new_group(), or write "
+                "overlap_grad_reduce=False for both."
             )
 
     def defer(self, name: str) -> None:
-        """Notes that a gradient is changed after backward: from now on its bucket is launched by `finish_grads`.
+        """Notes that a gradient is changed after backward: from now on its bucket is launched by
+        `finish_grads`.
 
         Raises:
             LayoutError: its bucket is under way already.
         """
         if self.is_reducing(name):
             raise LayoutError(
-                f"The gradient of {name!r} was changed after backward, when its bucket was under way. Write "
-                "--distopt-overlap-grad-reduce no, or overlap_grad_reduce=False."
+                f"The gradient of {name!r} was changed after backward, when its bucket was under "
+                "way. Write --distopt-overlap-grad-reduce no, or overlap_grad_reduce=False."
             )
         self._arrivals.irregular.add(name)
 
     def finish_grads(self) -> None:
-        """Collective: completes the sums of every rank's shards, and sets the order of launches of later steps."""
+        """Collective: completes the sums of every rank's shards, and sets the order of launches of
+        later steps."""
         if not self.overlaps_grads:
             self.reduce_now(self._grad_buffers)
             return
@@ -411,7 +455,8 @@ class Communicator:
         return self._params.number_of[name]
 
     def gather(self) -> None:
-        """Collective: gathers the params that their owners have updated; where overlapped, only begins to."""
+        """Collective: gathers the params that their owners have updated; where overlapped, only
+        begins to."""
         if not self.overlaps_params:
             self.gather_now()
             return
@@ -430,7 +475,8 @@ class Communicator:
             gather_params(buffer, self.group)
 
     def param_needed(self, name: str) -> bool:
-        """Announces that a param is about to be read, and waits on the current stream until it may be.
+        """Announces that a param is about to be read, and waits on the current stream until it may
+        be.
 
         Returns:
             Whether its gather has ended: otherwise a read on another stream has to wait as well.
@@ -443,26 +489,35 @@ class Communicator:
     def _wait_for(self, numbers: Iterable[int]) -> None:
         """Waits for buckets that are under way.
 
-        On a device the current stream waits, and not the CPU. A bucket stays in `under_way` until its gather has ended,
-        so that a read on another stream waits as well; one whose params were copied to their places stays until
-        `finish_params`, because the copy may not have ended then.
+        On a device the current stream waits, and not the CPU. A bucket stays in `under_way` until
+        its gather has ended, so that a read on another stream waits as well; one whose params were
+        copied to their places stays until `finish_params`, because the copy may not have ended
+        then.
         """
-        transfers, under_way, order = self._params.transfers, self._params.under_way, self._params.order
+        transfers, under_way, order = (
+            self._params.transfers,
+            self._params.under_way,
+            self._params.order,
+        )
         for number in sorted(under_way.keys() & numbers, key=order.index):
             pending = under_way[number]
             self._params.wait([number])
             buffer = transfers[number].buffer
             if number not in self._met:
                 self._met.append(number)
-                if all(other in self._met for other in under_way if transfers[other].buffer is buffer):
-                    buffer.publish()  # packed params are copied to their places (buffers/compact.py)
+                if all(
+                    other in self._met for other in under_way if transfers[other].buffer is buffer
+                ):
+                    # packed params are copied to their places (buffers/compact.py)
+                    buffer.publish()
                     if isinstance(buffer, CompactBuffer) and buffer.param.device.type != CPU:
                         self._published[id(buffer)] = fence(buffer.param.device)
             wait_for_copy = self._published.get(id(buffer))
             if wait_for_copy is not None:
                 wait_for_copy()
             elif getattr(pending, "is_completed", lambda: True)():  # one that cannot tell has ended
-                # Not before: an error of the gather is raised at every wait. Publishing may have removed it already.
+                # Not before: an error of the gather is raised at every wait. Publishing may have
+                # removed it already.
                 under_way.pop(number, None)
 
     def finish_params(self) -> None:

@@ -25,16 +25,22 @@ def is_initialized() -> bool:
 
 
 def were_used() -> bool:
-    """Whether a group was made use of, also where torch.distributed has ended since: something may still hold one."""
+    """Whether a group was made use of, also where torch.distributed has ended since: something may
+    still hold one."""
     return _were_used.is_set()
 
 
 def available_backends() -> tuple[str, ...]:
-    """Names for `init_process_group`: torch's own that were compiled in, and those that other packages registered."""
+    """Names for `init_process_group`: torch's own that were compiled in, and those that other
+    packages registered."""
     if not dist.is_available():
         return ()
     compiled = [name for name in _PROBED_BACKENDS if getattr(dist, f"is_{name}_available", bool)()]
-    registered = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake", *_PROBED_BACKENDS)]
+    registered = [
+        name
+        for name in dist.Backend.backend_list
+        if name not in ("undefined", "fake", *_PROBED_BACKENDS)
+    ]
     return (*compiled, *registered)
 
 
@@ -59,19 +65,30 @@ class Group:
         """Reads rank and size off torch's group.
 
         Raises:
-            ConfigError: torch.distributed is not initialised, or a framework has destroyed the group for a time.
+            ConfigError: torch.distributed is not initialised, or a framework has destroyed the
+                group for a time.
         """
         if not is_initialized():
-            remedy = "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed"
-            raise ConfigError(refusal("process group", "torch.distributed is not initialised", "exist", remedy))
-        if getattr(handle, "group", handle) is None and handle is not None:  # torch would take None for all ranks
-            found, remedy = f"{type(handle).__name__} without a group", "Make the process groups again before this call"
+            remedy = (
+                "Call torch.distributed.init_process_group first, or start with torchrun or "
+                "deepspeed"
+            )
+            raise ConfigError(
+                refusal("process group", "torch.distributed is not initialised", "exist", remedy)
+            )
+        # torch would take None for all ranks
+        if getattr(handle, "group", handle) is None and handle is not None:
+            found, remedy = (
+                f"{type(handle).__name__} without a group",
+                "Make the process groups again before this call",
+            )
             raise ConfigError(refusal("process group", found, "exist", remedy))
         _were_used.set()
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
     def global_rank(self, rank: int) -> int:
-        """The launcher's number for a rank of this group; every message that names a rank uses that number."""
+        """The launcher's number for a rank of this group; every message that names a rank uses that
+        number."""
         return rank if self.handle is None else dist.get_global_rank(self.handle, rank)
 
     @property
@@ -83,7 +100,11 @@ class Group:
         """
         handle = self.handle or dist.group.WORLD
         if handle is None:
-            raise InvariantError(refusal("process group", "none", "be there until the last collective", "Report this"))
+            raise InvariantError(
+                refusal(
+                    "process group", "none", "be there until the last collective", "Report this"
+                )
+            )
         return handle
 
     @cached_property
@@ -100,14 +121,20 @@ class Group:
         """The name of the backend, such as "gloo" or "nccl".
 
         Raises:
-            ConfigError: torch does not know the group. Frameworks that make groups anew, as slime, put an object of
-                their own around each, and replace torch's functions by ones that know it; not all of them.
+            ConfigError: torch does not know the group. Frameworks that make groups anew, as slime,
+                put an object of their own around each, and replace torch's functions by ones that
+                know it; not all of them.
         """
         try:
             return str(dist.get_backend(self.handle))
         except (TypeError, ValueError) as error:
-            rule, remedy = "be one of torch.distributed", "Call the framework's patch of torch.distributed before this"
-            raise ConfigError(refusal("process group", type(self.handle).__name__, rule, remedy)) from error
+            rule, remedy = (
+                "be one of torch.distributed",
+                "Call the framework's patch of torch.distributed before this",
+            )
+            raise ConfigError(
+                refusal("process group", type(self.handle).__name__, rule, remedy)
+            ) from error
 
 
 def carrier_of(device: torch.device, group: Group) -> str:
@@ -121,7 +148,8 @@ def named_losses(rank: int | None = None) -> Iterator[None]:
     """Turns a backend's error about a rank that ended or did not come into one of ours.
 
     Args:
-        rank: of all ranks, the one at the other end of a message; None where the backend does not say which it was.
+        rank: of all ranks, the one at the other end of a message; None where the backend does not
+            say which it was.
 
     Raises:
         RanksDisagreeError
@@ -131,8 +159,13 @@ def named_losses(rank: int | None = None) -> Iterator[None]:
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         lost = "lost" if rank is None else f"lost rank {rank}"
-        rule, remedy = "be called by every rank of its group", "Look for the rank whose error is the first one"
-        raise RanksDisagreeError(refusal("collective", f"{lost} ({reason})", rule, remedy)) from error
+        rule, remedy = (
+            "be called by every rank of its group",
+            "Look for the rank whose error is the first one",
+        )
+        raise RanksDisagreeError(
+            refusal("collective", f"{lost} ({reason})", rule, remedy)
+        ) from error
 
 
 # --- messages: matched by sender and tag, and independent of the collectives around them
@@ -161,7 +194,8 @@ class Message:
 
 
 def receive(into: Tensor, rank: int, tag: int, group: Group) -> Message:
-    """Begins to receive from a rank of the group; raises as `Message.wait` where that rank has ended before."""
+    """Begins to receive from a rank of the group; raises as `Message.wait` where that rank has
+    ended before."""
     return _begun(dist.irecv, into, group.global_rank(rank), tag, group)
 
 
@@ -170,7 +204,9 @@ def send(tensor: Tensor, rank: int, tag: int, group: Group) -> Message:
     return _begun(dist.isend, tensor, group.global_rank(rank), tag, group)
 
 
-def _begun(begin: Callable[..., dist.Work | None], tensor: Tensor, rank: int, tag: int, group: Group) -> Message:
+def _begun(
+    begin: Callable[..., dist.Work | None], tensor: Tensor, rank: int, tag: int, group: Group
+) -> Message:
     with named_losses(rank):
         work = begin(tensor, rank, group.handle, tag)
     if work is None:  # torch's way to say that this process is not in the group

@@ -1,24 +1,30 @@
-"""Reduce-scatter and all-gather between pairs of ranks, for backends whose own are slow, and sums in a reduce dtype.
+"""Reduce-scatter and all-gather between pairs of ranks, for backends whose own are slow, and sums
+in a reduce dtype.
 
-gloo's `reduce_scatter_tensor` and `all_gather_into_tensor` reach a quarter of what the same link carries
-(`benchmarks/collectives.py`). Here every rank hands every other rank its part at once, and adds up what it receives:
-through memory that they share on one machine, as messages where they are on several.
+gloo's `reduce_scatter_tensor` and `all_gather_into_tensor` reach a quarter of what the same link
+carries (`benchmarks/collectives.py`). Here every rank hands every other rank its part at once, and
+adds up what it receives: through memory that they share on one machine, as messages where they are
+on several.
 
-[Note: carriers] Where there are several nodes, a node's ranks may add up first. Of each shard, one rank of each node is
-the carrier: of a shard of the node's own ranks the owner, of one of another node the rank whose place is the owner's
-place there, modulo the node's size. A node's ranks hand each other what they have for its carriers, in full precision.
-Then a carrier sends the node's sum to the owner, who adds up one summand from each node in fp32. So a link between
-nodes carries a gradient once for each other node, whatever the ranks of a node, and it is rounded once. Where each rank
-counts as a node of its own, that is an exchange between all pairs, and where all are on one node it is in its memory.
+[Note: carriers] Where there are several nodes, a node's ranks may add up first. Of each shard, one
+rank of each node is the carrier: of a shard of the node's own ranks the owner, of one of another
+node the rank whose place is the owner's place there, modulo the node's size. A node's ranks hand
+each other what they have for its carriers, in full precision. Then a carrier sends the node's sum
+to the owner, who adds up one summand from each node in fp32. So a link between nodes carries a
+gradient once for each other node, whatever the ranks of a node, and it is rounded once. Where each
+rank counts as a node of its own, that is an exchange between all pairs, and where all are on one
+node it is in its memory.
 
-[Note: order of the sum] Rank r's shard is added up from rank r-1 downwards, around the ring, its own part last, each
-sum rounded to the dtype; so are nodes, and ranks of a node. The result is the same in every run and by either way,
-whatever arrives first, and bit for bit what gloo's own ring gives. Codes are added up from the first node upwards, and
-the owner's node rounds its own sum as well, so that the owner, and with it the buckets, do not matter.
+[Note: order of the sum] Rank r's shard is added up from rank r-1 downwards, around the ring, its
+own part last, each sum rounded to the dtype; so are nodes, and ranks of a node. The result is the
+same in every run and by either way, whatever arrives first, and bit for bit what gloo's own ring
+gives. Codes are added up from the first node upwards, and the owner's node rounds its own sum as
+well, so that the owner, and with it the buckets, do not matter.
 
-[Note: sum in a reduce dtype] fp32 grads may be communicated in 16 bits, which are half the bytes, or in 8 (codes.py).
-They are added up in fp32 in the same order. In 16 bits a rank's own part is not sent, so it is not rounded. The result
-differs from an fp32 reduce-scatter by one rounding of each other summand, and not by one at every addition.
+[Note: sum in a reduce dtype] fp32 grads may be communicated in 16 bits, which are half the bytes,
+or in 8 (codes.py). They are added up in fp32 in the same order. In 16 bits a rank's own part is not
+sent, so it is not rounded. The result differs from an fp32 reduce-scatter by one rounding of each
+other summand, and not by one at every addition.
 """
 
 from __future__ import annotations
@@ -36,7 +42,8 @@ from megatron_distopt.comm.groups import Group, Message, carrier_of, receive, se
 from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, nodes_of
 from megatron_distopt.device import fence, keep_for_current_stream, new_stream, on_stream
 
-#: Memory for messages. One half is added up while the other one is filled; it is given back afterwards.
+#: Memory for messages. One half is added up while the other one is filled; it is given back
+#: afterwards.
 SCRATCH_NBYTES, _NUM_HALVES = 16 << 20, 2
 #: For each other rank, where there is something else to do meanwhile, which can begin the sooner.
 _NBYTES_EACH = 2 << 20
@@ -49,12 +56,16 @@ _SUM_TAG, _GATHER_TAG = 1 << 28, 1 << 29
 
 
 def reduce_scatter(
-    bucket: Tensor, group: Group, members: Sequence[Sequence[int]] | None = None, form_of: FormOfNode | None = None
+    bucket: Tensor,
+    group: Group,
+    members: Sequence[Sequence[int]] | None = None,
+    form_of: FormOfNode | None = None,
 ) -> None:
-    """Collective: see `collectives.reduce_scatter`; what lies outside this rank's shard has no meaning afterwards.
+    """Collective: see `collectives.reduce_scatter`; what lies outside this rank's shard has no
+    meaning afterwards.
 
-    `members` are the ranks of each node, which add up first: all where they share memory, or else none. Between nodes
-    sums are sent in the form of `form_of`, or in their own dtype.
+    `members` are the ranks of each node, which add up first: all where they share memory, or else
+    none. Between nodes sums are sent in the form of `form_of`, or in their own dtype.
     """
     nodes = nodes_of(group)
     members = members or (nodes.members if len(nodes.members) == 1 else alone(group))
@@ -75,7 +86,8 @@ def alone(group: Group) -> Sequence[Sequence[int]]:
 def begin_reduce_scatter(
     bucket: Tensor, group: Group, members: Sequence[Sequence[int]], form_of: FormOfNode
 ) -> UnderWay:
-    """Collective: begins `reduce_scatter` by the backend; takes up to twice the bucket as scratch memory."""
+    """Collective: begins `reduce_scatter` by the backend; takes up to twice the bucket as scratch
+    memory."""
     carried, between = _plan(bucket, members, group, form_of)
     wait_for_grads = fence(bucket.device)
     with torch.no_grad(), on_stream(_side_stream(bucket.device), bucket.device):
@@ -90,7 +102,8 @@ def begin_reduce_scatter(
 def _plan(
     bucket: Tensor, members: Sequence[Sequence[int]], group: Group, form_of: FormOfNode | None
 ) -> tuple[dict[int, list[int]], Sums]:
-    """The shares that each rank of this node carries, and the sums over nodes; see [Note: carriers]."""
+    """The shares that each rank of this node carries, and the sums over nodes; see [Note:
+    carriers]."""
     place_of = {rank: place for ranks in members for place, rank in enumerate(ranks)}
     node, own = next((node, ranks) for node, ranks in enumerate(members) if group.rank in ranks)
     form = form_of(node) if form_of else AsNumbers(bucket.dtype)
@@ -99,9 +112,15 @@ def _plan(
         return owner if owner in ranks else ranks[place_of[owner] % len(ranks)]
 
     def order(last: int, number: int) -> Iterable[int]:
-        return range(number) if form.rounds_own else ((last - 1 - each) % number for each in range(number))
+        return (
+            range(number)
+            if form.rounds_own
+            else ((last - 1 - each) % number for each in range(number))
+        )
 
-    carried: dict[int, list[int]] = {own[place]: [] for place in order(place_of[group.rank], len(own))}
+    carried: dict[int, list[int]] = {
+        own[place]: [] for place in order(place_of[group.rank], len(own))
+    }
     for share in range(group.size):
         carried[carrier(share, own)].append(share)
     sends = {owner: [owner] for owner in carried[group.rank] if owner not in own}
@@ -109,32 +128,47 @@ def _plan(
     return carried, Sums(bucket.view(group.size, -1), sends, [group.rank], sources, form, group)
 
 
-def _sum_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane]) -> None:
-    """Collective of a node: each rank has its sums in the shares that it carries, in the order of `carried`."""
-    handed = {rank: [share for share in range(len(shares)) if share not in carried[rank]] for rank in carried}
+def _sum_in_memory(
+    shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane]
+) -> None:
+    """Collective of a node: each rank has its sums in the shares that it carries, in the order of
+    `carried`."""
+    handed = {
+        rank: [share for share in range(len(shares)) if share not in carried[rank]]
+        for rank in carried
+    }
     for chunk, received in _handed_over(shares, handed, own, lanes, SUM):
         for share in carried[own]:
             into = shares[share][chunk]
             _sum_into([received.get((rank, share), into) for rank in carried], into)
 
 
-def all_gather(bucket: Tensor, group: Group, members: Sequence[Sequence[int]] | None = None) -> None:
-    """Collective: see `collectives.all_gather`; as in [Note: carriers] the other way, `members` being each node's."""
+def all_gather(
+    bucket: Tensor, group: Group, members: Sequence[Sequence[int]] | None = None
+) -> None:
+    """Collective: see `collectives.all_gather`; as in [Note: carriers] the other way, `members`
+    being each node's."""
     nodes = nodes_of(group)
     carried, between = _plan(bucket, members or nodes.members, group, None)
 
     def begin(chunk: slice, number: int) -> UnderWay:
         shares = between.shares[:, chunk]
-        outgoing = [Parcel(rank, shares[group.rank]) for rank in between.sources if rank != group.rank]
+        outgoing = [
+            Parcel(rank, shares[group.rank]) for rank in between.sources if rank != group.rank
+        ]
         incoming = [Parcel(owner, shares[owner]) for owner in between.sends]
         and_then = partial(_gather_in_memory, shares, carried, group.rank, nodes.lanes)
-        return replace(begin_travel(outgoing, incoming, _GATHER_TAG + number, group), and_then=and_then)
+        return replace(
+            begin_travel(outgoing, incoming, _GATHER_TAG + number, group), and_then=and_then
+        )
 
     nbytes = bucket.nbytes if len(carried) == 1 else _NBYTES_EACH
     _in_chunks(_chunks_of(between.shares.shape[1], bucket.element_size(), nbytes), begin)
 
 
-def _gather_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane]) -> None:
+def _gather_in_memory(
+    shares: Tensor, carried: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane]
+) -> None:
     """Collective of a node: each rank has all shares, of which it had those that it carries."""
     for chunk, received in _handed_over(shares, carried, own, lanes, GATHER):
         for (_, share), row in received.items():
@@ -142,13 +176,20 @@ def _gather_in_memory(shares: Tensor, carried: Mapping[int, Sequence[int]], own:
 
 
 def _handed_over(
-    shares: Tensor, handed: Mapping[int, Sequence[int]], own: int, lanes: Sequence[Lane], collective: int
+    shares: Tensor,
+    handed: Mapping[int, Sequence[int]],
+    own: int,
+    lanes: Sequence[Lane],
+    collective: int,
 ) -> Iterator[tuple[slice, dict[tuple[int, int], Tensor]]]:
-    """Collective of a node: chunks, and of each what other ranks hand over, by rank and share; none of a rank alone."""
+    """Collective of a node: chunks, and of each what other ranks hand over, by rank and share; none
+    of a rank alone."""
 
     def rows(half: Tensor, rank: int) -> Iterator[tuple[int, Tensor]]:
         nbytes = len(handed[rank]) * like.numel() * like.element_size()
-        return zip(handed[rank], half[:nbytes].view(like.dtype).view(len(handed[rank]), -1), strict=True)
+        return zip(
+            handed[rank], half[:nbytes].view(like.dtype).view(len(handed[rank]), -1), strict=True
+        )
 
     if len(handed) == 1:
         return
@@ -159,7 +200,15 @@ def _handed_over(
             for share, row in rows(lane.begin(), own):
                 row.copy_(shares[share][chunk])
             lane.publish()
-            yield chunk, {(r, share): row for r in handed if r != own for share, row in rows(lane.read(r), r)}
+            yield (
+                chunk,
+                {
+                    (r, share): row
+                    for r in handed
+                    if r != own
+                    for share, row in rows(lane.read(r), r)
+                },
+            )
 
 
 @dataclass(frozen=True)
@@ -191,20 +240,25 @@ class Sums:
     shares: Tensor  # [ranks, elements]
     sends: Mapping[int, Sequence[int]]  # by rank, the shares for which it gets this rank's summands
     sums: Sequence[int]  # the shares that this rank adds up
-    sources: Sequence[int]  # ranks in the order of these sums, this one among them; as many on all ranks
+    # ranks in the order of these sums, this one among them; as many on all ranks
+    sources: Sequence[int]
     form: AsNumbers  # in which summands are sent
     group: Group
 
     def chunks(self, *, is_alone: bool) -> Iterator[slice]:
-        """What is under way at a time; all where no rank sends. `is_alone`: this rank, on its node."""
+        """What is under way at a time; all where no rank sends. `is_alone`: this rank, on its
+        node."""
         form, num_peers = self.form, len(self.sources) - 1
         num_copies = 1 if form.dtype is self.shares.dtype else 2  # what is sent is a copy as well
         most = SCRATCH_NBYTES if is_alone and num_copies == 1 else num_peers * _NBYTES_EACH
         nbytes_each = form.dtype.itemsize * form.unit * num_peers * num_copies
-        return _chunks_of(self.shares.shape[1], nbytes_each, min(SCRATCH_NBYTES // _NUM_HALVES, most), form.unit)
+        return _chunks_of(
+            self.shares.shape[1], nbytes_each, min(SCRATCH_NBYTES // _NUM_HALVES, most), form.unit
+        )
 
     def begin(self, chunk: slice | None = None, number: int = 0) -> UnderWay:
-        """Collective: begins to send a chunk, or all; no two that are under way have the same number."""
+        """Collective: begins to send a chunk, or all; no two that are under way have the same
+        number."""
         chunk, form = chunk or slice(0, self.shares.shape[1]), self.form
         outgoing = [
             Parcel(rank, form.write(self.shares[share][chunk], share, chunk))
@@ -212,7 +266,9 @@ class Sums:
             for share in shares
         ]
         incoming = {
-            (share, rank): Parcel(rank, self.shares.new_empty(form.nbytes(share, chunk), dtype=torch.uint8))
+            (share, rank): Parcel(
+                rank, self.shares.new_empty(form.nbytes(share, chunk), dtype=torch.uint8)
+            )
             for share in self.sums
             for rank in self.sources
             if rank != self.group.rank
@@ -221,7 +277,9 @@ class Sums:
         return replace(under_way, and_then=partial(self._end, chunk, outgoing, incoming))
 
     @torch.no_grad()
-    def _end(self, chunk: slice, outgoing: Sequence[Parcel], incoming: Mapping[tuple[int, int], Parcel]) -> None:
+    def _end(
+        self, chunk: slice, outgoing: Sequence[Parcel], incoming: Mapping[tuple[int, int], Parcel]
+    ) -> None:
         """Adds up a chunk that has arrived."""
         for parcel in (*outgoing, *incoming.values()):
             # Allocated on the stream that began, which does not wait for the exchange.
@@ -229,8 +287,14 @@ class Sums:
         form = self.form
         for share in self.sums:
             into = self.shares[share][chunk]
-            own = form.read(form.write(into, share, chunk), share, chunk) if form.rounds_own else into
-            received = {r: form.read(each.tensor, share, chunk) for (s, r), each in incoming.items() if s == share}
+            own = (
+                form.read(form.write(into, share, chunk), share, chunk) if form.rounds_own else into
+            )
+            received = {
+                r: form.read(each.tensor, share, chunk)
+                for (s, r), each in incoming.items()
+                if s == share
+            }
             _sum_into([received.get(rank, own) for rank in self.sources], into)
 
 
@@ -246,24 +310,29 @@ def _in_chunks(chunks: Iterable[slice], begin: Callable[[slice, int], UnderWay])
 
 
 def _chunks_of(numel: int, nbytes_each: int, nbytes: int, unit: int = 1) -> Iterator[slice]:
-    """Cuts a shard into chunks of at most `nbytes`, multiples of `unit` elements, which take `nbytes_each`."""
+    """Cuts a shard into chunks of at most `nbytes`, multiples of `unit` elements, which take
+    `nbytes_each`."""
     step = max(nbytes // nbytes_each, 1) * unit if nbytes_each else max(numel, 1)
     for start in range(0, numel, step):
         yield slice(start, min(start + step, numel))
 
 
 def _sum_into(parts: Sequence[Tensor], into: Tensor) -> None:
-    """Adds up parts, at least two, in their order and in the dtype of `into`, which may be one of them; they stay."""
+    """Adds up parts, at least two, in their order and in the dtype of `into`, which may be one of
+    them; they stay."""
     in_blocks = len(parts) > 2 and into.device.type == "cpu"
     numel = max(_BLOCK_NBYTES // into.element_size(), 1) if in_blocks else into.numel()
-    for first, *middle, last, out in zip(*(torch.split(each, numel) for each in (*parts, into)), strict=True):
+    for first, *middle, last, out in zip(
+        *(torch.split(each, numel) for each in (*parts, into)), strict=True
+    ):
         total = first.to(out.dtype)
         for part in middle:
             total = torch.add(total, part) if total is first else total.add_(part)
         torch.add(total, last, out=out)
 
 
-# --- tensors that go from some ranks of a group to some others, each between one pair; see layout/owners.py
+# --- tensors that go from some ranks of a group to some others, each between one pair; see
+# layout/owners.py
 
 #: Where a message is matched by its tag and names the rank that was lost.
 _MESSAGES_OVER = "gloo"
@@ -287,7 +356,8 @@ class UnderWay:
     and_then: Callable[[], None] = lambda: None  # called when all have arrived
 
     def wait(self) -> None:
-        """Waits until all have arrived: the CPU over gloo, the current stream of the device elsewhere.
+        """Waits until all have arrived: the CPU over gloo, the current stream of the device
+        elsewhere.
 
         Raises:
             RanksDisagreeError: another rank ended, or did not come within the group's time limit.
@@ -297,11 +367,15 @@ class UnderWay:
         self.and_then()
 
 
-def begin_travel(outgoing: Sequence[Parcel], incoming: Sequence[Parcel], number: int, group: Group) -> UnderWay:
-    """Begins to send and to receive; every parcel that leaves a rank must be expected by the other one.
+def begin_travel(
+    outgoing: Sequence[Parcel], incoming: Sequence[Parcel], number: int, group: Group
+) -> UnderWay:
+    """Begins to send and to receive; every parcel that leaves a rank must be expected by the other
+    one.
 
     Args:
-        outgoing: at most one to each rank; its tensor must not be changed until all has been waited for.
+        outgoing: at most one to each rank; its tensor must not be changed until all has been waited
+            for.
         incoming: at most one from each rank; its tensor is filled.
         number: the same on both ranks; no two that are under way between a pair may have the same.
         group: of the ranks; all of them begin in the same order of numbers.
@@ -310,10 +384,18 @@ def begin_travel(outgoing: Sequence[Parcel], incoming: Sequence[Parcel], number:
         return UnderWay(())
     device = (*outgoing, *incoming)[0].tensor.device
     if carrier_of(device, group) == _MESSAGES_OVER:
-        messages = [receive(each.tensor, each.rank, _TRAVEL_TAG + number, group) for each in incoming]
+        messages = [
+            receive(each.tensor, each.rank, _TRAVEL_TAG + number, group) for each in incoming
+        ]
         messages += [send(each.tensor, each.rank, _TRAVEL_TAG + number, group) for each in outgoing]
         return UnderWay(messages)
     handle = group.own_handle
-    operations = [dist.P2POp(dist.irecv, each.tensor, group.global_rank(each.rank), handle) for each in incoming]
-    operations += [dist.P2POp(dist.isend, each.tensor, group.global_rank(each.rank), handle) for each in outgoing]
+    operations = [
+        dist.P2POp(dist.irecv, each.tensor, group.global_rank(each.rank), handle)
+        for each in incoming
+    ]
+    operations += [
+        dist.P2POp(dist.isend, each.tensor, group.global_rank(each.rank), handle)
+        for each in outgoing
+    ]
     return UnderWay(dist.batch_isend_irecv(operations))

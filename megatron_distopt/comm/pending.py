@@ -1,25 +1,28 @@
-"""Collectives that are under way, the threads that carry out those between pairs of ranks, and how long they take.
+"""Collectives that are under way, the threads that carry out those between pairs of ranks, and how
+long they take.
 
-[Note: a thread for each group] A group has one thread, so that its collectives keep their order. All groups together
-have several, so that ranks which begin those of two groups in different orders do not wait for each other crosswise.
-gloo's own collectives never run in such a thread: they match each other by order alone, and the caller goes on with
-others.
+[Note: a thread for each group] A group has one thread, so that its collectives keep their order.
+All groups together have several, so that ranks which begin those of two groups in different orders
+do not wait for each other crosswise. gloo's own collectives never run in such a thread: they match
+each other by order alone, and the caller goes on with others.
 
-[Note: the end of the process] Python joins such threads before it ends, however long they take, and one that waits for
-another rank takes as long as the group's time limit: a rank that failed would stay for half an hour, and its launcher
-would not learn of it. So `_end`, which Python calls before that, waits for what is under way: a minute, within which
-ranks that end together arrive, or seconds where the program raised. Then waits in shared memory are given up
-(`is_ending`). A wait inside gloo cannot be given up: the process runs its other handlers, and ends with status 1. No
-thread of ours is left when the interpreter is taken down, where one that asks for its lock would abort the process.
-tests/comm/test_end.py.
+[Note: the end of the process] Python joins such threads before it ends, however long they take, and
+one that waits for another rank takes as long as the group's time limit: a rank that failed would
+stay for half an hour, and its launcher would not learn of it. So `_end`, which Python calls before
+that, waits for what is under way: a minute, within which ranks that end together arrive, or seconds
+where the program raised. Then waits in shared memory are given up (`is_ending`). A wait inside gloo
+cannot be given up: the process runs its other handlers, and ends with status 1. No thread of ours
+is left when the interpreter is taken down, where one that asks for its lock would abort the
+process. tests/comm/test_end.py.
 
-[Note: gloo lets go of tensors late] A thread of gloo's drops its reference to a tensor after it has told that the
-collective is done. Where it is the last one, the thread asks for the interpreter's lock; while the interpreter is
-taken down it is ended for that, and the process aborts ("terminate called without an active exception"). So does a
-program of torch 2.13 alone that ends soon after a collective without `destroy_process_group`: 8 of 135 runs of two
-ranks, and 62 of 75 where the last collective was not waited for; none of 78 with a pause. So `_end` ends with one.
-Also after `destroy_process_group`: a group that the program holds, as Megatrons do, keeps its threads (1 of 50 ranks).
-"""
+[Note: gloo lets go of tensors late] A thread of gloo's drops its reference to a tensor after it has
+told that the collective is done. Where it is the last one, the thread asks for the interpreter's
+lock; while the interpreter is taken down it is ended for that, and the process aborts ("terminate
+called without an active exception"). So does a program of torch 2.13 alone that ends soon after a
+collective without `destroy_process_group`: 8 of 135 runs of two ranks, and 62 of 75 where the last
+collective was not waited for; none of 78 with a pause. So `_end` ends with one. Also after
+`destroy_process_group`: a group that the program holds, as Megatrons do, keeps its threads (1 of 50
+ranks)."""
 
 from __future__ import annotations
 
@@ -47,10 +50,11 @@ _log = logging.getLogger("megatron_distopt")
 _threads: WeakKeyDictionary[ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
 _lock = Lock()
 _ending = Event()
-#: How long the end of the process waits for other ranks: after an exception of the program, without one, and after
-#: waits in shared memory were given up.
+#: How long the end of the process waits for other ranks: after an exception of the program, without
+#: one, and after waits in shared memory were given up.
 _SECONDS_AFTER_AN_EXCEPTION, _SECONDS_AT_END, _SECONDS_TO_GIVE_UP = 5.0, 60.0, 5.0
-#: See [Note: gloo lets go of tensors late]; its threads need less than a millisecond on an idle processor.
+#: See [Note: gloo lets go of tensors late]; its threads need less than a millisecond on an idle
+#: processor.
 _SECONDS_FOR_GLOO = 0.1
 
 
@@ -79,7 +83,8 @@ class Done:
 
 
 def run_in_turn(act: Callable[[], None], group: Group, overlapped: bool) -> Pending:
-    """Runs a collective after those that are under way in the group, because their messages have the same tags.
+    """Runs a collective after those that are under way in the group, because their messages have
+    the same tags.
 
     An overlapped one is only begun, in the thread of the group.
     """
@@ -101,25 +106,31 @@ def run_in_turn(act: Callable[[], None], group: Group, overlapped: bool) -> Pend
 
 
 def settle() -> None:
-    """Waits for what is under way in all groups; an error in it is raised where that collective is waited for."""
+    """Waits for what is under way in all groups; an error in it is raised where that collective is
+    waited for."""
     for thread in list(_threads.values()):
         thread.submit(int).result()
 
 
 def is_ending() -> bool:
-    """Whether this process ends and no longer waits for other ranks, see [Note: the end of the process]."""
+    """Whether this process ends and no longer waits for other ranks, see [Note: the end of the
+    process]."""
     return _ending.is_set()
 
 
 def _end() -> None:
-    """Ends the threads, and the process where one waits for a rank that is gone: [Note: the end of the process]."""
+    """Ends the threads, and the process where one waits for a rank that is gone: [Note: the end of
+    the process]."""
     with _lock:
         threads = list(_threads.values())
         _threads.clear()
     last = [thread.submit(int) for thread in threads]  # done once all before them are
     has_raised = getattr(sys, "last_value", None) is not None
     if wait(last, _SECONDS_AFTER_AN_EXCEPTION if has_raised else _SECONDS_AT_END).not_done:
-        _log.error("this rank ends with a collective under way that other ranks did not come to; read what they wrote")
+        _log.error(
+            "this rank ends with a collective under way that other ranks did not come to; read "
+            "what they wrote"
+        )
         _ending.set()
         if wait(last, _SECONDS_TO_GIVE_UP).not_done:
             atexit._run_exitfuncs()
@@ -134,7 +145,8 @@ def _end() -> None:
 
 # A process that was forked has the executors and not their threads.
 os.register_at_fork(after_in_child=_threads.clear)
-# Before Python joins the threads; `atexit` would be after that. Processes of `multiprocessing` call it, too.
+# Before Python joins the threads; `atexit` would be after that. Processes of `multiprocessing` call
+# it, too.
 threading._register_atexit(_end)  # type: ignore[attr-defined]
 
 

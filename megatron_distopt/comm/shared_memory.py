@@ -1,17 +1,19 @@
 """Memory that the ranks of a group on one machine share, for collectives in place of messages.
 
-[Note: shared memory] A message on one machine is copied twice by the kernel and wakes three threads, so with small
-buckets, or with more ranks than cores, messages gain little over gloo's own collectives. A group's first collective
-finds out whether every rank can map a segment of every other one; if one cannot, all take messages, and those that can
-are a node. A segment is anonymous (memfd), found by process and file descriptor, recognised by a secret, and freed with
-its process. Ranks in different network namespaces count as on different machines, so that a network between them can be
-simulated.
+[Note: shared memory] A message on one machine is copied twice by the kernel and wakes three
+threads, so with small buckets, or with more ranks than cores, messages gain little over gloo's own
+collectives. A group's first collective finds out whether every rank can map a segment of every
+other one; if one cannot, all take messages, and those that can are a node. A segment is anonymous
+(memfd), found by process and file descriptor, recognised by a secret, and freed with its process.
+Ranks in different network namespaces count as on different machines, so that a network between them
+can be simulated.
 
-Each chunk is a *turn*: a rank writes its half, publishes it, and reads those of all others. The two halves alternate.
-A rank that has published a turn has read the turn before, so once all ranks have published, the half of the turn before
-is free. A turn is published as a number in the segment, stored after the data; on x86 other processors see stores in
-that order, and elsewhere there are messages. A rank that waits looks, yields, sleeps ever longer up to a millisecond,
-and raises once the peer's process has ended or the group's timeout is over.
+Each chunk is a *turn*: a rank writes its half, publishes it, and reads those of all others. The two
+halves alternate. A rank that has published a turn has read the turn before, so once all ranks have
+published, the half of the turn before is free. A turn is published as a number in the segment,
+stored after the data; on x86 other processors see stores in that order, and elsewhere there are
+messages. A rank that waits looks, yields, sleeps ever longer up to a millisecond, and raises once
+the peer's process has ended or the group's timeout is over.
 """
 
 from __future__ import annotations
@@ -38,19 +40,22 @@ from megatron_distopt.comm.groups import Group, swap
 from megatron_distopt.comm.pending import is_ending, settle
 from megatron_distopt.errors import RanksDisagreeError, refusal
 
-#: Memory that a rank shares for each of the two collectives, in two halves; kept as long as the group is there.
+#: Memory that a rank shares for each of the two collectives, in two halves; kept as long as the
+#: group is there.
 SHARED_NBYTES = 4 << 20
 _NUM_HALVES = 2
 #: Numbers of the collectives.
 SUM, GATHER = 0, 1
 #: Differs from the small tags of other messages in the same group.
 _MEET_TAG = 1 << 30
-#: Words of a segment: its secret, and the published turn of each collective, each in a cache line of its own.
+#: Words of a segment: its secret, and the published turn of each collective, each in a cache line
+#: of its own.
 _WORDS, _LINE = 512, 8
 _NAME = "megatron_distopt"
 #: Processors on which stores are seen in their order.
 _ORDERED = ("x86_64", "AMD64")
-#: Looks before the first sleep; seconds of the shortest and the longest sleep, and between looks at a peer's process.
+#: Looks before the first sleep; seconds of the shortest and the longest sleep, and between looks at
+#: a peer's process.
 _LOOKS, _LEAST_SLEEP, _MOST_SLEEP, _PATIENCE = 100, 3e-5, 1e-3, 0.1
 
 
@@ -59,9 +64,11 @@ _is_allowed: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def allow_shared_memory(group: Group, is_allowed: bool) -> None:
-    """Allows or forbids shared memory from now on; where one rank of the group forbids it, none of them uses it.
+    """Allows or forbids shared memory from now on; where one rank of the group forbids it, none of
+    them uses it.
 
-    To be called by all of its ranks between the same two collectives. Those that were begun before end as they began.
+    To be called by all of its ranks between the same two collectives. Those that were begun before
+    end as they began.
     """
     if group.size > 1:
         settle()
@@ -70,7 +77,9 @@ def allow_shared_memory(group: Group, is_allowed: bool) -> None:
 
 def may_share_memory() -> bool:
     """Whether this system has what [Note: shared memory] needs."""
-    return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and platform.machine() in _ORDERED
+    return (
+        hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and platform.machine() in _ORDERED
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +88,8 @@ class _Segment:
 
     memory: mmap.mmap  # all of it
     words: memoryview  # its beginning, in words of 8 bytes
-    process: int  # a file descriptor of the process that shares it, readable once that process has ended
+    # a file descriptor of the process that shares it, readable once that process has ended
+    process: int
 
     @classmethod
     def mapped(cls, descriptor: int, process: int) -> _Segment:
@@ -126,7 +136,8 @@ class Lane:
         self.half_nbytes = (len(segments[group.rank].memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
 
     def begin(self) -> Tensor:
-        """Begins a turn and returns this rank's half, uint8. The turn before must have been read from all ranks."""
+        """Begins a turn and returns this rank's half, uint8. The turn before must have been read
+        from all ranks."""
         self._turn += 1
         return self._half_of(self._rank)
 
@@ -146,7 +157,10 @@ class Lane:
 
     def _half_of(self, rank: int) -> Tensor:
         """The half of a rank's memory that this turn is in, 1-D, uint8."""
-        offset = 8 * _WORDS + (_NUM_HALVES * self._collective + self._turn % _NUM_HALVES) * self.half_nbytes
+        offset = (
+            8 * _WORDS
+            + (_NUM_HALVES * self._collective + self._turn % _NUM_HALVES) * self.half_nbytes
+        )
         memory = self._segments[rank].memory
         return torch.frombuffer(memory, dtype=torch.uint8, count=self.half_nbytes, offset=offset)
 
@@ -165,19 +179,29 @@ class Lane:
             if waited > next_check:
                 next_check += _PATIENCE
                 has_ended = self._segments[rank].has_ended()
-                if not self._is_there(rank) and (has_ended or waited > self._timeout or is_ending()):
+                if not self._is_there(rank) and (
+                    has_ended or waited > self._timeout or is_ending()
+                ):
                     name = self._names[rank]
-                    got = f"rank {name} has ended" if has_ended else f"rank {name} did not come within {waited:.0f} s"
+                    got = (
+                        f"rank {name} has ended"
+                        if has_ended
+                        else f"rank {name} did not come within {waited:.0f} s"
+                    )
                     remedy = f"Read what rank {name} wrote last; its error is the first one"
-                    raise RanksDisagreeError(refusal("collective", got, "be called by every rank of its group", remedy))
+                    raise RanksDisagreeError(
+                        refusal("collective", got, "be called by every rank of its group", remedy)
+                    )
             time.sleep(min(max(waited / 8, _LEAST_SLEEP), _MOST_SLEEP))
 
 
 @dataclass(eq=False)
 class GroupNodes:
-    """The ranks of a group by node, found out once; any partition gives right sums, if all ranks know the same one."""
+    """The ranks of a group by node, found out once; any partition gives right sums, if all ranks
+    know the same one."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that finds it out
+    # held by the thread that finds it out
+    lock: threading.Lock = field(default_factory=threading.Lock)
     # of each node, upwards; nodes in the order of their first ranks; empty before that is known
     members: tuple[tuple[int, ...], ...] = ()
     lanes: Sequence[Lane] = ()  # by collective, over this rank's node, where it has several ranks
@@ -191,7 +215,8 @@ _nodes_lock = threading.Lock()
 def nodes_of(group: Group) -> GroupNodes:
     """Which ranks of a group share memory.
 
-    Collective where the group asks for the first time, or for the first time after `allow_shared_memory`.
+    Collective where the group asks for the first time, or for the first time after
+    `allow_shared_memory`.
     """
     with _nodes_lock:
         is_allowed = _is_allowed.get(group.own_handle, True)
@@ -199,15 +224,21 @@ def nodes_of(group: Group) -> GroupNodes:
     with nodes.lock:
         if not nodes.members:
             segments, members = _meet(group, is_allowed)
-            nodes.lanes = [Lane(segments, each, group) for each in (SUM, GATHER)] if len(segments) > 1 else []
+            nodes.lanes = (
+                [Lane(segments, each, group) for each in (SUM, GATHER)] if len(segments) > 1 else []
+            )
             nodes.members = members
     return nodes
 
 
-def _meet(group: Group, is_allowed: bool) -> tuple[dict[int, _Segment], tuple[tuple[int, ...], ...]]:
-    """Collective: maps the segments of ranks; returns those of this rank's node, by rank, and the ranks of each node.
+def _meet(
+    group: Group, is_allowed: bool
+) -> tuple[dict[int, _Segment], tuple[tuple[int, ...], ...]]:
+    """Collective: maps the segments of ranks; returns those of this rank's node, by rank, and the
+    ranks of each node.
 
-    A rank that cannot share memory with exactly those that share memory with it is a node of its own.
+    A rank that cannot share memory with exactly those that share memory with it is a node of its
+    own.
     """
     secret = secrets.randbits(62)
     own = _new_segment(secret) if is_allowed else -1
@@ -218,7 +249,9 @@ def _meet(group: Group, is_allowed: bool) -> tuple[dict[int, _Segment], tuple[tu
             # The other ranks wait for an answer, and messages work in every case.
             with suppress(Exception):
                 segments[rank] = _segment_of(*map(int, numbers))
-        answers = swap(_numbers(*(rank in segments for rank in range(group.size))), _MEET_TAG, group)
+        answers = swap(
+            _numbers(*(rank in segments for rank in range(group.size))), _MEET_TAG, group
+        )
     finally:
         if own >= 0:
             os.close(own)
@@ -227,7 +260,9 @@ def _meet(group: Group, is_allowed: bool) -> tuple[dict[int, _Segment], tuple[tu
         ranks if own in ranks and all(maps[rank] == ranks for rank in ranks) else (own,)
         for own, ranks in enumerate(maps)
     ]
-    return {rank: segments[rank] for rank in nodes[group.rank] if rank in segments}, tuple(dict.fromkeys(nodes))
+    return {rank: segments[rank] for rank in nodes[group.rank] if rank in segments}, tuple(
+        dict.fromkeys(nodes)
+    )
 
 
 def _numbers(*values: int) -> Tensor:
@@ -236,10 +271,12 @@ def _numbers(*values: int) -> Tensor:
 
 
 def _new_segment(secret: int) -> int:
-    """Makes a segment and returns its file descriptor; -1 where this system has no such thing, or no room for it.
+    """Makes a segment and returns its file descriptor; -1 where this system has no such thing, or
+    no room for it.
 
-    A limit on file sizes (`ulimit -f`) also limits this memory. Python ignores the signal SIGXFSZ that comes with it
-    and raises; a program that has restored the default action of the signal is ended by it.
+    A limit on file sizes (`ulimit -f`) also limits this memory. Python ignores the signal SIGXFSZ
+    that comes with it and raises; a program that has restored the default action of the signal is
+    ended by it.
     """
     if not may_share_memory():
         return -1
@@ -267,7 +304,12 @@ def _segment_of(process: int, descriptor: int, secret: int, network: int) -> _Se
         OSError, LookupError: the rank is on another machine, or counts as that.
     """
     path = f"/proc/{process}/fd/{descriptor}"
-    if descriptor < 0 or network < 0 or network != _network() or f"/memfd:{_NAME}" not in os.readlink(path):
+    if (
+        descriptor < 0
+        or network < 0
+        or network != _network()
+        or f"/memfd:{_NAME}" not in os.readlink(path)
+    ):
         raise LookupError(path)
     opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -282,7 +324,8 @@ def _segment_of(process: int, descriptor: int, secret: int, network: int) -> _Se
 
 
 def _network() -> int:
-    """The number of this process's network namespace; -1 where it is unknown, and then no memory is shared."""
+    """The number of this process's network namespace; -1 where it is unknown, and then no memory is
+    shared."""
     try:
         return os.stat("/proc/self/ns/net").st_ino if may_share_memory() else -1
     except OSError:

@@ -1,4 +1,5 @@
-"""What the formats of other software have in common: update counts, loss scales, and how main params are checked."""
+"""What the formats of other software have in common: update counts, loss scales, and how main
+params are checked."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
     steps = {int(as_number(holder["step"])) for holder in holders if holder.get("step") is not None}
     if len(steps) > 1:
         raise CheckpointError(
-            f"Update counts in {where} are {', '.join(map(str, sorted(steps)))}. They must be the same for all params. "
-            "Convert a run whose params were all trained from its start."
+            f"Update counts in {where} are {', '.join(map(str, sorted(steps)))}. They must be the "
+            "same for all params. Convert a run whose params were all trained from its start."
         )
     return next(iter(steps), None)
 
@@ -49,8 +50,9 @@ def known_step(known: Iterable[int | None], given: int | None, where: object) ->
     steps = set(known) - {None}
     if given is not None and steps - {given}:
         raise CheckpointError(
-            f"The update count in {where} is {', '.join(map(str, sorted(steps, key=str)))} and the given one is "
-            f"{given}. Drop --resume-step, or --distopt-resume-step: the checkpoint knows the count."
+            f"The update count in {where} is {', '.join(map(str, sorted(steps, key=str)))} and the "
+            f"given one is {given}. Drop --resume-step, or --distopt-resume-step: the checkpoint "
+            "knows the count."
         )
     return next(iter(steps), given)
 
@@ -58,9 +60,10 @@ def known_step(known: Iterable[int | None], given: int | None, where: object) ->
 def no_step(where: object) -> CheckpointError:
     """The error where Adam cannot go on without a count."""
     return CheckpointError(
-        f"There is no update count in {where}, and Adam needs one: torch's Adam keeps it where this file layout does "
-        "not save it. Write --distopt-resume-step N for the run that loads it, or --resume-step N of megatron-distopt "
-        "convert, with the number of updates so far (iterations without skipped ones)."
+        f"There is no update count in {where}, and Adam needs one: torch's Adam keeps it where "
+        "this file layout does not save it. Write --distopt-resume-step N for the run that loads "
+        "it, or --resume-step N of megatron-distopt convert, with the number of updates so far "
+        "(iterations without skipped ones)."
     )
 
 
@@ -73,24 +76,29 @@ def with_step(head: Manifest, resume_step: int | None, where: object) -> Manifes
 
 
 def check_step(head: Manifest, where: object) -> None:
-    """Whether a run can go on from it; to look at, a file that lost its update count is as good as any."""
+    """Whether a run can go on from it; to look at, a file that lost its update count is as good as
+    any."""
     if head.inner == _ADAM and any(group.step is None for group in head.groups):
         raise no_step(where)
 
 
 def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[Piece]) -> None:
-    """Copies those elements of a stretch of a flattened param, `values` from its element `start` on, that lie in a box
-    of the whole tensor. `found` has the shape of the box; `pieces` say where the stretch lies in the whole tensor."""
+    """Copies those elements of a stretch of a flattened param, `values` from its element `start`
+    on, that lie in a box of the whole tensor. `found` has the shape of the box; `pieces` say where
+    the stretch lies in the whole tensor."""
     for piece in pieces:
         both = piece.in_global.intersect(box)
         if both is not None:
             stretch = values[piece.in_param.relative_to(start).as_slice()].view(piece.sizes)
-            inside = stretch[piece.inside.as_slices()][both.relative_to(piece.in_global.offsets).as_slices()]
+            inside = stretch[piece.inside.as_slices()][
+                both.relative_to(piece.in_global.offsets).as_slices()
+            ]
             found[both.relative_to(box.offsets).as_slices()] = inside
 
 
 def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor]) -> Tensor:
-    """Cuts a rank's param out of the whole tensor, of which `read` returns boxes: the inverse of `fill`."""
+    """Cuts a rank's param out of the whole tensor, of which `read` returns boxes: the inverse of
+    `fill`."""
     local = torch.empty(placement.shape, dtype=dtype)
     for piece in placement.pieces(Span(0, local.numel())):
         stretch = local.view(-1)[piece.in_param.as_slice()].view(piece.sizes)
@@ -99,10 +107,14 @@ def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor])
 
 
 def count_unlike(main: Tensor, model: Tensor) -> int:
-    """Counts the values of a model param that differ from its main param, rounded to the model's dtype.
+    """Counts the values of a model param that differ from its main param, rounded to the model's
+    dtype.
 
-    0 shows that the state belongs to this model and that every element was found at its right place.
+    0 shows that the state belongs to this model and that every element was found at its right
+    place.
     """
     numbers = torch.finfo(model.dtype)
     rounded = main.view(model.shape).to(model.dtype)
-    return int((~torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)).sum())
+    return int(
+        (~torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)).sum()
+    )

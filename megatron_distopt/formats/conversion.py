@@ -1,7 +1,7 @@
 """From any of the formats to any other: recognise what is there, read it as a `Source`, write it.
 
-An iteration of a fork keeps its model files; only the optimizer's part of them is written anew, and everything lies
-under another name until it is complete.
+An iteration of a fork keeps its model files; only the optimizer's part of them is written anew, and
+everything lies under another name until it is complete.
 """
 
 from __future__ import annotations
@@ -64,26 +64,33 @@ def convert(
 ) -> Converted:
     """Writes the optimizer state of one format in another.
 
-    Where there are model files in the same iteration, `dst` is a new iteration folder with them, for the same
-    tensor- and pipeline-parallel sizes; their random states, schedulers and arguments stay as they are. Without them,
-    or with a `dst` that ends in ".distopt", only the state is written.
+    Where there are model files in the same iteration, `dst` is a new iteration folder with them,
+    for the same tensor- and pipeline-parallel sizes; their random states, schedulers and arguments
+    stay as they are. Without them, or with a `dst` that ends in ".distopt", only the state is
+    written.
 
     Args:
         src: see `open_any`.
         dst: must not be there yet; it appears when it is complete.
         to: one of `TARGETS`.
         progress: called with bytes as they are converted.
-        dp: number of data-parallel ranks that will read files of a fork of 2023; None for that of the run that saved.
+        dp: number of data-parallel ranks that will read files of a fork of 2023; None for that of
+            the run that saved.
         resume_step: updates so far, for a fork's files that lost them.
         is_averaged: whether the averages become the params, in the model files as well.
 
     Raises:
-        CheckpointError: `src` cannot be read, or cannot become that, or the disk fails; `dst` is not there then.
+        CheckpointError: `src` cannot be read, or cannot become that, or the disk fails; `dst` is
+            not there then.
     """
     if to not in TARGETS:
-        raise CheckpointError(f"Format {to!r} is unknown. Write --to with one of {', '.join(TARGETS)}.")
+        raise CheckpointError(
+            f"Format {to!r} is unknown. Write --to with one of {', '.join(TARGETS)}."
+        )
     if dst.exists():
-        raise CheckpointError(f"Target {dst} is there already. Name a folder or file that is not there.")
+        raise CheckpointError(
+            f"Target {dst} is there already. Name a folder or file that is not there."
+        )
     opened = open_with_files(src, resume_step)
     check_step(opened.source.head, src)
     check_groups(opened.source.head.groups, str(src))
@@ -99,7 +106,8 @@ def convert(
         ranks = opened.files[0].number("data_parallel_size") if opened.files else 1
     if to in ("per-rank", "gathered") and ranks < 1:
         raise CheckpointError(
-            f"dp for {src} is {dp}, and has to be at least 1. Write --dp 8 for a run on 8 data-parallel ranks."
+            f"dp for {src} is {dp}, and has to be at least 1. Write --dp 8 for a run on 8 "
+            "data-parallel ranks."
         )
     unfinished = dst.with_name(f"{dst.name}.{new_save_id()}")
     try:
@@ -122,14 +130,17 @@ def convert(
 
 @torch.no_grad()
 def _without_averages(opened: Opened, src: Path, *, is_averaged: bool) -> Source:
-    """The state without averages, or with averages as its main params and, rounded, as those of the model files."""
+    """The state without averages, or with averages as its main params and, rounded, as those of the
+    model files."""
     source = opened.source
     tensors = {key: each for key, each in source.tensors.items() if kind_of(key) != AVERAGE}
     if is_averaged and len(tensors) == len(source.tensors):
         raise CheckpointError(f"Checkpoint {src} has no averages of params. Leave --averaged out.")
     if not is_averaged:
         if len(tensors) < len(source.tensors):
-            _log.warning("the averages of params are left out, for which there is no place; see --averaged")
+            _log.warning(
+                "the averages of params are left out, for which there is no place; see --averaged"
+            )
         return replace(source, tensors=tensors)
 
     def read(key: str, box: Box) -> Tensor:
@@ -149,24 +160,30 @@ def _check_fits(source: Source, src: Path, to: str) -> None:
     owned = next(filter(is_owned, source.tensors), None)
     if owned is not None:
         raise CheckpointError(
-            f"State {owned!r} of {source.head.inner} in {src} is not cut like its param, which {to} has no place for. "
-            "Convert to distopt."
+            f"State {owned!r} of {source.head.inner} in {src} is not cut like its param, which "
+            f"{to} has no place for. Convert to distopt."
         )
     if to == "torch":
         return
     # An optimizer of a fork would take the momentum of Muon for that of SGD.
-    of_muon = [name for group in source.head.groups if is_muons_group(group.options) for name in group.names]
+    of_muon = [
+        name
+        for group in source.head.groups
+        if is_muons_group(group.options)
+        for name in group.names
+    ]
     if of_muon:
         raise CheckpointError(
-            f"The momentum of {of_muon[0]!r} in {src} is Muon's, and {to} holds that of Adam or SGD. Convert to "
-            "distopt or torch."
+            f"The momentum of {of_muon[0]!r} in {src} is Muon's, and {to} holds that of Adam or "
+            "SGD. Convert to distopt or torch."
         )
     counts = {group.step: group.names[0] for group in reversed(source.head.groups) if group.names}
     if len(counts) > 1:
         (one, first), (other, second) = list(counts.items())[-2:]
         raise CheckpointError(
-            f"Updates in {src} are {other or 0} of {second!r} and {one or 0} of {first!r}, and {to} holds one count "
-            "for all params. Convert to distopt or torch, which hold a count for each param."
+            f"Updates in {src} are {other or 0} of {second!r} and {one or 0} of {first!r}, and "
+            f"{to} holds one count for all params. Convert to distopt or torch, which hold a count "
+            "for each param."
         )
 
 
@@ -175,8 +192,9 @@ def _write_iteration(
 ) -> None:
     if not opened.files:
         raise CheckpointError(
-            f"Checkpoint {src} has no model files, which {to} needs beside it (mp_rank_00/model_optim_rng.pt ...). "
-            "Convert to distopt or torch, which hold the optimizer state alone."
+            f"Checkpoint {src} has no model files, which {to} needs beside it "
+            "(mp_rank_00/model_optim_rng.pt ...). Convert to distopt or torch, which hold the "
+            "optimizer state alone."
         )
     slices = [
         Slices(file, opened.source, entries, progress)

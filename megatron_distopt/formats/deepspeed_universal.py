@@ -22,7 +22,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, TensorRecord, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.manifest import (
+    MAIN,
+    Manifest,
+    TensorRecord,
+    key_of,
+    kind_of,
+    name_of,
+)
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
@@ -51,15 +58,19 @@ def is_zero(path: Path) -> bool:
 def zero_refused(path: Path) -> CheckpointError:
     """The error for the files of ZeRO, which DeepSpeed itself puts together."""
     folder = _folder_of(path, _LATEST_ZERO)
-    command = f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder UNIVERSAL"
+    command = (
+        f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "
+        "UNIVERSAL"
+    )
     return CheckpointError(
-        f"Checkpoint {folder} holds the files of DeepSpeed's ZeRO, one for each rank. They have to be one universal "
-        f"checkpoint first. Run {command}, and give UNIVERSAL."
+        f"Checkpoint {folder} holds the files of DeepSpeed's ZeRO, one for each rank. They have to "
+        f"be one universal checkpoint first. Run {command}, and give UNIVERSAL."
     )
 
 
 def _folder_of(path: Path, latest: str) -> Path:
-    """The folder of one step, also where that of all steps is given, in which the file `latest` names a step."""
+    """The folder of one step, also where that of all steps is given, in which the file `latest`
+    names a step."""
     named = path / latest
     name = named.read_text(encoding="utf-8", errors="replace").strip() if named.is_file() else ""
     return path / name if name and (path / name).is_dir() else path
@@ -74,15 +85,20 @@ class _Folder:
     @cached_property
     def names(self) -> tuple[str, ...]:
         zero = self.path / _ZERO
-        return tuple(sorted(path.parent.relative_to(zero).as_posix() for path in zero.rglob(f"{_FP32}.pt")))
+        return tuple(
+            sorted(path.parent.relative_to(zero).as_posix() for path in zero.rglob(f"{_FP32}.pt"))
+        )
 
     @cached_property
     def model_files(self) -> list[Mapping[str, Any]]:
-        return [load_file(path) for path in sorted(self.path.iterdir()) if _MODEL.fullmatch(path.name)]
+        return [
+            load_file(path) for path in sorted(self.path.iterdir()) if _MODEL.fullmatch(path.name)
+        ]
 
     @cached_property
     def groups(self) -> tuple[Mapping[str, tuple[int, ...]], ...]:
-        """Shapes of the params of each group, of the model-parallel ranks together; shapes are those of slices."""
+        """Shapes of the params of each group, of the model-parallel ranks together; shapes are
+        those of slices."""
         found: dict[int, dict[str, tuple[int, ...]]] = {}
         for content in self.model_files:
             for number, group in enumerate(content.get("param_shapes") or ()):
@@ -93,7 +109,10 @@ class _Folder:
     def kinds_of(self, name: str) -> list[str]:
         """Kinds of tensors that are kept for a param, "fp32" first."""
         files = (self.path / _ZERO / name).glob("*.pt")
-        return sorted((path.stem for path in files if path.stem != _STEP), key=lambda kind: (kind != _FP32, kind))
+        return sorted(
+            (path.stem for path in files if path.stem != _STEP),
+            key=lambda kind: (kind != _FP32, kind),
+        )
 
     def tensor(self, name: str, kind: str) -> Tensor:
         path = self.path / _ZERO / name / f"{kind}.pt"
@@ -106,7 +125,8 @@ class _Folder:
         return tensor.view(shape) if is_flat else tensor
 
     def step(self, name: str) -> Mapping[str, Any]:
-        """Updates of a param so far, under "step"; empty where they are not counted for each param."""
+        """Updates of a param so far, under "step"; empty where they are not counted for each
+        param."""
         path = self.path / _ZERO / name / f"{_STEP}.pt"
         return {_STEP: load_file(path)} if path.is_file() else {}
 
@@ -127,7 +147,11 @@ def _opened(folder: _Folder) -> Source:
             tensor = folder.tensor(name, kind)
             key = key_of(MAIN if kind == _FP32 else kind, name)
             infos[key] = TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype))
-    about = {"host": "deepspeed", "deepspeed": str(state.get("ds_version", "unknown")), "format": "universal"}
+    about = {
+        "host": "deepspeed",
+        "deepspeed": str(state.get("ds_version", "unknown")),
+        "format": "universal",
+    }
     skipped = int(next((each.get("skipped_steps") for each in folder.model_files), 0) or 0)
     scale, groups = _loss_scale_of(state.get("loss_scaler")), tuple(_records(folder, state))
     head = Manifest("", (), {}, groups, inner_name(kinds), scale, skipped, about)
@@ -145,7 +169,11 @@ def _loss_scale_of(scaler: Any) -> dict[str, float]:
     good = int(attribute(scaler, "cur_iter")) - int(attribute(scaler, "last_overflow_iter")) - 1
     window = int(attribute(scaler, "scale_window"))
     tolerated = float(attribute(scaler, "cur_hysteresis"))
-    return {"scale": float(attribute(scaler, "cur_scale")), "good_steps": float(good % window), "tolerated": tolerated}
+    return {
+        "scale": float(attribute(scaler, "cur_scale")),
+        "good_steps": float(good % window),
+        "tolerated": tolerated,
+    }
 
 
 def _records(folder: _Folder, state: Mapping[str, Any]) -> Iterator[GroupRecord]:
@@ -159,8 +187,9 @@ def _records(folder: _Folder, state: Mapping[str, Any]) -> Iterator[GroupRecord]
     in_a_group = {name for names in groups for name in names}
     if updated - in_a_group or len(groups) != len(options):
         raise CheckpointError(
-            f"Checkpoint {folder.path} has {len(options)} param groups and names of params of {len(groups)}. "
-            f"mp_rank_XX_model_states.pt has to say which params are in which of them. {_AGAIN}"
+            f"Checkpoint {folder.path} has {len(options)} param groups and names of params of "
+            f"{len(groups)}. mp_rank_XX_model_states.pt has to say which params are in which of "
+            f"them. {_AGAIN}"
         )
     for names, group in zip(groups, options, strict=True):
         others = {_STEP: group.get(_STEP, state.get("base_optimizer_state_step"))}

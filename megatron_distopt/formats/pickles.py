@@ -1,8 +1,8 @@
 """Pickles of other software, read without executing anything that they say, and written again.
 
-`torch.load(weights_only=True)` makes tensors and plain values. What else a file names must be on the lists below; each
-name is replaced by a stand-in that only keeps what it is given: an `Inert`, which can be read, and written again only
-where it stands for an enum in the arguments of a run.
+`torch.load(weights_only=True)` makes tensors and plain values. What else a file names must be on
+the lists below; each name is replaced by a stand-in that only keeps what it is given: an `Inert`,
+which can be read, and written again only where it stands for an enum in the arguments of a run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import torch
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.errors import CheckpointError
 
-#: How Python 3.11.0 to 3.11.3 pickles a member of an enum, by its name; other versions call the class with the value.
+#: How Python 3.11.0 to 3.11.3 pickles a member of an enum, by its name; other versions call the
+#: class with the value.
 _BY_NAME = "builtins.getattr"
 #: Modules that torch refuses, whatever is allowed.
 _BLOCKED = ("sys.", "os.", "posix.", "nt.")
 #: Classes below these names become an `Inert`, whatever the version of the software calls them.
 _PACKAGES = ("deepspeed.", "megatron.")
-#: The same for single names: arguments of a run, random states, and how new pickles refer to devices and paths.
+#: The same for single names: arguments of a run, random states, and how new pickles refer to
+#: devices and paths.
 _NAMES = (
     "types.SimpleNamespace",
     "_io.BytesIO",
@@ -70,11 +72,15 @@ _METADATA = frozenset(
         "pathlib._local.PosixPath",  # in Python 3.13
     )
 )
-_REMEDY = "Give a file that the training wrote, unchanged, or start from the weights with --no-load-optim."
+_REMEDY = (
+    "Give a file that the training wrote, unchanged, or start from the weights with "
+    "--no-load-optim."
+)
 
 
 class Inert:
-    """Stands for an object of a class that is not looked for; keeps the arguments that its class is called with."""
+    """Stands for an object of a class that is not looked for; keeps the arguments that its class is
+    called with."""
 
     stands_for: ClassVar[str] = "an object"
     arguments: tuple[Any, ...] = ()
@@ -98,7 +104,9 @@ class _NamedMember:
     name: str
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.of, type) and issubclass(self.of, Inert) and isinstance(self.name, str)):
+        if not (
+            isinstance(self.of, type) and issubclass(self.of, Inert) and isinstance(self.name, str)
+        ):
             raise ValueError("it asks for an attribute of something that is no enum")
 
     def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
@@ -109,7 +117,8 @@ class _NamedMember:
 _ENUMS = (
     "megatron.core.enums.ModelType",  # args.model_type since 23.04
     "megatron.model.enums.ModelType",  # the same before
-    "megatron.model.enums.PositionEmbeddingType",  # args.position_embedding_type of bigcode and epfLLM
+    # args.position_embedding_type of bigcode and epfLLM
+    "megatron.model.enums.PositionEmbeddingType",
     "megatron.enums.PositionEmbeddingType",  # the same in bigscience
 )
 _DTYPES = ("bool", "uint8", "uint32", "int32", "int64", "float32", "float64")
@@ -130,7 +139,11 @@ _WRITABLE: dict[str, Any] = {
 
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
     """What the file says of an object; the default where it says nothing."""
-    return vars(thing).get(name, default) if isinstance(thing, (Inert, argparse.Namespace)) else default
+    return (
+        vars(thing).get(name, default)
+        if isinstance(thing, (Inert, argparse.Namespace))
+        else default
+    )
 
 
 def as_number(thing: Any) -> Any:
@@ -139,7 +152,8 @@ def as_number(thing: Any) -> Any:
 
 
 def load_file(source: Path | io.BytesIO, what: str = "") -> Any:
-    """Reads a file of another software, or of `save_whole`; tensors are read when their values are used.
+    """Reads a file of another software, or of `save_whole`; tensors are read when their values are
+    used.
 
     Of what is in memory already `what` is the name in errors.
     """
@@ -150,26 +164,34 @@ def load_file(source: Path | io.BytesIO, what: str = "") -> Any:
         if isinstance(source, io.BytesIO):
             source.seek(0)
         with _named(stand_ins):
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
+            return torch.load(
+                source, map_location="cpu", weights_only=True, mmap=isinstance(source, Path)
+            )
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:  # torch's text goes on with the advice to execute what the file says
+    # torch's text goes on with the advice to execute what the file says
+    except pickle.UnpicklingError as error:
         said = re.search(r"WeightsUnpickler error: *(.*)", str(error))
         raise _strange(what, said[1].rstrip(". ") if said else "it asks for more") from error
     except Exception as error:  # whatever a damaged or malicious file makes torch raise
         first_line = (str(error) or repr(error)).splitlines()[0].rstrip(". ")
-        raise CheckpointError(f"{what} is damaged: {first_line} while reading it. {_REMEDY}") from error
+        raise CheckpointError(
+            f"{what} is damaged: {first_line} while reading it. {_REMEDY}"
+        ) from error
 
 
 @contextmanager
 def _named(stand_ins: Sequence[tuple[Any, str]]) -> Iterator[None]:
     """Makes torch find the stand-ins under their names, and nothing else there.
 
-    megatron-core makes its own enums known to torch when it is imported, and of two things with one name torch finds
-    either. What was known before is known again afterwards.
+    megatron-core makes its own enums known to torch when it is imported, and of two things with one
+    name torch finds either. What was known before is known again afterwards.
     """
     known, ours = torch.serialization.get_safe_globals(), {name for _, name in stand_ins}
-    names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in known]
+    names = [
+        each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
+        for each in known
+    ]
     others = [each for each, name in zip(known, names, strict=True) if name not in ours]
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([*others, *stand_ins])
@@ -183,19 +205,26 @@ def _named(stand_ins: Sequence[tuple[Any, str]]) -> Iterator[None]:
 def _stand_ins(names: Iterable[str], what: str) -> Iterator[tuple[Any, str]]:
     """What torch finds under the names in a file."""
     yield from ((each, name) for name, each in _WRITABLE.items())
-    for name in dict.fromkeys((*_ENUMS, *names)):  # torch leaves out names that megatron-core has made known to it
+    # torch leaves out names that megatron-core has made known to it
+    for name in dict.fromkeys((*_ENUMS, *names)):
         if name in _WRITABLE:
             continue
         if name in _NAMES or name.startswith(_PACKAGES):
             yield type("Inert", (Inert,), {"stands_for": name}), name
         else:
-            allow = f"If you trust it, convert it in Python after torch.serialization.add_safe_globals([{name}])."
-            raise _strange(what, f"it names {name}", _REMEDY if name.startswith(_BLOCKED) else allow)
+            allow = (
+                "If you trust it, convert it in Python after "
+                f"torch.serialization.add_safe_globals([{name}])."
+            )
+            raise _strange(
+                what, f"it names {name}", _REMEDY if name.startswith(_BLOCKED) else allow
+            )
 
 
 def _strange(what: str, got: str, remedy: str = _REMEDY) -> CheckpointError:
     return CheckpointError(
-        f"{what} is refused: {got}. It may hold tensors, plain values, and what Megatron and DeepSpeed save. {remedy}"
+        f"{what} is refused: {got}. It may hold tensors, plain values, and what Megatron and "
+        f"DeepSpeed save. {remedy}"
     )
 
 
@@ -226,17 +255,23 @@ def load_metadata(path: Path) -> Inert:
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
     except Exception as error:  # whatever damaged bytes make an unpickler raise
         got = error if isinstance(error, pickle.UnpicklingError) else f"{error!r} while reading it"
-        raise CheckpointError(f"File {path} is not the metadata of a torch checkpoint: {got}. {_REMEDY}") from error
+        raise CheckpointError(
+            f"File {path} is not the metadata of a torch checkpoint: {got}. {_REMEDY}"
+        ) from error
 
 
 @contextmanager
-def understood(where: Path, rule: str, remedy: str = "Give a checkpoint as it was written") -> Iterator[None]:
-    """Turns what missing keys and other types raise into a refusal; `rule` is what a checkpoint must be."""
+def understood(
+    where: Path, rule: str, remedy: str = "Give a checkpoint as it was written"
+) -> Iterator[None]:
+    """Turns what missing keys and other types raise into a refusal; `rule` is what a checkpoint
+    must be."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"Checkpoint {where} could not be understood: {type(error).__name__}({error}). It must {rule}. {remedy}."
+            f"Checkpoint {where} could not be understood: {type(error).__name__}({error}). It must "
+            f"{rule}. {remedy}."
         ) from error
 
 
@@ -247,14 +282,21 @@ def save_whole(state: Mapping[Any, Any], path: Path) -> None:
         disk.make_folder(path.parent)
         disk.remove(unfinished)
         with disk.written(unfinished) as writer.file:
-            torch.save(state, writer, pickle_module=_PICKLE)  # type: ignore[arg-type]  # it asks for `write` and `flush`
+            # it asks for `write` and `flush`
+            torch.save(state, writer, pickle_module=_PICKLE)  # type: ignore[arg-type]
         disk.replace(unfinished, path)
     except (OSError, RuntimeError, pickle.PicklingError) as error:
         with suppress(OSError):
             disk.remove(unfinished)
         is_content = isinstance(error, pickle.PicklingError)
-        remedy = "Convert to distopt or torch." if is_content else "Free space there, or write elsewhere."
-        raise CheckpointError(f"File {path} cannot be written: {writer.error or error}. {remedy}") from error
+        remedy = (
+            "Convert to distopt or torch."
+            if is_content
+            else "Free space there, or write elsewhere."
+        )
+        raise CheckpointError(
+            f"File {path} cannot be written: {writer.error or error}. {remedy}"
+        ) from error
 
 
 class _Pickler(pickle._Pickler):  # Python's own, because C's cannot be taught another class
@@ -264,7 +306,9 @@ class _Pickler(pickle._Pickler):  # Python's own, because C's cannot be taught a
         if not (isinstance(obj, type) and issubclass(obj, Inert)):
             super().save_global(obj, name)  # type: ignore[misc]
         elif obj.stands_for not in _ENUMS:
-            raise pickle.PicklingError(f"{obj.stands_for} was not read, and cannot be written again")
+            raise pickle.PicklingError(
+                f"{obj.stands_for} was not read, and cannot be written again"
+            )
         else:
             self.write(pickle.GLOBAL + "{}\n{}\n".format(*obj.stands_for.rsplit(".", 1)).encode())  # type: ignore[attr-defined]
             self.memoize(obj)  # type: ignore[attr-defined]

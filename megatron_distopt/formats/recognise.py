@@ -18,8 +18,18 @@ from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import check_step, with_step
-from megatron_distopt.formats.deepspeed_universal import is_universal, is_zero, open_deepspeed_universal, zero_refused
-from megatron_distopt.formats.megatron_2023.file_state import FileState, ForkEntries, entries_in, whole_of
+from megatron_distopt.formats.deepspeed_universal import (
+    is_universal,
+    is_zero,
+    open_deepspeed_universal,
+    zero_refused,
+)
+from megatron_distopt.formats.megatron_2023.file_state import (
+    FileState,
+    ForkEntries,
+    entries_in,
+    whole_of,
+)
 from megatron_distopt.formats.megatron_2023.gathered import is_gathered, read_gathered
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, open_model_files
 from megatron_distopt.formats.megatron_2023.per_rank import is_per_rank, read_per_rank
@@ -54,11 +64,13 @@ def open_any(path: Path, *, resume_step: int | None = None) -> Source:
     """The optimizer state at a path, whatever wrote it.
 
     Args:
-        path: a folder with manifest.json, an iteration folder of a fork, or a file of `convert(..., "torch")`.
+        path: a folder with manifest.json, an iteration folder of a fork, or a file of `convert(...,
+            "torch")`.
         resume_step: updates so far, for a fork's files that lost them.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; `read` raises it for values that cannot be the model's.
+        CheckpointError: there is none, or it is damaged; `read` raises it for values that cannot be
+            the model's.
     """
     ours = _ours_at(path)
     if ours is not None and resume_step is None:
@@ -77,7 +89,9 @@ def open_with_files(path: Path, resume_step: int | None) -> Opened:
     ours = _ours_at(path)
     if ours is not None:
         files = open_model_files(ours.parent) if ours.name == BESIDE_MODEL else ()
-        opened = Opened(open_checkpoint(ours), "distopt", files, tuple(entries_in(file.state) for file in files))
+        opened = Opened(
+            open_checkpoint(ours), "distopt", files, tuple(entries_in(file.state) for file in files)
+        )
     elif path.is_file():
         opened = Opened(open_torch_file(path), "torch")
     elif path.is_dir() and nameless.is_nameless(path):
@@ -100,27 +114,34 @@ def _of_a_fork(path: Path) -> Opened:
         if files and holds(files[0]):
             with understood(path, f"hold what a fork saves as {name}"):
                 parts = [read_part(file) for file in files]
-                return Opened(whole_of(parts, name), name, files, tuple(part.entries for part in parts))
+                return Opened(
+                    whole_of(parts, name), name, files, tuple(part.entries for part in parts)
+                )
     got, remedy = "is none of these", "Give a folder such as SAVE/iter_0000010."
     if not path.exists():
         got = "does not exist"
     elif files:
-        got, remedy = f"has no optimizer state in {files[0].path}", "Save it without --no-save-optim."
+        got, remedy = (
+            f"has no optimizer state in {files[0].path}",
+            "Save it without --no-save-optim.",
+        )
     elif (path / _TRACKER).is_file():
         last = (path / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()[:20]
         name = f"iter_{int(last):07d}" if last.isdecimal() else last
         got, remedy = "is a --save folder with its iterations", f"Give {path / name}."
     raise CheckpointError(
-        f"Checkpoint {path} {got}. It has to be a folder with {MANIFEST}, an iteration folder of a fork, or a file of "
-        f"'convert --to torch'. {remedy}"
+        f"Checkpoint {path} {got}. It has to be a folder with {MANIFEST}, an iteration folder of a "
+        f"fork, or a file of 'convert --to torch'. {remedy}"
     )
 
 
-def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int | None = None) -> None:
+def load_any(
+    path: Path, model: WholeModel, everyone: Group, *, resume_step: int | None = None
+) -> None:
     """Collective: reads this rank's shards from what is at a path; the params are not gathered yet.
 
-    Of another software's files each rank reads what it needs, and reads it once. `resume_step` are the updates so far,
-    for files that lost them.
+    Of another software's files each rank reads what it needs, and reads it once. `resume_step` are
+    the updates so far, for files that lost them.
 
     Raises:
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
@@ -133,11 +154,13 @@ def load_any(path: Path, model: WholeModel, everyone: Group, *, resume_step: int
 
 
 def _loadable(path: Path, resume_step: int | None) -> Loadable:
-    """With every tensor as one chunk. What a plan needs is read before any state changes, so that damage is found."""
+    """With every tensor as one chunk. What a plan needs is read before any state changes, so that
+    damage is found."""
     source = open_any(path, resume_step=resume_step)
     check_step(source.head, path)
     check_groups(source.head.groups, str(path))
-    parts: dict[str, tuple[Box, Tensor]] = {}  # for each key the smallest box that holds what is needed
+    # for each key the smallest box that holds what is needed
+    parts: dict[str, tuple[Box, Tensor]] = {}
 
     def verify(reads: Sequence[Read]) -> None:
         needed: dict[str, list[Box]] = {}
@@ -146,7 +169,9 @@ def _loadable(path: Path, resume_step: int | None) -> Loadable:
         for key, boxes in needed.items():
             offsets = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
             stops = map(max, zip(*(box.stops for box in boxes), strict=True))
-            box = Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))
+            box = Box(
+                offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True))
+            )
             values = source.read_box(key, box)
             if tuple(values.shape) != box.sizes:
                 raise CheckpointError(

@@ -1,8 +1,9 @@
 """Files of plain torch: distributed checkpoints (DCP), and one file of `torch.save`.
 
-A distributed checkpoint is a folder of `.distcp` files and `.metadata`, which says where everything is. The metadata is
-a pickle and is read by `pickles.load_metadata`; tensors are read by `torch.load(weights_only=True)`. The one file is
-for scripts of the user, and holds plain containers:
+A distributed checkpoint is a folder of `.distcp` files and `.metadata`, which says where everything
+is. The metadata is a pickle and is read by `pickles.load_metadata`; tensors are read by
+`torch.load(weights_only=True)`. The one file is for scripts of the user, and holds plain
+containers:
 
 ::
 
@@ -30,7 +31,13 @@ from megatron_distopt.checkpoint.manifest import Chunk, TensorRecord, head_from_
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import DAMAGED, Source, read_chunks
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.pickles import attribute, load_file, load_metadata, save_whole, understood
+from megatron_distopt.formats.pickles import (
+    attribute,
+    load_file,
+    load_metadata,
+    save_whole,
+    understood,
+)
 from megatron_distopt.layout import Box
 
 METADATA = ".metadata"
@@ -67,12 +74,21 @@ def open_dcp(folder: Path) -> DcpFolder:
         stored = dict(_stored_in(attribute(metadata, "storage_data"), files))
         kept = attribute(metadata, "state_dict_metadata")
         sizes = {key: attribute(entry, "size") for key, entry in kept.items()}
-        tensors = {key: _tensor_of(key, kept[key], stored) for key, size in sizes.items() if size is not None}
-        objects = {key: Chunk(Box.whole(()), *stored[key, None]) for key, size in sizes.items() if size is None}
+        tensors = {
+            key: _tensor_of(key, kept[key], stored)
+            for key, size in sizes.items()
+            if size is not None
+        }
+        objects = {
+            key: Chunk(Box.whole(()), *stored[key, None])
+            for key, size in sizes.items()
+            if size is None
+        }
     return DcpFolder(folder, tuple(files), tensors, objects)
 
 
-_Key = tuple[str, "tuple[int, ...] | None"]  # of a tensor and the offset of a chunk, or of an object
+# of a tensor and the offset of a chunk, or of an object
+_Key = tuple[str, "tuple[int, ...] | None"]
 _Bytes = tuple[int, int, int]  # number of a file, first byte in it, bytes
 
 
@@ -83,10 +99,12 @@ def _stored_in(storage: Mapping[Any, Any], files: dict[str, int]) -> Iterator[tu
         if attribute(info, "transform_descriptors"):
             remedy = "Save it without extensions of torch's FileSystemWriter, which compress it"
             raise CheckpointError(
-                f"Tensor {name!r} of a torch checkpoint is transformed as no reader here undoes. {remedy}."
+                f"Tensor {name!r} of a torch checkpoint is transformed as no reader here undoes. "
+                f"{remedy}."
             )
         file = str(attribute(info, "relative_path"))
-        if file in ("", ".", "..") or "/" in file or "\\" in file:  # a path could lead out of the folder
+        # a path could lead out of the folder
+        if file in ("", ".", "..") or "/" in file or "\\" in file:
             raise ValueError(f"{file!r} is no file name")
         key = (name, None if offset is None else tuple(map(int, offset)))
         number = files.setdefault(file, len(files))
@@ -101,11 +119,18 @@ def _tensor_of(key: str, entry: Any, stored: Mapping[_Key, _Bytes]) -> TensorRec
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{dtype!r} is no dtype")
     places = [
-        (tuple(attribute(each, "offsets")), tuple(attribute(each, "sizes"))) for each in attribute(entry, "chunks")
+        (tuple(attribute(each, "offsets")), tuple(attribute(each, "sizes")))
+        for each in attribute(entry, "chunks")
     ]
-    chunks = tuple(Chunk(Box(offsets, sizes), *stored[key, offsets]) for offsets, sizes in places if 0 not in sizes)
+    chunks = tuple(
+        Chunk(Box(offsets, sizes), *stored[key, offsets])
+        for offsets, sizes in places
+        if 0 not in sizes
+    )
     numel = sum(chunk.box.numel for chunk in chunks)
-    is_inside = 0 in shape or all(Box.whole(shape).intersect(chunk.box) == chunk.box for chunk in chunks)
+    is_inside = 0 in shape or all(
+        Box.whole(shape).intersect(chunk.box) == chunk.box for chunk in chunks
+    )
     if numel != math.prod(shape) or not is_inside:
         raise ValueError(f"{key} has {numel} elements of {list(shape)}")
     return TensorRecord(shape, dtype_name(dtype), chunks)
@@ -117,24 +142,34 @@ def open_torch_file(path: Path) -> Source:
     found = state.get("format") if isinstance(state, Mapping) else None
     if found != _FORMAT or state.get("version") != _VERSION:
         raise CheckpointError(
-            f"File {path} has format {found!r}. It has to be {_FORMAT!r} of version {_VERSION}, which 'convert --to "
-            "torch' writes. Give the iteration folder for a Megatron's file."
+            f"File {path} has format {found!r}. It has to be {_FORMAT!r} of version {_VERSION}, "
+            "which 'convert --to torch' writes. Give the iteration folder for a Megatron's file."
         )
     with understood(path, "hold what 'convert --to torch' writes", "Convert it again"):
         tensors = {str(key): value for key, value in state["tensors"].items()}
-        strange = next((key for key, value in tensors.items() if not isinstance(value, Tensor)), None)
+        strange = next(
+            (key for key, value in tensors.items() if not isinstance(value, Tensor)), None
+        )
         if strange is not None:
             raise TypeError(f"{strange} is no tensor")
         head = head_from_json(state)
     check_groups((*head.groups, *head.resting), f"file {path}")
-    infos = {key: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in tensors.items()}
+    infos = {
+        key: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype))
+        for key, tensor in tensors.items()
+    }
     return Source(head, infos, lambda key, box: tensors[key][box.as_slices()].clone())
 
 
-def write_torch_file(path: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None) -> None:
+def write_torch_file(
+    path: Path, source: Source, progress: Callable[[int], None] = lambda nbytes: None
+) -> None:
     """Writes all tensors into one file; they are in memory together."""
     tensors = {}
     for key in source.tensors:
         tensors[key] = source.read(key).contiguous()
         progress(tensors[key].numel() * tensors[key].element_size())
-    save_whole({"format": _FORMAT, "version": _VERSION, "tensors": tensors, **head_to_json(source.head)}, path)
+    save_whole(
+        {"format": _FORMAT, "version": _VERSION, "tensors": tensors, **head_to_json(source.head)},
+        path,
+    )

@@ -1,4 +1,5 @@
-"""Averages in the place of the params: `averaged_params()` of every host, and the evaluation of a Megatron's script."""
+"""Averages in the place of the params: `averaged_params()` of every host, and the evaluation of a
+Megatron's script."""
 
 from __future__ import annotations
 
@@ -18,16 +19,24 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
 @contextmanager
-def averages_shown(optimizers: Sequence[ShardedOptimizer], gather: Callable[[], None]) -> Iterator[None]:
+def averages_shown(
+    optimizers: Sequence[ShardedOptimizer], gather: Callable[[], None]
+) -> Iterator[None]:
     """Collective: within it the model has the averages, rounded, and afterwards what it had before.
 
-    What a rank owns of the model params is kept meanwhile: they may be main params themselves, or hold bits of them.
-    `gather` is collective, and brings to all ranks what is in the shards of the param buffers.
+    What a rank owns of the model params is kept meanwhile: they may be main params themselves, or
+    hold bits of them. `gather` is collective, and brings to all ranks what is in the shards of the
+    param buffers.
     """
     for buffer in (buffer for optimizer in optimizers for buffer in optimizer.buffers):
         buffer.collect()
     averages = [each.averages for each in optimizers if each.averages is not None]
-    begun = [flat for each in optimizers if each.averages and each.averages.has_begun for flat in each.flat_params]
+    begun = [
+        flat
+        for each in optimizers
+        if each.averages and each.averages.has_begun
+        for flat in each.flat_params
+    ]
     pairs = [(flat.model, flat.average) for flat in begun if flat.average is not None]
     kept = [model.clone() for model, _ in pairs]
 
@@ -53,18 +62,24 @@ class AveragedCalls:
 
     @contextmanager
     def averaged_params(self) -> Iterator[None]:
-        """Collective: `with optimizer.averaged_params(): ...` evaluates averages, rounded to the dtypes of the params.
+        """Collective: `with optimizer.averaged_params(): ...` evaluates averages, rounded to the
+        dtypes of the params.
 
-        Afterwards, also after an error, the params are what they were, to the bit; what was written to them within is
-        lost. Before the first step there are no averages, and the params stay. Module buffers always stay.
+        Afterwards, also after an error, the params are what they were, to the bit; what was written
+        to them within is lost. Before the first step there are no averages, and the params stay.
+        Module buffers always stay.
 
         Raises:
             ConfigError: on all ranks: `ema_decay` is not set.
-            AccessError: on all ranks: it is within another one. A step, a save and a load within it raise this, too.
+            AccessError: on all ranks: it is within another one. A step, a save and a load within it
+                raise this, too.
         """
         optimizers = self._all_sharded()
         if optimizers[0].averages is None:
-            rule, remedy = "be of a run that averages its params", "Give ema_decay a number such as 0.999"
+            rule, remedy = (
+                "be of a run that averages its params",
+                "Give ema_decay a number such as 0.999",
+            )
             raise ConfigError(refusal("averaged_params()", "no ema_decay", rule, remedy))
         optimizers[0].check_has_params("averaged_params()")
         self._settle()
@@ -88,14 +103,20 @@ _evaluated: list[ref[AveragedCalls]] = []
 
 
 def average_evaluation(optimizers: Sequence[Any], evaluate: PatchPoint) -> None:
-    """Collective: lets the host's script evaluate the averages of a model, the last one, if `ema_eval` asks for it."""
+    """Collective: lets the host's script evaluate the averages of a model, the last one, if
+    `ema_eval` asks for it."""
 
     def enter() -> None:
         if evaluate.current is None:
-            remedy = "Or leave ema_eval out, and write 'with optimizer.averaged_params():' around your own evaluation."
+            remedy = (
+                "Or leave ema_eval out, and write 'with optimizer.averaged_params():' around your "
+                "own evaluation."
+            )
             raise HostMismatchError(f"{evaluate.missing} {remedy}")
         if not evaluate.is_replaced:
-            script_undos.append(apply([(evaluate, lambda found: Replacement(found, partial(_evaluate, found)))]))
+            script_undos.append(
+                apply([(evaluate, lambda found: Replacement(found, partial(_evaluate, found)))])
+            )
 
     _evaluated.clear()
     if optimizers[0].sharded.config.ema_eval:

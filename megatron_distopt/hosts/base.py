@@ -1,5 +1,5 @@
-"""What every host does before it builds the sharded optimizer: ask whether it is wanted, name the params, check them,
-and compare ranks.
+"""What every host does before it builds the sharded optimizer: ask whether it is wanted, name the
+params, check them, and compare ranks.
 
 Also here: the host's timers and its grad scaler.
 """
@@ -20,7 +20,16 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
-from megatron_distopt.comm import Field, Group, compare, exchange, is_initialized, meet, profiled, raise_together
+from megatron_distopt.comm import (
+    Field,
+    Group,
+    compare,
+    exchange,
+    is_initialized,
+    meet,
+    profiled,
+    raise_together,
+)
 from megatron_distopt.comm.collectives import Reduction, try_collectives
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 from megatron_distopt.compatibility import Feature, check_compatible
@@ -38,18 +47,22 @@ SWITCHED_OFF = "MEGATRON_DISTOPT=0"
 
 
 def is_wanted(has_flag: bool) -> bool:
-    """Whether this package's optimizer is to be built; refuses where it is not and MEGATRON_DISTOPT=require."""
+    """Whether this package's optimizer is to be built; refuses where it is not and
+    MEGATRON_DISTOPT=require."""
     switch = switch_from(os.environ)
     if switch is Switch.REQUIRE and not has_flag:
         remedy = "Add --use-distributed-optimizer, or unset the variable"
-        raise ConfigError(f"MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. {remedy}.")
+        raise ConfigError(
+            f"MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. {remedy}."
+        )
     return has_flag and switch is not Switch.OFF
 
 
 def is_used(has_flag: bool, hint: str = "") -> bool:
     """Collective: whether the host's factory builds ours on all ranks, which must agree.
 
-    Where it does not, rank 0 says so in one line and adds `hint`: the package is loaded, and its user may expect it.
+    Where it does not, rank 0 says so in one line and adds `hint`: the package is loaded, and its
+    user may expect it.
     """
     is_off = switch_from(os.environ) is Switch.OFF
     why_not = SWITCHED_OFF if is_off else "" if has_flag else "use_distributed_optimizer is not set"
@@ -62,7 +75,8 @@ def is_used(has_flag: bool, hint: str = "") -> bool:
 
 
 def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptConfig:
-    """`options` with those that the host decides, of which code must not have given another value."""
+    """`options` with those that the host decides, of which code must not have given another
+    value."""
     merged = dataclasses.replace(options, **own)
     for name in own:
         given, value = getattr(options, name), getattr(merged, name)
@@ -73,7 +87,8 @@ def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptCon
 
 
 def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:
-    """Every param of the model once, by name; of several chunks with the chunk's number in front."""
+    """Every param of the model once, by name; of several chunks with the chunk's number in
+    front."""
     name_of: dict[Parameter, str] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
@@ -83,9 +98,12 @@ def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:
 
 
 def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
-    """Names as the bare model has them, of frozen params too: the wrappers' "module." is left out."""
+    """Names as the bare model has them, of frozen params too: the wrappers' "module." is left
+    out."""
     found = named_params(chunks)
-    return {param: re.sub(r"^(chunk\d+\.)?(module\.)+", r"\1", name) for name, param in found.items()}
+    return {
+        param: re.sub(r"^(chunk\d+\.)?(module\.)+", r"\1", name) for name, param in found.items()
+    }
 
 
 def spec_of(name: str, param: Parameter) -> ParamSpec:
@@ -93,50 +111,78 @@ def spec_of(name: str, param: Parameter) -> ParamSpec:
 
 
 def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
-    """Refuses dtypes that the optimizer cannot update, fp16 without a loss scale, and options that nothing obeys."""
+    """Refuses dtypes that the optimizer cannot update, fp16 without a loss scale, and options that
+    nothing obeys."""
     supported = ", ".join(dtype_name(dtype) for dtype in SUPPORTED_DTYPES)
     for name, param in named.items():
         if param.dtype not in SUPPORTED_DTYPES:
-            found = f"The dtype of param {name!r} is {dtype_name(param.dtype)}, and must be one of {supported}"
-            raise LayoutError(f"{found}. Convert or freeze the param: model.float(), or param.requires_grad_(False).")
+            found = (
+                f"The dtype of param {name!r} is {dtype_name(param.dtype)}, and must be one of "
+                f"{supported}"
+            )
+            raise LayoutError(
+                f"{found}. Convert or freeze the param: model.float(), or "
+                "param.requires_grad_(False)."
+            )
     has_fp16 = any(param.dtype is torch.float16 for param in named.values())
     check_compatible(config, {Feature.FP16_PARAMS: "a model with fp16 params"} if has_fp16 else {})
 
 
 def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None:
-    """Refuses a bucket in which not each of `num_ranks` can own an element; `write` is an example of a good option."""
+    """Refuses a bucket in which not each of `num_ranks` can own an element; `write` is an example
+    of a good option."""
     if config.bucket_size is not None and config.bucket_size < num_ranks:
         rule = f"needs an element for each of the {num_ranks} data-parallel ranks"
-        raise ConfigError(f"bucket_size is {config.bucket_size} and {rule}. Write {write}, or leave it out.")
+        raise ConfigError(
+            f"bucket_size is {config.bucket_size} and {rule}. Write {write}, or leave it out."
+        )
 
 
 def reduction_of(
-    config: DistOptConfig, named: Mapping[str, Parameter], grad_dtypes: Iterable[torch.dtype], divide_by: int = 1
+    config: DistOptConfig,
+    named: Mapping[str, Parameter],
+    grad_dtypes: Iterable[torch.dtype],
+    divide_by: int = 1,
 ) -> Reduction:
     """How grads are communicated; grads in 16 bits must not be rounded further."""
     if config.reduce_dtype is None:
         return Reduction(divide_by)
     short = [dtype for dtype in grad_dtypes if dtype is not torch.float32]
     if short:
-        check_compatible(config, {Feature.SHORT_GRADS: f"keeping gradients in {dtype_name(short[0])}"})
+        check_compatible(
+            config, {Feature.SHORT_GRADS: f"keeping gradients in {dtype_name(short[0])}"}
+        )
     exact = set(config.reduce_exact.replace(",", " ").split())
     lacking = frozenset(exact.difference(*(name.split(".") for name in named)))
-    large = (name for name, param in named.items() if param.dim() > 1 and param.numel() >= BLOCK_NUMEL)
-    coded = frozenset(n for n in large if config.reduce_dtype == "int8" and not exact.intersection(n.split(".")))
+    large = (
+        name for name, param in named.items() if param.dim() > 1 and param.numel() >= BLOCK_NUMEL
+    )
+    coded = frozenset(
+        n for n in large if config.reduce_dtype == "int8" and not exact.intersection(n.split("."))
+    )
     return Reduction(divide_by, getattr(torch, config.reduce_dtype), coded, lacking=lacking)
 
 
 def begin_communication(
-    config: DistOptConfig, how: Reduction, device: torch.device, everyone: Group, groups: Sequence[Group]
+    config: DistOptConfig,
+    how: Reduction,
+    device: torch.device,
+    everyone: Group,
+    groups: Sequence[Group],
 ) -> None:
-    """Collective: checks what ranks find out together about how grads are reduced in `groups`, the dense ones first."""
+    """Collective: checks what ranks find out together about how grads are reduced in `groups`, the
+    dense ones first."""
     if config.reduce_exact != DistOptConfig().reduce_exact:
         unknown = sorted(frozenset.intersection(*exchange(how.lacking, everyone)))
         is_coded = config.reduce_dtype == "int8"
         if unknown or not is_coded:
             rule = "be parts of names of params" if is_coded else "come with reduce_dtype='int8'"
             got = repr(unknown[0] if is_coded else config.reduce_exact)
-            raise ConfigError(refusal("reduce_exact", got, rule, "Leave it out, or write reduce_exact='router,embed'"))
+            raise ConfigError(
+                refusal(
+                    "reduce_exact", got, rule, "Leave it out, or write reduce_exact='router,embed'"
+                )
+            )
     for group in dict.fromkeys(groups):
         allow_shared_memory(group, config.shared_memory)
     raise_together(lambda: try_collectives(device, groups[0], how), everyone)
@@ -145,24 +191,37 @@ def begin_communication(
 def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Param groups in any form that `torch.optim` takes, as dicts with a list of params."""
     param_groups = list(param_groups)
-    wrong = [group for group in param_groups if not (isinstance(group, Mapping) and "params" in group)]
+    wrong = [
+        group for group in param_groups if not (isinstance(group, Mapping) and "params" in group)
+    ]
     if wrong or not param_groups:
         found = "is empty"
         if wrong:
-            kind = "a dict without 'params'" if isinstance(wrong[0], Mapping) else f"a {type(wrong[0]).__name__}"
+            kind = (
+                "a dict without 'params'"
+                if isinstance(wrong[0], Mapping)
+                else f"a {type(wrong[0]).__name__}"
+            )
             found = f"has {kind}"
         remedy = "Write [{'params': [...], 'weight_decay': 0.0}, ...]"
-        raise LayoutError(f"param_groups {found}, and must be a list of dicts with 'params'. {remedy}.")
+        raise LayoutError(
+            f"param_groups {found}, and must be a list of dicts with 'params'. {remedy}."
+        )
     groups = [dict(group) for group in param_groups]
     for group in groups:
-        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        group["params"] = (
+            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        )
     return groups
 
 
-def plan_groups(named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
+def plan_groups(
+    named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]]
+) -> tuple[ParamGroup, ...]:
     """Param groups as for `torch.optim`, with names in place of params.
 
-    Each of `named`, the params that lie in a buffer, must be in exactly one, and no other param in any.
+    Each of `named`, the params that lie in a buffer, must be in exactly one, and no other param in
+    any.
     """
     name_of = {param: name for name, param in named.items()}
     groups = []
@@ -226,18 +285,25 @@ def compare_ranks(
     host_options: tuple[str, ...] = (),
     may_be_empty: bool = False,
 ) -> None:
-    """Collective: compares all that ranks must have alike; a difference in one data-parallel group stops all ranks.
+    """Collective: compares all that ranks must have alike; a difference in one data-parallel group
+    stops all ranks.
 
-    `host_options` are others that decide what is sent when; `may_be_empty` allows groups without trained params.
+    `host_options` are others that decide what is sent when; `may_be_empty` allows groups without
+    trained params.
     """
     everyone = plan.stats_group()
     counts = [] if may_be_empty else exchange([len(group.names) for group in plan.groups], everyone)
     # A rank that has no group at all counts as one with empty groups.
     for index, column in enumerate(zip_longest(*counts, fillvalue=0)):
         if not any(column):
-            raise LayoutError(f"param group {index} has no params on any of {everyone.size} ranks. Leave it out.")
+            raise LayoutError(
+                f"param group {index} has no params on any of {everyone.size} ranks. Leave it out."
+            )
     options = Field("options", plan.config.described())
-    compare([Field("package version", (VERSION,)), options, Field("host options", host_options)], everyone)
+    compare(
+        [Field("package version", (VERSION,)), options, Field("host options", host_options)],
+        everyone,
+    )
     specs = [spec_of(name, param) for name, param in named.items()]
     groups, members, layout = [], [], []
     for index, group in enumerate(plan.groups):
@@ -263,7 +329,8 @@ def compare_ranks(
 
 @contextmanager
 def timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
-    """Times what runs in the block with the host's timer of that name, if it has `timers`, and names it in a profiler.
+    """Times what runs in the block with the host's timer of that name, if it has `timers`, and
+    names it in a profiler.
 
     `barrier`: ranks wait for each other before.
     """

@@ -1,12 +1,13 @@
 """Finds what a user did to params and param groups between two steps, before the next step is made.
 
-[Note: params that have left] `param.data = tensor`, or `.bfloat16().float()` on a module, moves a param to memory that
-the optimizer does not write to: without an error, it would never be updated again. This file finds such params. Whether
-their new values are kept differs between the hosts' own optimizers, so the adapters decide that.
+[Note: params that have left] `param.data = tensor`, or `.bfloat16().float()` on a module, moves a
+param to memory that the optimizer does not write to: without an error, it would never be updated
+again. This file finds such params. Whether their new values are kept differs between the hosts' own
+optimizers, so the adapters decide that.
 
-[Note: aliases of a param] torch counts in-place operations on a param (`_version`), but not those on `param.data`,
-which is an alias with a count of its own. So while an optimizer has to know who wrote to its params, `Parameter.data`
-notes every alias that it returns.
+[Note: aliases of a param] torch counts in-place operations on a param (`_version`), but not those
+on `param.data`, which is an alias with a count of its own. So while an optimizer has to know who
+wrote to its params, `Parameter.data` notes every alias that it returns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _torch_data: Any = torch._C.TensorBase.data
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
-    """Refuses two Parameters in the same memory: torch updates it twice, and here each would get memory of its own."""
+    """Refuses two Parameters in the same memory: torch updates it twice, and here each would get
+    memory of its own."""
     if tied := _sharing_memory(named.items()):
         first, second = tied
         raise _tied(second, f"in the same memory as {first!r}")
@@ -41,14 +43,19 @@ def check_own_memory(named: Mapping[str, Parameter]) -> None:
 
 def addresses_of(tensor: Tensor) -> tuple[int, int]:
     """The address of the first byte, and the one after the last byte."""
-    extent = 1 + sum((numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = 1 + sum(
+        (numel - 1) * stride for numel, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     start = tensor.data_ptr()
     return start, start + extent * tensor.element_size()
 
 
 def _sharing_memory(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """The names of the first two that overlap, in the order of their addresses; None where all are apart."""
-    extents = sorted((*addresses_of(one), name) for name, one in tensors if one.numel() and not one.is_meta)
+    """The names of the first two that overlap, in the order of their addresses; None where all are
+    apart."""
+    extents = sorted(
+        (*addresses_of(one), name) for name, one in tensors if one.numel() and not one.is_meta
+    )
     for (_, stop, first), (start, _, second) in pairwise(extents):
         if start < stop:
             return first, second
@@ -56,7 +63,8 @@ def _sharing_memory(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | 
 
 
 class PlacedParam:
-    """A param and the memory that the optimizer writes its new values to, in which `param.data` is."""
+    """A param and the memory that the optimizer writes its new values to, in which `param.data`
+    is."""
 
     __slots__ = ("address", "name", "param", "view")
 
@@ -75,7 +83,8 @@ class PlacedParam:
 
 
 def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
-    """Finds the params to bring back, see [Note: params that have left]; refuses those that cannot be."""
+    """Finds the params to bring back, see [Note: params that have left]; refuses those that cannot
+    be."""
     left = [placed for placed in params if placed.param.data_ptr() != placed.address]
     if left:
         check_that_left(params, left)
@@ -83,24 +92,31 @@ def params_that_left(params: Sequence[PlacedParam]) -> Sequence[PlacedParam]:
 
 
 def check_that_left(params: Sequence[PlacedParam], left: Sequence[PlacedParam]) -> None:
-    """Refuses params whose dtype, shape or device changed, and those that share another's memory."""
+    """Refuses params whose dtype, shape or device changed, and those that share another's
+    memory."""
     for moved in left:
         before, after = (
-            f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}" for one in (moved.view, moved.param)
+            f"{dtype_name(one.dtype)}{list(one.shape)} on {one.device}"
+            for one in (moved.view, moved.param)
         )
         if before != after:
             raise LayoutError(
-                f"Param {moved.name!r} is {after} where it was {before}. Convert the model before distribute(...) or "
-                "get_megatron_optimizer(...) builds its optimizer."
+                f"Param {moved.name!r} is {after} where it was {before}. Convert the model before "
+                "distribute(...) or get_megatron_optimizer(...) builds its optimizer."
             )
-    places = [(placed.name, placed.view) for placed in params] + [(moved.name, moved.param) for moved in left]
+    places = [(placed.name, placed.view) for placed in params] + [
+        (moved.name, moved.param) for moved in left
+    ]
     if tied := _sharing_memory(places):
         first, second = tied
         raise _tied(second, f"given the memory of {first!r}")
 
 
 def _tied(name: str, got: str) -> LayoutError:
-    remedy = "Tie params as one Parameter, b.weight = a.weight, before the distributed optimizer is built"
+    remedy = (
+        "Tie params as one Parameter, b.weight = a.weight, before the distributed optimizer is "
+        "built"
+    )
     return LayoutError(refusal(f"param {name!r}", got, "have memory of its own", remedy))
 
 
@@ -114,14 +130,19 @@ class GroupMembers:
     def check(self) -> None:
         if [list(map(id, group["params"])) for group in self._inner.param_groups] != self._members:
             got, rule = "other params than the optimizer was built with", "keep their params"
-            remedy = "Build the optimizer again with get_megatron_optimizer(...) after the model has changed"
+            remedy = (
+                "Build the optimizer again with get_megatron_optimizer(...) after the model has "
+                "changed"
+            )
             raise LayoutError(refusal("param_groups", got, rule, remedy))
 
 
 class GroupCounts:
-    """Counts updates in `group["step"]`, too, as apex's and TransformerEngine's Adam do and the users of a host expect.
+    """Counts updates in `group["step"]`, too, as apex's and TransformerEngine's Adam do and the
+    users of a host expect.
 
-    What counts is in the state of each main param, as torch's Adam has it. What users write into the group goes there.
+    What counts is in the state of each main param, as torch's Adam has it. What users write into
+    the group goes there.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -130,7 +151,8 @@ class GroupCounts:
         self._shown: dict[int, tuple[int, int]] = {}
 
     def follow(self) -> None:
-        """Takes what users have written since, into the group or the state; into both: the group wins."""
+        """Takes what users have written since, into the group or the state; into both: the group
+        wins."""
         for number, group in enumerate(self._inner.param_groups):
             value, writes = self._shown.get(number, (None, 0))
             counts = self._counts(group)
@@ -142,11 +164,15 @@ class GroupCounts:
                 self._show(number, group, int(counts[0]))
 
     def show(self, *, is_after_update: bool = False) -> None:
-        """Writes the counts, which are read off the state; after an update one is added to what was known."""
+        """Writes the counts, which are read off the state; after an update one is added to what was
+        known."""
         for number, group in enumerate(self._inner.param_groups):
             if counts := self._counts(group):
-                is_known = is_after_update and number in self._shown  # a look at the device would wait for it
-                self._show(number, group, self._shown[number][0] + 1 if is_known else int(counts[0]))
+                # a look at the device would wait for it
+                is_known = is_after_update and number in self._shown
+                self._show(
+                    number, group, self._shown[number][0] + 1 if is_known else int(counts[0])
+                )
 
     def _show(self, number: int, group: dict[str, Any], value: int) -> None:
         group["step"], counts = value, self._counts(group)
@@ -161,7 +187,8 @@ class GroupCounts:
 def notice_for(check: Callable[[], None], flag: Tensor, group: Group) -> Notice:
     """Makes all ranks of the model raise, in the step, what `check` raises on one of them.
 
-    `flag` is 1-D [1], of the dtype and device of statistics, and above 0 if `check` will raise on this rank.
+    `flag` is 1-D [1], of the dtype and device of statistics, and above 0 if `check` will raise on
+    this rank.
     """
 
     def act(sums: Sequence[float]) -> None:
@@ -184,7 +211,8 @@ def raising(error: Exception | None) -> Callable[[], None]:
 def not_copied(how: str) -> AccessError:
     rule = "stay where its model is, whose params lie in its buffers"
     remedy = (
-        "Keep optimizer.state_dict(), or build the model again and call distribute(...) or get_megatron_optimizer(...)"
+        "Keep optimizer.state_dict(), or build the model again and call distribute(...) or "
+        "get_megatron_optimizer(...)"
     )
     return AccessError(refusal("optimizer", how, rule, remedy))
 
@@ -204,7 +232,8 @@ class _DataWatch:
         self._users: WeakSet[Any] = WeakSet()
 
     def add(self, user: object, params: Iterable[WatchedParam]) -> None:
-        """Tells these params, held weakly, of their aliases; until the last user is gone or removed."""
+        """Tells these params, held weakly, of their aliases; until the last user is gone or
+        removed."""
         self._watched |= {id(each.param): ref(each) for each in params}
         if user not in self._users:
             self._users.add(user)
@@ -261,7 +290,9 @@ class _Writes:
     def is_written(self) -> bool:
         if self._was_written or self.param._version != self._version:
             return True
-        return bool(self._aliases) and any(alias._version != count for alias, count in self._aliases)
+        return bool(self._aliases) and any(
+            alias._version != count for alias, count in self._aliases
+        )
 
     def forget(self) -> None:
         """Takes its values as they are now for known."""
@@ -269,16 +300,19 @@ class _Writes:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Lets go of the aliases that nobody else holds: beside the list, the loop and the argument."""
+        """Lets go of the aliases that nobody else holds: beside the list, the loop and the
+        argument."""
         if self._aliases:
-            self._aliases = [(alias, alias._version) for alias, _ in self._aliases if sys.getrefcount(alias) > 3]
+            self._aliases = [
+                (alias, alias._version) for alias, _ in self._aliases if sys.getrefcount(alias) > 3
+            ]
 
 
 class RemainderWatch:
     """Refuses weights that were written to where main params are remainders of them.
 
-    A main param of its own wins over weights that were changed in a Megatron, whose step overwrites them. A remainder
-    becomes that of other weights, which nobody wants.
+    A main param of its own wins over weights that were changed in a Megatron, whose step overwrites
+    them. A remainder becomes that of other weights, which nobody wants.
     """
 
     def __init__(self, sharded: ShardedOptimizer, named: Mapping[str, Parameter]) -> None:
@@ -290,18 +324,26 @@ class RemainderWatch:
             data_watch.add(self, self._writes)
 
     def check(self) -> None:
-        """Refuses weights that were written to since the last step, if main params would change with them."""
+        """Refuses weights that were written to since the last step, if main params would change
+        with them."""
         written = {each.name for each in self._writes if each.is_written}
-        changing = [flat for flat in self._sharded.flat_params if flat.changes_with_model] if written else []
-        if names := [shard.name for flat in changing for shard in flat.plan.shards if shard.name in written]:
+        changing = (
+            [flat for flat in self._sharded.flat_params if flat.changes_with_model]
+            if written
+            else []
+        )
+        if names := [
+            shard.name for flat in changing for shard in flat.plan.shards if shard.name in written
+        ]:
             raise LayoutError(
-                f"Param {names[0]!r} with main_params_dtype='remainder' was written to between two steps. Call "
-                "optimizer.reload_model_params() after you have changed weights, or write "
-                "--distopt-main-params-dtype float32, with which a step overwrites them."
+                f"Param {names[0]!r} with main_params_dtype='remainder' was written to between two "
+                "steps. Call optimizer.reload_model_params() after you have changed weights, or "
+                "write --distopt-main-params-dtype float32, with which a step overwrites them."
             )
         self.forget()
 
     def forget(self) -> None:
-        """Takes all weights as they are now for known; after a step and whatever else of ours writes to them."""
+        """Takes all weights as they are now for known; after a step and whatever else of ours
+        writes to them."""
         for each in self._writes:
             each.forget()

@@ -1,4 +1,5 @@
-"""The generations of Megatron, and which one is installed: told apart by their modules, never by a version string.
+"""The generations of Megatron, and which one is installed: told apart by their modules, never by a
+version string.
 
 Imports no host: the adapter of a generation does, and is imported when its factory is replaced.
 """
@@ -26,11 +27,12 @@ class Generation:
     name: str  # for people
     examples: str
     has: tuple[str, ...]  # modules that all of them have
-    #: What is replaced there: the factory of optimizers, and the parser where it has one that takes more flags. Empty
-    #: where the generation is not supported.
+    #: What is replaced there: the factory of optimizers, and the parser where it has one that takes
+    #: more flags. Empty where the generation is not supported.
     patch_points: tuple[PatchPoint, ...] = ()
     adapter: str = ""  # the module, which imports the host
-    check_arguments: Callable[[object], None] = lambda args: None  # refuses what cannot be combined with its flag
+    # refuses what cannot be combined with its flag
+    check_arguments: Callable[[object], None] = lambda args: None
     remedy: str = ""  # what to do instead, where it is not supported
 
     @property
@@ -47,7 +49,11 @@ class Generation:
         return self.patch_points[1] if len(self.patch_points) > 1 else None
 
     def refusal(self) -> str | None:
-        return None if self.is_supported else f"The host is {self.name}, which is not supported. {self.remedy}."
+        return (
+            None
+            if self.is_supported
+            else f"The host is {self.name}, which is not supported. {self.remedy}."
+        )
 
     def replacement(self, original: Callable[..., Any], options: DistOptConfig) -> Replacement:
         """Makes what takes the place of the host's factory; imports the host."""
@@ -55,7 +61,8 @@ class Generation:
         return ours
 
     def take_over(self, options: DistOptConfig) -> Callable[[], None]:
-        """Replaces what other factories than the host's own construct, where there are any; returns the undo."""
+        """Replaces what other factories than the host's own construct, where there are any; returns
+        the undo."""
         take_over: Callable[[DistOptConfig], Callable[[], None]]
         take_over = getattr(import_module(self.adapter), "take_over", lambda options: lambda: None)
         return take_over(options)
@@ -83,21 +90,24 @@ GENERATIONS = (
         "GPT-NeoX",
         "EleutherAI/gpt-neox",
         ("megatron.neox_arguments",),
-        remedy='Write "zero_optimization": {"stage": 1} in its DeepSpeed config: the engine owns its optimizer',
+        remedy='Write "zero_optimization": {"stage": 1} in its DeepSpeed config: the engine owns '
+        "its optimizer",
     ),
     MEGATRON_CORE,
     Generation(
         "Megatron-LM with megatron-core 0.4 or 0.5",
         "Megatron-LM of early 2024",
         ("megatron.optimizer.distrib_optimizer", "megatron.core.distributed"),
-        remedy="Move the fork to megatron-core 0.9 or newer, or call megatron_distopt.distribute(...) on its model",
+        remedy="Move the fork to megatron-core 0.9 or newer, or call "
+        "megatron_distopt.distribute(...) on its model",
     ),
     MEGATRON_2023,
     Generation(
         "Megatron without a distributed optimizer",
         "Megatron-LM 2.5 and 2.6, BigScience Megatron-DeepSpeed",
         ("megatron.optimizer", "megatron.mpu"),
-        remedy="Call megatron_distopt.distribute(...) on its model in place of its DistributedDataParallel",
+        remedy="Call megatron_distopt.distribute(...) on its model in place of its "
+        "DistributedDataParallel",
     ),
 )
 
@@ -109,7 +119,8 @@ def recognise(has_module: Callable[[str], bool]) -> Generation:
             return generation
     factories = " or ".join(str(known.factory) for known in GENERATIONS if known.is_supported)
     raise UnknownHostError(
-        f"No Megatron was found that provides {factories}. Start in the folder of your fork, or run "
+        f"No Megatron was found that provides {factories}. Start in the folder of your fork, or "
+        "run "
         f'pip install "{RELEASES}", or use megatron_distopt.distribute(...) without a Megatron.'
     )
 
@@ -124,7 +135,8 @@ def find_host() -> Generation:
 
 
 def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **kwargs: Any) -> Any:
-    """Collective: the host's function of that name, with our optimizer, without installing anything.
+    """Collective: the host's function of that name, with our optimizer, without installing
+    anything.
 
     Args:
         args, kwargs: whatever the host's function takes.
@@ -146,6 +158,9 @@ def _is_importable(module: str) -> bool:
         return find_spec(module) is not None
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            return False  # the module or a parent of it; anything else is what the fork itself misses
+            # the module or a parent of it; anything else is what the fork itself misses
+            return False
         remedy = "Install what it misses; NVIDIA apex is built from its sources"
-        raise UnknownHostError(f"The Megatron here cannot be imported ({error}). {remedy}.") from error
+        raise UnknownHostError(
+            f"The Megatron here cannot be imported ({error}). {remedy}."
+        ) from error

@@ -1,7 +1,9 @@
-"""What lets unedited Megatron-DeepSpeed (4efb479d) start on today's packages. None of it is about its optimizer.
+"""What lets unedited Megatron-DeepSpeed (4efb479d) start on today's packages. None of it is about
+its optimizer.
 
-A fix is made when the module that needs it is imported, if the source of that module is as expected. It acts in memory,
-and the files of the host stay as they are. MEGATRON_DISTOPT_FIXES=no switches all fixes off.
+A fix is made when the module that needs it is imported, if the source of that module is as
+expected. It acts in memory, and the files of the host stay as they are. MEGATRON_DISTOPT_FIXES=no
+switches all fixes off.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ class Fix:
     pattern: str  # found in the source of the module where it needs the fix
     what: str  # is done
     why: str  # it is no matter of the optimizer
-    #: Modules that this Python lacks and the host's module does not use in this run, the outermost first. Stand-ins for
-    #: them exist only while the host's module is imported, so that other packages do not take them for the real ones.
+    #: Modules that this Python lacks and the host's module does not use in this run, the outermost
+    #: first. Stand-ins for them exist only while the host's module is imported, so that other
+    #: packages do not take them for the real ones.
     absent: tuple[str, ...] = ()
     after: Callable[[ModuleType], Undo] = lambda module: lambda: None  # acts on the executed module
 
@@ -66,7 +69,8 @@ class Fix:
 
 
 def no_deepspeed_config(module: ModuleType) -> Undo:
-    """Puts the default into the class of parsed arguments, where it is read and does not get into checkpoints."""
+    """Puts the default into the class of parsed arguments, where it is read and does not get into
+    checkpoints."""
     if hasattr(argparse.Namespace, "deepspeed_config_dict"):
         return lambda: None
     argparse.Namespace.deepspeed_config_dict = None  # type: ignore[attr-defined]
@@ -78,7 +82,14 @@ def contiguous_attention(module: ModuleType) -> Undo:
     original = owner.forward
 
     @functools.wraps(original)
-    def forward(attention: Any, query_layer: Any, key_layer: Any, value_layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        attention: Any,
+        query_layer: Any,
+        key_layer: Any,
+        value_layer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         tensors = [tensor.contiguous() for tensor in (query_layer, key_layer, value_layer)]
         return original(attention, *tensors, *args, **kwargs)
 
@@ -93,7 +104,8 @@ FIXES: tuple[Fix, ...] = (
             f"megatron.data.{module}",
             r"^(import|from) torchvision\b",
             "torchvision is not installed; a stand-in for it refuses to be used",
-            "training.py imports the vision datasets for every model, and only vision models use them",
+            "training.py imports the vision datasets for every model, and only vision models use "
+            "them",
             absent=("torchvision", "torchvision.transforms", "torchvision.datasets"),
         )
         for module in ("vit_dataset", "image_folder")
@@ -101,7 +113,8 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         "megatron.training",
         r"^(import|from) deepspeed\.compression\.compress\b",
-        "the installed DeepSpeed has no deepspeed.compression.compress; a stand-in for it refuses to be used",
+        "the installed DeepSpeed has no deepspeed.compression.compress; a stand-in for it refuses "
+        "to be used",
         "the fork uses it only with --compression-training",
         absent=("deepspeed.compression.compress",),
     ),
@@ -109,12 +122,14 @@ FIXES: tuple[Fix, ...] = (
         "megatron.training",
         r"^    if args\.deepspeed:\n        args\.deepspeed_config_dict = ",
         "args.deepspeed_config_dict is None without --deepspeed",
-        "the fork sets it only with --deepspeed and reads it for every model; DeepSpeed takes None for no config",
+        "the fork sets it only with --deepspeed and reads it for every model; DeepSpeed takes None "
+        "for no config",
         after=no_deepspeed_config,
     ),
     Fix(
         "megatron.model.transformer",
-        r"^class CoreAttention\b(?s:.*?) forward\(self, query_layer, key_layer,\s*value_layer\b(?s:.*?)layer\.view\(",
+        r"^class CoreAttention\b(?s:.*?)"
+        r" forward\(self, query_layer, key_layer,\s*value_layer\b(?s:.*?)layer\.view\(",
         "query, key and value are made contiguous for CoreAttention.forward",
         "they are not contiguous for micro-batches above 1, and view refuses such tensors",
         after=contiguous_attention,
@@ -125,7 +140,11 @@ FIXES: tuple[Fix, ...] = (
 def needed_fixes(tree: SourceTree, fixes: Sequence[Fix] = FIXES) -> tuple[Fix, ...]:
     """Returns the fixes whose conditions hold; reads source and runs nothing of the host."""
     files = [(fix, tree.file_of(fix.module)) for fix in fixes]
-    return tuple(fix for fix, file in files if file and fix.is_needed(file.read_text("utf-8", errors="replace")))
+    return tuple(
+        fix
+        for fix, file in files
+        if file and fix.is_needed(file.read_text("utf-8", errors="replace"))
+    )
 
 
 #: The fixes of this process, for the start-up block.
@@ -137,7 +156,8 @@ def applied_fixes() -> tuple[Fix, ...]:
 
 
 def apply_fixes(fixes: Sequence[Fix]) -> Undo:
-    """Makes fixes that are not in force yet: around the import of their modules, or at once where one is loaded.
+    """Makes fixes that are not in force yet: around the import of their modules, or at once where
+    one is loaded.
 
     Returns the undo. Modules that were imported meanwhile keep the stand-ins that they imported.
     """
@@ -161,15 +181,19 @@ def apply_fixes(fixes: Sequence[Fix]) -> Undo:
 
 
 class _FixingFinder(MetaPathFinder):
-    """Finds modules as Python and the other import hooks of the process do, and makes fixes around their execution."""
+    """Finds modules as Python and the other import hooks of the process do, and makes fixes around
+    their execution."""
 
     def __init__(self, fixes: Sequence[Fix]) -> None:
         self.undos = ExitStack()
         self._fixes = fixes
         self._searching: set[str] = set()
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
-        """Returns the module's own spec with another way to execute it; None for modules without a fix."""
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
+        """Returns the module's own spec with another way to execute it; None for modules without a
+        fix."""
         fixes = [fix for fix in self._fixes if fix.module == fullname]
         if not fixes or fullname in self._searching:
             return None
@@ -178,12 +202,15 @@ class _FixingFinder(MetaPathFinder):
             spec = find_spec(fullname)
         finally:
             self._searching.discard(fullname)
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):  # each has a loader of its own
+        # each has a loader of its own
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
             execute = functools.partial(self._execute, fixes, spec.loader.exec_module)
             spec.loader.exec_module = execute  # type: ignore[method-assign]
         return spec
 
-    def _execute(self, fixes: Sequence[Fix], execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    def _execute(
+        self, fixes: Sequence[Fix], execute: Callable[[ModuleType], None], module: ModuleType
+    ) -> None:
         with ExitStack() as stand_ins:
             for fix in fixes:
                 stand_ins.enter_context(fix.stand_ins())
@@ -205,7 +232,10 @@ class _RefusingModule(ModuleType):
             raise AttributeError(name)
 
         def refuse(*args: object, **kwargs: object) -> None:
-            found, top = f"{self.__name__}.{name} is used, and is not installed", self.__name__.partition(".")[0]
+            found, top = (
+                f"{self.__name__}.{name} is used, and is not installed",
+                self.__name__.partition(".")[0],
+            )
             raise UnknownHostError(f"{found}. Run pip install {top}, in a version that has it.")
 
         made = type(name, (), {"__init__": refuse, "__module__": self.__name__})
@@ -214,7 +244,8 @@ class _RefusingModule(ModuleType):
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module can be found; imports nothing, which `find_spec` does for the packages around a module."""
+    """Whether a module can be found; imports nothing, which `find_spec` does for the packages
+    around a module."""
     top, *parts = module.split(".")
     try:
         spec = find_spec(top)

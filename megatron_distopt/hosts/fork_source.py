@@ -1,8 +1,9 @@
 """A fork's source, read without importing it: on a login node, without its GPU and its packages.
 
-At the end is the block of text that lets a fork find packages by itself, see plugin/entry_point.py. It comes right
-after the fork's `get_megatron_optimizer`, runs on Python 3.8, which a fork may use, and leaves the function as it is
-where no package registers itself. `cli/patch.py` puts it in and takes it out.
+At the end is the block of text that lets a fork find packages by itself, see plugin/entry_point.py.
+It comes right after the fork's `get_megatron_optimizer`, runs on Python 3.8, which a fork may use,
+and leaves the function as it is where no package registers itself. `cli/patch.py` puts it in and
+takes it out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class UnreadableSourceError(HostError):
 class SourceTree:
     """A host's modules as files."""
 
-    roots: tuple[Path, ...]  # folders that hold a folder `megatron`; a module comes from the first that has it
+    # folders that hold a folder `megatron`; a module comes from the first that has it
+    roots: tuple[Path, ...]
 
     def file_of(self, module: str) -> Path | None:
         inside = Path(*module.split("."))
@@ -65,11 +67,14 @@ class SourceTree:
         except (SyntaxError, ValueError) as error:
             place = self.shown(file, error.lineno if isinstance(error, SyntaxError) else None)
             said = error.msg if isinstance(error, SyntaxError) else error
-            raise UnreadableSourceError(f"{place} is no Python ({said}). Correct that line.") from None
+            raise UnreadableSourceError(
+                f"{place} is no Python ({said}). Correct that line."
+            ) from None
 
 
 def fork_at(folder: Path) -> SourceTree:
-    """The fork in a folder. A folder without `megatron` is refused, with the one to write where it can be seen."""
+    """The fork in a folder. A folder without `megatron` is refused, with the one to write where it
+    can be seen."""
     if (folder / _PACKAGE).is_dir():
         return SourceTree((folder.resolve(),))
     found = f"{folder} does not exist" if not folder.exists() else f"{folder} is a file"
@@ -80,7 +85,8 @@ def fork_at(folder: Path) -> SourceTree:
 
 
 def importable_host(path: Sequence[str]) -> SourceTree:
-    """The Megatron that `import megatron` finds where `sys.path` is `path`; without roots if there is none.
+    """The Megatron that `import megatron` finds where `sys.path` is `path`; without roots if there
+    is none.
 
     megatron-core alone is a namespace package, which has several places or none of its own.
     """
@@ -97,11 +103,16 @@ Binding = ast.stmt | ast.expr
 
 def bindings_of(module: ast.Module, name: str) -> list[Binding]:
     """Returns the statements that bind a name when the module is loaded, in that order."""
-    return [node for node in _at_module_level(module) if isinstance(node, Binding) and name in _bound_by(node)]
+    return [
+        node
+        for node in _at_module_level(module)
+        if isinstance(node, Binding) and name in _bound_by(node)
+    ]
 
 
 def _at_module_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields what runs when the module is loaded, in the order of the source: no body of a function or a class."""
+    """Yields what runs when the module is loaded, in the order of the source: no body of a function
+    or a class."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, _SCOPES):
@@ -126,8 +137,15 @@ def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
 def required_of(function: ast.FunctionDef) -> tuple[str, ...]:
     given = function.args
     positional = [*given.posonlyargs, *given.args]
-    keywords = [argument for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if not default]
-    return tuple(argument.arg for argument in [*positional[: len(positional) - len(given.defaults)], *keywords])
+    keywords = [
+        argument
+        for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        if not default
+    ]
+    return tuple(
+        argument.arg
+        for argument in [*positional[: len(positional) - len(given.defaults)], *keywords]
+    )
 
 
 def classes_of(module: ast.Module) -> dict[str, ast.ClassDef]:
@@ -143,7 +161,8 @@ class PatchPointInSource:
     place: str = ""  # file and line of the function, or of what replaced it
     parameters: tuple[str, ...] = ()
     is_patched: bool = False  # whether our entry-point block comes after the function
-    is_at_top: bool = False  # whether the function stands by itself, and not under an `if` or a `try`
+    # whether the function stands by itself, and not under an `if` or a `try`
+    is_at_top: bool = False
     end: int = 0  # last line of the function
 
 
@@ -174,7 +193,8 @@ class Survey:
     generation: Generation
     patch_points: tuple[PatchPointInSource, ...]  # the factory first
     optimizer_class: ClassInSource | None  # None where the generation is not supported
-    options: tuple[ParserOption, ...]  # of its parser; empty where it has none, as megatron-core from PyPI
+    # of its parser; empty where it has none, as megatron-core from PyPI
+    options: tuple[ParserOption, ...]
 
 
 def survey(tree: SourceTree) -> Survey:
@@ -182,7 +202,9 @@ def survey(tree: SourceTree) -> Survey:
     generation = recognise(tree.has)
     return Survey(
         generation=generation,
-        patch_points=tuple(find_patch_point(tree, patch_point) for patch_point in generation.patch_points),
+        patch_points=tuple(
+            find_patch_point(tree, patch_point) for patch_point in generation.patch_points
+        ),
         optimizer_class=_find_class(tree, generation),
         options=tuple(_find_options(tree)),
     )
@@ -196,13 +218,17 @@ def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInS
     if intact_block(content) is not None:
         lines = content.splitlines()
         ours = range(lines.index(BEGIN.encode()) + 1, lines.index(END.encode()) + 2)
-    bindings = [node for node in bindings_of(module, patch_point.attribute) if node.lineno not in ours]
+    bindings = [
+        node for node in bindings_of(module, patch_point.attribute) if node.lineno not in ours
+    ]
     if file is None or not bindings:
         return PatchPointInSource(patch_point, patch_point.missing)
     last = bindings[-1]
     place = tree.shown(file, last.lineno)
     if not isinstance(last, ast.FunctionDef):
-        return PatchPointInSource(patch_point, f"{patch_point} is bound to something else in {place}. {OTHER}.", place)
+        return PatchPointInSource(
+            patch_point, f"{patch_point} is bound to something else in {place}. {OTHER}.", place
+        )
     parameters = parameters_of(last)
     return PatchPointInSource(
         patch_point,
@@ -216,14 +242,17 @@ def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInS
 
 
 def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | None:
-    """Compares what the constructor of the class takes that the factory builds, in the module that all forks have."""
+    """Compares what the constructor of the class takes that the factory builds, in the module that
+    all forks have."""
     if generation not in (MEGATRON_2023, MEGATRON_CORE):
         return None
     is_core = generation is MEGATRON_CORE
     facts = megatron_core if is_core else megatron_2023
     factory = generation.factory.module
     if not bindings_of(tree.parse(tree.file_of(factory)), facts.CLASS):
-        return ClassInSource(facts.CLASS, refusal=f"The module of the factory has no {facts.CLASS}. {REMEDY}.")
+        return ClassInSource(
+            facts.CLASS, refusal=f"The module of the factory has no {facts.CLASS}. {REMEDY}."
+        )
     file = tree.file_of(f"{factory}.distrib_optimizer")
     definition = classes_of(tree.parse(file)).get(facts.CLASS)
     if file is None or definition is None:
@@ -241,18 +270,33 @@ def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | Non
     refusal = None
     if not fits:
         rule = f"its parameters must {'be' if is_core else 'take'} ({', '.join(wanted)})"
-        refusal = f"The constructor of {facts.CLASS} in {place} has ({', '.join(found)}); {rule}. {REMEDY}."
+        refusal = (
+            f"The constructor of {facts.CLASS} in {place} has ({', '.join(found)}); {rule}. "
+            f"{REMEDY}."
+        )
     files = "gathered file" if megatron_2023.GATHERS_STATE in methods else "per-rank files"
     return ClassInSource(facts.CLASS, place, refusal, "" if is_core else files)
 
 
 def _find_options(tree: SourceTree) -> Iterator[ParserOption]:
-    for file in filter(None, map(tree.file_of, ("megatron.arguments", "megatron.training.arguments"))):
+    for file in filter(
+        None, map(tree.file_of, ("megatron.arguments", "megatron.training.arguments"))
+    ):
         for call in ast.walk(tree.parse(file)):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
-                words = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+            if (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Attribute)
+                and call.func.attr == "add_argument"
+            ):
+                words = [
+                    argument.value for argument in call.args if isinstance(argument, ast.Constant)
+                ]
                 flags = [word for word in words if isinstance(word, str) and word.startswith("--")]
-                given = {each.arg: each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)}
+                given = {
+                    each.arg: each.value.value
+                    for each in call.keywords
+                    if isinstance(each.value, ast.Constant)
+                }
                 value = {"store_true": True, "store_false": False}.get(str(given.get("action")))
                 for flag in flags:
                     name = str(given.get("dest") or flags[0].lstrip("-").replace("-", "_"))
@@ -263,7 +307,8 @@ GROUP = "megatron.optimizer_factories"
 BEGIN = f"# >>> {GROUP} (put in by: megatron-distopt patch --apply; taken out by: --undo)"
 END = f"# <<< {GROUP}"
 
-#: One entry point may be listed twice on Python 3.8 and 3.9, where an installed package also lies on the path.
+#: One entry point may be listed twice on Python 3.8 and 3.9, where an installed package also lies
+#: on the path.
 BLOCK = (
     BEGIN,
     "def _with_optimizer_factories(factory):",
@@ -292,7 +337,8 @@ def has_marker(content: bytes) -> bool:
 def intact_block(content: bytes) -> slice | None:
     """Finds the one whole and unedited block, in bytes; returns None where there is none.
 
-    Where the function was the last of a file without a final newline, the newline before the block belongs to it.
+    Where the function was the last of a file without a final newline, the newline before the block
+    belongs to it.
     """
     markers = [line for line in content.splitlines() if line in (BEGIN.encode(), END.encode())]
     whole = rb"\1".join(re.escape(line.encode()) for line in BLOCK)

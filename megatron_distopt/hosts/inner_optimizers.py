@@ -1,7 +1,8 @@
-"""The inner optimizer in a Megatron of any generation: what takes the place of the host's own, and Muon.
+"""The inner optimizer in a Megatron of any generation: what takes the place of the host's own, and
+Muon.
 
-Muon updates the two-dimensional params of numbered layers; embeddings, output layers and all else stay with Adam. A
-param group with a key `use_muon` says so itself.
+Muon updates the two-dimensional params of numbered layers; embeddings, output layers and all else
+stay with Adam. A param group with a key `use_muon` says so itself.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import MatrixCut, MatrixSpec, Placement
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions, is_muons_group
+from megatron_distopt.optimizer.owners.muon_options import (
+    MuonOptions,
+    TorchMuonOptions,
+    is_muons_group,
+)
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon, matrix_of
 
-#: Classes that can be replaced by another implementation of the same formula, by package; a user's own class of the
-#: same name is not meant.
+#: Classes that can be replaced by another implementation of the same formula, by package; a user's
+#: own class of the same name is not meant.
 _ADAMS = {
     "torch.optim": ("Adam", "AdamW"),
     "apex.optimizers": ("FusedAdam",),
@@ -47,49 +52,76 @@ def is_sgd(optimizer: Optimizer) -> bool:
 
 
 def _is_of(optimizer: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
-    """Whether it is what a package exports, or calls so in one of its files; a class that inherits from it is not."""
+    """Whether it is what a package exports, or calls so in one of its files; a class that inherits
+    from it is not."""
     kind = type(optimizer)
     for module, names in classes.items():
         package = "torch.optim" if module == "torch.optim" else module.partition(".")[0]
         is_exported = any(kind is getattr(sys.modules.get(module), name, None) for name in names)
-        if is_exported or (kind.__name__ in names and f"{kind.__module__}.".startswith(f"{package}.")):
+        if is_exported or (
+            kind.__name__ in names and f"{kind.__module__}.".startswith(f"{package}.")
+        ):
             return True
     return False
 
 
-#: What torch's optimizers take from a param group; what else a host's own inner optimizer wrote there is its own.
+#: What torch's optimizers take from a param group; what else a host's own inner optimizer wrote
+#: there is its own.
 _HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
-#: Those that a class of another name has in another form: `eps` of Adafactor is a pair. Where a group has no value of
-#: its own, the class gets that of the config as far as it can take it.
+#: Those that a class of another name has in another form: `eps` of Adafactor is a pair. Where a
+#: group has no value of its own, the class gets that of the config as far as it can take it.
 _IN_OTHER_FORMS = ("betas", "eps", "momentum")
 #: Options of a class that say how it computes, and not what.
-_ABOUT_KERNELS = ("foreach", "fused", "capturable", "set_grad_none", "master_weights", "fp32_optimizer_states")
+_ABOUT_KERNELS = (
+    "foreach",
+    "fused",
+    "capturable",
+    "set_grad_none",
+    "master_weights",
+    "fp32_optimizer_states",
+)
 
 
 def groups_of(optimizer: Optimizer, *, is_for_other_class: bool = False) -> list[dict[str, Any]]:
-    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach" are not ours).
+    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach"
+    are not ours).
 
-    `is_for_other_class`: for a class that a user named, and not for another implementation of the same.
+    `is_for_other_class`: for a class that a user named, and not for another implementation of the
+    same.
     """
     added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
     usual = {key: optimizer.defaults.get(key) for key in _IN_OTHER_FORMS if is_for_other_class}
     return [
-        {key: value for key, value in group.items() if key not in added and not (key in usual and value == usual[key])}
+        {
+            key: value
+            for key, value in group.items()
+            if key not in added and not (key in usual and value == usual[key])
+        }
         for group in optimizer.param_groups
     ]
 
 
 def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
-    """Options of a host's own Adam or SGD that change its arithmetic and that our choice for it does not have, by name.
+    """Options of a host's own Adam or SGD that change its arithmetic and that our choice for it
+    does not have, by name.
 
     These are values that differ from what its class has by default, as nesterov or amsgrad.
     """
     parameters = inspect.signature(type(optimizer)).parameters
-    usual = {name: parameter.default for name, parameter in parameters.items() if name in optimizer.defaults}
+    usual = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name in optimizer.defaults
+    }
     for name in (*_HYPERPARAMETERS, *_ABOUT_KERNELS, "decoupled_weight_decay"):
         usual.pop(name, None)
     groups = [optimizer.defaults, *optimizer.param_groups]
-    return {name: group[name] for group in groups for name in usual if group.get(name, usual[name]) != usual[name]}
+    return {
+        name: group[name]
+        for group in groups
+        for name in usual
+        if group.get(name, usual[name]) != usual[name]
+    }
 
 
 #: What the option `optimizer` calls it.
@@ -125,7 +157,8 @@ class MuonRequest:
 
 @dataclass(frozen=True)
 class FusedWeights:
-    """Which weights of a model are several matrices: the ends of their names, and rows of one group of heads."""
+    """Which weights of a model are several matrices: the ends of their names, and rows of one group
+    of heads."""
 
     qkv: str
     qkv_rows: tuple[int, ...]
@@ -154,8 +187,8 @@ def matrices_of(
     sizes = fused.rows_of(name, spec.rows, request)
     if sizes and spec.rows % sum(sizes):
         raise ConfigError(
-            f"Fused weight {name!r} has {spec.rows} rows, which is no multiple of the {sum(sizes)} that its parts "
-            f"{sizes} have together. Write muon_split=none."
+            f"Fused weight {name!r} has {spec.rows} rows, which is no multiple of the {sum(sizes)} "
+            f"that its parts {sizes} have together. Write muon_split=none."
         )
     cut = None
     if placement.dim is not None and placement.size > 1 and request.tp_mode != "blockwise":
@@ -171,9 +204,12 @@ def is_matrix_of_layer(name: str, param: Tensor) -> bool:
 
 
 def with_muon_groups(
-    groups: Iterable[Mapping[str, Any]], is_for_muon: Callable[[Parameter], bool], options: MuonOptions
+    groups: Iterable[Mapping[str, Any]],
+    is_for_muon: Callable[[Parameter], bool],
+    options: MuonOptions,
 ) -> list[dict[str, Any]]:
-    """A host's param groups, each cut into one for Muon and one for Adam where it has params of both kinds.
+    """A host's param groups, each cut into one for Muon and one for Adam where it has params of
+    both kinds.
 
     `is_for_muon` is asked about params in groups that do not say it themselves.
     """
@@ -192,7 +228,9 @@ def with_muon_groups(
 
 
 def muon_params(groups: Iterable[Mapping[str, Any]]) -> frozenset[Parameter]:
-    return frozenset(param for group in groups if is_muons_group(group) for param in group["params"])
+    return frozenset(
+        param for group in groups if is_muons_group(group) for param in group["params"]
+    )
 
 
 def check_is_adam(base: Optimizer) -> None:
@@ -203,8 +241,8 @@ def check_is_adam(base: Optimizer) -> None:
 
 def unsupported_base(name: str) -> ConfigError:
     return ConfigError(
-        f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. Write --optimizer adam, "
-        "whose place is taken, or drop --distopt-optimizer muon."
+        f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. Write "
+        "--optimizer adam, whose place is taken, or drop --distopt-optimizer muon."
     )
 
 
@@ -213,7 +251,9 @@ def config_for_adam(config: DistOptConfig) -> DistOptConfig:
     return replace(config, optimizer="adam")
 
 
-def muon_and_adam(rest: InnerChoice, matrices: Matrices, config: DistOptConfig, request: MuonRequest) -> InnerChoice:
+def muon_and_adam(
+    rest: InnerChoice, matrices: Matrices, config: DistOptConfig, request: MuonRequest
+) -> InnerChoice:
     """Muon for its param groups, and the Adam `rest` for the others."""
     why = (f"{len(matrices.specs)} matrices of this rank are Muon's",)
     return choose_muon(rest, matrices, config, why, source=request.options.source)

@@ -1,7 +1,8 @@
 """Names of params in the whole model, the same in every run, by which checkpoints find them.
 
-A pipeline stage counts its layers from 0, an expert-parallel rank its experts, and the last stage keeps a copy of a
-tied embedding under a name of its own. Here each gets the name that it has in the model on one rank.
+A pipeline stage counts its layers from 0, an expert-parallel rank its experts, and the last stage
+keeps a copy of a tied embedding under a name of its own. Here each gets the name that it has in the
+model on one rank.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from megatron_distopt.layout import Placement
 FROM_WEIGHTS = "start from its weights with --no-load-optim"
 #: Modules whose children are experts, numbered on each rank by itself.
 _EXPERT_LISTS = ("local_experts", "deepspeed_experts")
-#: Weights whose rows stand for tokens: padded to a multiple that depends on the tensor-parallel size.
-_VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.weight", "lm_head.bias")
+#: Weights whose rows stand for tokens: padded to a multiple that depends on the tensor-parallel
+#: size.
+_VOCABULARY = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "output_layer.bias",
+    "lm_head.weight",
+    "lm_head.bias",
+)
 #: The first layer of an MLP, which holds gate and up where the model has gates.
 _GATED = ("dense_h_to_4h.weight", "dense_h_to_4h.bias", "linear_fc1.weight", "linear_fc1.bias")
 #: Several matrices in one, each cut by itself, in sizes that a param does not say.
@@ -46,7 +54,9 @@ def global_names(chunks: Sequence[Module], ranks: ModelRanks) -> dict[Parameter,
         modules = dict(chunk.named_modules())
         for name, param in chunk.named_parameters():
             is_copy = ranks.embedding and getattr(param, "shared", False)
-            names.setdefault(param, ranks.embedding if is_copy else ".".join(_parts(name, modules, ranks.expert)))
+            names.setdefault(
+                param, ranks.embedding if is_copy else ".".join(_parts(name, modules, ranks.expert))
+            )
     return names
 
 
@@ -61,18 +71,24 @@ def _parts(name: str, modules: Mapping[str, Module], expert: tuple[int, int]) ->
         parent = part
 
 
-def _number(part: str, parent: str, modules: Mapping[str, Module], path: str, expert: tuple[int, int]) -> str:
+def _number(
+    part: str, parent: str, modules: Mapping[str, Module], path: str, expert: tuple[int, int]
+) -> str:
     if parent in _EXPERT_LISTS:
-        here = sum(1 for other in modules if re.fullmatch(rf"{re.escape(path[: -len(part)])}\d+", other))
+        here = sum(
+            1 for other in modules if re.fullmatch(rf"{re.escape(path[: -len(part)])}\d+", other)
+        )
         return str(int(part) + expert[0] * here)
     layer_number = getattr(modules.get(path), "layer_number", None)
     return str(layer_number - 1) if isinstance(layer_number, int) else part
 
 
 def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -> Placement:
-    """Where this rank's part of a param lies in the whole param, by what Megatron's layers wrote on it.
+    """Where this rank's part of a param lies in the whole param, by what Megatron's layers wrote on
+    it.
 
-    `name` is that in the whole model; of an expert, other ranks of the data-parallel group hold others.
+    `name` is that in the whole model; of an expert, other ranks of the data-parallel group hold
+    others.
     """
     shape, (rank, size) = tuple(param.shape), ranks.expert_tensor if is_expert else ranks.tensor
     is_numbered = any(f".{experts}." in name for experts in _EXPERT_LISTS)
@@ -82,14 +98,19 @@ def placement_of(name: str, param: Any, ranks: ModelRanks, *, is_expert: bool) -
         return Placement(name, shape, is_padded=name.endswith(_VOCABULARY))
     dim = getattr(param, "partition_dim", -1)
     if size > 1 and (dim < 0 or any(part in _FUSED for part in name.split("."))):
-        # How the parts lie in the whole is unknown: each is kept under a name of its own, and loads at this size only.
+        # How the parts lie in the whole is unknown: each is kept under a name of its own, and loads
+        # at this size only.
         return Placement(f"{name}@tensor{rank}of{size}", shape)
-    is_gated = ranks.is_gated and name.rstrip(digits).endswith(_GATED)  # experts of a grouped layer have numbers
+    # experts of a grouped layer have numbers
+    is_gated = ranks.is_gated and name.rstrip(digits).endswith(_GATED)
     stride = max(getattr(param, "partition_stride", 1), 2 if is_gated else 1)
-    return Placement(name, shape, max(dim, 0), rank, size, stride, name.endswith(_VOCABULARY) and dim <= 0)
+    return Placement(
+        name, shape, max(dim, 0), rank, size, stride, name.endswith(_VOCABULARY) and dim <= 0
+    )
 
 
-#: The same params, as the forks of 2023 call them and as megatron-core does; the second is what both become.
+#: The same params, as the forks of 2023 call them and as megatron-core does; the second is what
+#: both become.
 _SAME = (
     (r"^language_model\.embedding\.", "embedding."),
     (r"^language_model\.(encoder|transformer)\.", "decoder."),

@@ -1,4 +1,5 @@
-"""The attributes of a host that are replaced, as data, and what stands in them while the package is active.
+"""The attributes of a host that are replaced, as data, and what stands in them while the package is
+active.
 
 Each host's facts.py lists its patch points; plugin/install.py and the adapters act on them.
 """
@@ -42,12 +43,15 @@ class PatchPoint:
     parameters: tuple[str, ...]  # the names that its signature must start with, "a|b" for either
 
     def find(self) -> Callable[..., Any]:
-        """The host's own function, also where it is replaced already, after checking its signature."""
+        """The host's own function, also where it is replaced already, after checking its
+        signature."""
         try:
             module = import_module(self.module)
         except ImportError as error:
             remedy = "Start in the folder of your Megatron, and mend what its import misses"
-            raise UnknownHostError(f"{self.module} cannot be imported ({error}). {remedy}.") from error
+            raise UnknownHostError(
+                f"{self.module} cannot be imported ({error}). {remedy}."
+            ) from error
         if not hasattr(module, self.attribute):
             raise HostMismatchError(self.missing)
         found = getattr(module, self.attribute)
@@ -66,7 +70,9 @@ class PatchPoint:
         """Returns `found`, where it is the function that this patch point expects."""
         if not inspect.isfunction(found) or found.__module__ != self.module:
             owner = getattr(found, "__module__", None) or type(found).__name__
-            raise HostMismatchError(f"{self} is not the host's own function but {owner}'s. {OTHER}.")
+            raise HostMismatchError(
+                f"{self} is not the host's own function but {owner}'s. {OTHER}."
+            )
         if refusal := self.differs(tuple(inspect.signature(found).parameters)):
             raise HostMismatchError(refusal)
         return found
@@ -101,7 +107,9 @@ def leave_script() -> None:
 
 def replaced_since(place: object) -> HostMismatchError:
     """The refusal of an undo where other code has replaced what is in the place."""
-    return HostMismatchError(f"{place} was replaced by other code since. Undo that replacement first.")
+    return HostMismatchError(
+        f"{place} was replaced by other code since. Undo that replacement first."
+    )
 
 
 #: A patch point, and a function from what is there to what takes its place.
@@ -134,10 +142,11 @@ def rebind(olds: Sequence[Any], news: Sequence[Any]) -> None:
 
 
 def apply(patches: Sequence[Patch]) -> Undo:
-    """Checks every patch point, makes every replacement, and only then puts them in; returns the undo.
+    """Checks every patch point, makes every replacement, and only then puts them in; returns the
+    undo.
 
-    That puts the originals back, also into modules that imported a replacement by value since. It refuses, and changes
-    nothing, where other code has replaced the replacement.
+    That puts the originals back, also into modules that imported a replacement by value since. It
+    refuses, and changes nothing, where other code has replaced the replacement.
     """
     originals = [point.find() for point, _ in patches]
     before = [point.current for point, _ in patches]  # may be an earlier replacement

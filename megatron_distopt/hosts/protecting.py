@@ -1,11 +1,13 @@
 """Snapshots in memory under the training script of a Megatron, which knows nothing of them.
 
-The border between two steps is where the script calls `train_step`: everything is then as its own `save_checkpoint`
-would find it. What memory has is taken when its `load_checkpoint` returns, because that says from where a run goes on.
+The border between two steps is where the script calls `train_step`: everything is then as its own
+`save_checkpoint` would find it. What memory has is taken when its `load_checkpoint` returns,
+because that says from where a run goes on.
 
-[Note: beside the optimizer] A snapshot has the optimizer state, from which all params that train are rounded, and what
-`ScriptRun` adds. Frozen params and buffers come from the host's checkpoint or its initialization, as at every start of
-the script. That is right as long as training leaves them alone, so their versions are compared before each snapshot.
+[Note: beside the optimizer] A snapshot has the optimizer state, from which all params that train
+are rounded, and what `ScriptRun` adds. Frozen params and buffers come from the host's checkpoint or
+its initialization, as at every start of the script. That is right as long as training leaves them
+alone, so their versions are compared before each snapshot.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError, refusal
+from megatron_distopt.errors import (
+    CheckpointError,
+    ConfigError,
+    HostError,
+    HostMismatchError,
+    refusal,
+)
 from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, apply, script_undos
 from megatron_distopt.hosts.saving import ProtectedCalls, untrained_tensors
 
@@ -39,14 +47,16 @@ _AT_EACH_START = "every start of the script begins anew with it, also one that g
 _STARTS_THERE = "every start of the script goes on from there"
 _LOADS_AGAIN = "the script loads weights once more after its start"
 _IN_MODULES = "scales of fp8 are in modules, and no snapshot has them"
-#: Arguments of Megatrons' scripts that change from where a start goes on, or what it needs for that.
+#: Arguments of Megatrons' scripts that change from where a start goes on, or what it needs for
+#: that.
 _REFUSED = {
     "finetune": _AT_EACH_START,
     "no_load_optim": _AT_EACH_START,
     "reset_iteration": _AT_EACH_START,
     "ckpt_step": _STARTS_THERE,
     "override_ckpt_iteration": _STARTS_THERE,
-    "dataloader_save": "the place in the data is in files that are written with the host's checkpoints alone",
+    "dataloader_save": "the place in the data is in files that are written with the host's "
+    "checkpoints alone",
     "perform_rl_step": _LOADS_AGAIN,
     "kd": _LOADS_AGAIN,
     "mos": _LOADS_AGAIN,
@@ -64,7 +74,8 @@ class ScriptCalls(ProtectedCalls):
 
     def wait_for_snapshot(self) -> None:
         """Before the state changes: the device finishes the copy of it that is under way."""
-        found: Protection | None = vars(self).get("protection")  # megatron-core's is made when it is first asked for
+        # megatron-core's is made when it is first asked for
+        found: Protection | None = vars(self).get("protection")
         if found is not None:
             found.wait_for_copy()
 
@@ -78,7 +89,8 @@ class ScriptCalls(ProtectedCalls):
 
 
 def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: torch.device) -> None:
-    """Collective: lets the host's script, where it trains, make snapshots of its run and go on from them.
+    """Collective: lets the host's script, where it trains, make snapshots of its run and go on from
+    them.
 
     Raises:
         ConfigError, HostError: on all ranks, where it cannot.
@@ -93,7 +105,9 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
         if not step.is_replaced:
             ours = ((load, _load_checkpoint), (step, _train_step))
             try:
-                script_undos.append(apply([(point, partial(_replacement, function)) for point, function in ours]))
+                script_undos.append(
+                    apply([(point, partial(_replacement, function)) for point, function in ours])
+                )
             except HostError as error:
                 raise type(error)(f"{error} Or {_LEAVE_OUT}.") from error
         if (found := getattr(training, load.attribute, None)) is not load.current:
@@ -108,8 +122,13 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
 def check_arguments(args: Any) -> None:
     """Refuses arguments of the host with which a restart could not go on from where the run was."""
     if getattr(args, "load", None) is None:
-        rule, remedy = "say where a start looks for a checkpoint", "Write --load FOLDER, the same as --save"
-        raise ConfigError(refusal("--distopt-protect-every", "no --load", rule, f"{remedy}, or {_LEAVE_OUT}"))
+        rule, remedy = (
+            "say where a start looks for a checkpoint",
+            "Write --load FOLDER, the same as --save",
+        )
+        raise ConfigError(
+            refusal("--distopt-protect-every", "no --load", rule, f"{remedy}, or {_LEAVE_OUT}")
+        )
     of_core = {"fp8": _IN_MODULES} if getattr(args, "fp8_recipe", "delayed") == "delayed" else {}
     for name, reason in {**_REFUSED, **of_core}.items():
         if (value := getattr(args, name, None)) not in (None, False):
@@ -127,7 +146,11 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     call = signature(original).bind(*args, **kwargs).arguments
     run = getattr(call.get("optimizer"), "in_script", None)
     load = partial(original, *args, **kwargs)
-    return load() if run is None else run.load(load, next(iter(call.values())), call["opt_param_scheduler"])
+    return (
+        load()
+        if run is None
+        else run.load(load, next(iter(call.values())), call["opt_param_scheduler"])
+    )
 
 
 def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,17 +165,27 @@ def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class ScriptRun:
-    """What a Megatron's script keeps beside the optimizer: into snapshots, and back at a restart."""
+    """What a Megatron's script keeps beside the optimizer: into snapshots, and back at a
+    restart."""
 
-    def __init__(self, optimizer: ScriptCalls, training: ModuleType, args: Any, device: torch.device) -> None:
-        self._optimizer, self._training, self._args, self._device = optimizer, training, args, device
+    def __init__(
+        self, optimizer: ScriptCalls, training: ModuleType, args: Any, device: torch.device
+    ) -> None:
+        self._optimizer, self._training, self._args, self._device = (
+            optimizer,
+            training,
+            args,
+            device,
+        )
         self._chunks: Sequence[Module] = ()
         self._num_borders, self._iteration = 0, -1
         self._versions: Mapping[str, int] = {}  # of what no snapshot has, as training began
-        self._random: Sequence[Any] = ()  # random states of the ranks that hold one copy of the model
+        # random states of the ranks that hold one copy of the model
+        self._random: Sequence[Any] = ()
 
     def load(self, load: Callable[[], Any], chunks: Sequence[Module], scheduler: Any) -> Any:
-        """Collective: the host's load, then what memory has that is newer; returns what the host's returns."""
+        """Collective: the host's load, then what memory has that is newer; returns what the host's
+        returns."""
         before = dict(vars(scheduler))  # its `load_state_dict` adds to the number of its steps
         loaded = load()
         iteration, *others = loaded if isinstance(loaded, tuple) else (loaded,)
@@ -166,10 +199,17 @@ class ScriptRun:
             if state["global_batch_size"] != args.global_batch_size:
                 got, was = args.global_batch_size, state["global_batch_size"]
                 remedy = f"Write --global-batch-size {was}, at any number of ranks that divides it"
-                raise ConfigError(refusal("global_batch_size", got, f"stay {was} as before the restart", remedy))
+                raise ConfigError(
+                    refusal("global_batch_size", got, f"stay {was} as before the restart", remedy)
+                )
             is_cut_otherwise = iteration == 0 and not is_same_model_parallel
-            if is_cut_otherwise and any(isinstance(each, Parameter) for each in untrained_tensors(chunks).values()):
-                got, rule = "frozen params and no checkpoint on disk", "keep its tensor- and pipeline-parallel size"
+            if is_cut_otherwise and any(
+                isinstance(each, Parameter) for each in untrained_tensors(chunks).values()
+            ):
+                got, rule = (
+                    "frozen params and no checkpoint on disk",
+                    "keep its tensor- and pipeline-parallel size",
+                )
                 remedy = "Start at the sizes of the run before, or load a checkpoint that has them"
                 raise CheckpointError(refusal("restart from memory", got, rule, remedy))
 
@@ -186,14 +226,17 @@ class ScriptRun:
         return (resumed.step, *others) if isinstance(loaded, tuple) else resumed.step
 
     def _restore_random(self, resumed: Resumed, *, is_same_model_parallel: bool) -> None:
-        """As the host at its own load: at another data-parallel size every rank has the states of the first."""
+        """As the host at its own load: at another data-parallel size every rank has the states of
+        the first."""
         if getattr(self._args, "no_load_rng", False):
             return
         differs_by_data = getattr(self._args, "data_parallel_random_init", False)
         if resumed.is_same_size or (is_same_model_parallel and not differs_by_data):
             set_random_states(resumed.state["random"][_one_copy().rank], self._device)
         elif Group.of().rank == 0:
-            _log.warning("random states are those of a new start: the parallel sizes are others than before")
+            _log.warning(
+                "random states are those of a new start: the parallel sizes are others than before"
+            )
 
     def border(self, chunks: Sequence[Module], scheduler: Any) -> None:
         """Collective: before a step of the script."""
@@ -201,7 +244,11 @@ class ScriptRun:
         if iteration <= self._iteration:
             got = f"iteration {iteration} after iteration {self._iteration}"
             rule = "count on from step to step in args.curr_iteration"
-            raise HostError(refusal("training loop", got, rule, f"Train by the host's pretrain, or {_LEAVE_OUT}"))
+            raise HostError(
+                refusal(
+                    "training loop", got, rule, f"Train by the host's pretrain, or {_LEAVE_OUT}"
+                )
+            )
         self._iteration, self._num_borders = iteration, self._num_borders + 1
         if self._num_borders == 1:
             self._chunks, self._versions = chunks, _versions(chunks)
@@ -218,14 +265,21 @@ class ScriptRun:
         """Refuses a model that training changes beside the params that it updates."""
         for name, version in _versions(self._chunks).items():
             if self._versions.get(name) != version:
-                got, rule = f"without {name!r}, which training changes", "hold all that training changes"
-                raise ConfigError(refusal("snapshot", got, rule, f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}"))
+                got, rule = (
+                    f"without {name!r}, which training changes",
+                    "hold all that training changes",
+                )
+                raise ConfigError(
+                    refusal("snapshot", got, rule, f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}")
+                )
 
     def _state(self, scheduler: Any) -> dict[str, Any]:
         args = vars(self._args).items()
         return {
             "scheduler": scheduler.state_dict(),
-            "counters": {name: value for name, value in args if name.startswith(("consumed_", "skipped_"))},
+            "counters": {
+                name: value for name, value in args if name.startswith(("consumed_", "skipped_"))
+            },
             "global_batch_size": self._args.global_batch_size,
             "model_parallel": _model_parallel(),
             "random": self._random,
@@ -234,7 +288,8 @@ class ScriptRun:
 
 
 def _versions(chunks: Sequence[Module]) -> dict[str, int]:
-    """How often everything was changed that the host's checkpoints have of the model, and snapshots have not."""
+    """How often everything was changed that the host's checkpoints have of the model, and snapshots
+    have not."""
     return {name: tensor._version for name, tensor in untrained_tensors(chunks).items()}
 
 
@@ -268,7 +323,10 @@ def random_states(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "device": None if device.type == CPU else getattr(torch, device.type).get_rng_state(device),
         # Where CUDA graphs are captured, the host tracks generators in place of states.
-        "tracked": {name: each.get_state() if isinstance(each, Generator) else each for name, each in tracked},
+        "tracked": {
+            name: each.get_state() if isinstance(each, Generator) else each
+            for name, each in tracked
+        },
     }
 
 

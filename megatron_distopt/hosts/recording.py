@@ -1,7 +1,9 @@
-"""Records what a Megatron's training script computes, by step and rank, for `megatron-distopt compare`.
+"""Records what a Megatron's training script computes, by step and rank, for `megatron-distopt
+compare`.
 
-Each rank writes into a file of its own and communicates nothing, so that the run stays what it is. Weights are read
-before an update, when the forward pass has used them and no gather is under way: what it does is seen a step later.
+Each rank writes into a file of its own and communicates nothing, so that the run stays what it is.
+Weights are read before an update, when the forward pass has used them and no gather is under way:
+what it does is seen a step later.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from megatron_distopt.hosts.megatron_2023.forks import STEP_POINT
 from megatron_distopt.hosts.megatron_core.facts import SCRIPT_STEP_POINT
 from megatron_distopt.hosts.patch_points import REMEDY
 
-RECORD_VARIABLE = "_MEGATRON_DISTOPT_RECORD"  # the folder in which ranks write; no option, `compare` alone sets it
-_SAMPLED, _OF_ONE = 8192, 32  # elements whose values a rank writes in each step, and of one param at least
+# the folder in which ranks write; no option, `compare` alone sets it
+RECORD_VARIABLE = "_MEGATRON_DISTOPT_RECORD"
+# elements whose values a rank writes in each step, and of one param at least
+_SAMPLED, _OF_ONE = 8192, 32
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,27 @@ class RecordedParam:
 class RecordedRun:
     """What the ranks of this node have recorded in a folder, also while they write on.
 
-    A rank measures in each step: `started` (s), `loss` and `norm` (nan where there is none), `loss_scale`, `skipped`,
-    `memory` (peak in bytes, of the process where the device is the CPU), `bits` (by param, the sum of the bits of all
-    elements as integers), `sample` (values of some elements, fp32 in base64).
+    A rank measures in each step: `started` (s), `loss` and `norm` (nan where there is none),
+    `loss_scale`, `skipped`, `memory` (peak in bytes, of the process where the device is the CPU),
+    `bits` (by param, the sum of the bits of all elements as integers), `sample` (values of some
+    elements, fp32 in base64).
     """
 
     def __init__(self, folder: Path) -> None:
         texts = [path.read_text("utf-8") for path in sorted(folder.glob("*.jsonl"))]
         ranks = [[json.loads(line) for line in text.split("\n")[:-1]] for text in texts]
-        self.params = [RecordedParam(**param) for rank in ranks for param in (rank or [[]])[0]]  # of all ranks
-        self.steps = [*zip(*(rank[1:] for rank in ranks), strict=False)]  # that all ranks have finished; by rank
+        # of all ranks
+        self.params = [RecordedParam(**param) for rank in ranks for param in (rank or [[]])[0]]
+        # that all ranks have finished; by rank
+        self.steps = [*zip(*(rank[1:] for rank in ranks), strict=False)]
 
     def values(self, what: str) -> list[float]:
         """Something measured, by step, of the first rank that has it."""
         by_rank = ([float(each[what]) for each in step] for step in self.steps)
-        return [next((value for value in values if not math.isnan(value)), math.nan) for values in by_rank]
+        return [
+            next((value for value in values if not math.isnan(value)), math.nan)
+            for values in by_rank
+        ]
 
     def bits(self, number: int) -> list[int]:
         return [bits for each in self.steps[number] for bits in each["bits"]]
@@ -78,20 +88,31 @@ class RecordedRun:
 
 
 def record_training(folder: str | Path) -> Undo:
-    """Wraps the `train_step` of the Megatron that can be imported, when it is; UnknownHostError where there is none."""
-    why, after = ("each step is recorded", "megatron-distopt compare reads it"), functools.partial(_wrap, Path(folder))
+    """Wraps the `train_step` of the Megatron that can be imported, when it is; UnknownHostError
+    where there is none."""
+    why, after = (
+        ("each step is recorded", "megatron-distopt compare reads it"),
+        functools.partial(_wrap, Path(folder)),
+    )
     points = SCRIPT_STEP_POINT, STEP_POINT
     fixes = [Fix(point.module, rf"^def {point.attribute}\b", *why, after=after) for point in points]
     needed = needed_fixes(importable_host(sys.path), fixes)
     if not needed:
-        raise UnknownHostError(f"{' or '.join(map(str, points))} is to be recorded, and is not here. {REMEDY}.")
+        raise UnknownHostError(
+            f"{' or '.join(map(str, points))} is to be recorded, and is not here. {REMEDY}."
+        )
     return apply_fixes(needed)
 
 
 def _wrap(folder: Path, module: ModuleType) -> Undo:
     original = vars(module)["train_step"]
     recorder = _StepRecorder(folder, original)
-    vars(module).update(train_step=functools.wraps(original)(lambda *a, **k: recorder.step(*a, **k)))  # noqa: PLW0108
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        return recorder.step(*args, **kwargs)
+
+    vars(module).update(train_step=train_step)
     return lambda: vars(module).update(train_step=original)
 
 
@@ -112,7 +133,10 @@ class _StepRecorder:
         def step(*args: Any, **kwargs: Any) -> Any:
             # The device reads them in passing, and the CPU waits for it after the step.
             params = self._params.values()
-            integers = (param.detach().view(getattr(torch, f"int{8 * param.element_size()}")) for param in params)
+            integers = (
+                param.detach().view(getattr(torch, f"int{8 * param.element_size()}"))
+                for param in params
+            )
             bits = torch.stack([each.sum(dtype=torch.int64) for each in integers])
             seen[:] = bits, torch.cat([*map(self._sample_of, params)])
             seen.append(update(*args, **kwargs))
@@ -132,23 +156,38 @@ class _StepRecorder:
         device, memory = sample.device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         if device.type != CPU:
             memory = getattr(torch, device.type).max_memory_allocated(device)
-        text, scale = base64.b64encode(sample.cpu().numpy().tobytes()).decode(), float(optimizer.get_loss_scale())
+        text, scale = (
+            base64.b64encode(sample.cpu().numpy().tobytes()).decode(),
+            float(optimizer.get_loss_scale()),
+        )
         norm, loss = math.nan if norm is None else float(norm), loss / counts[0] if counts else loss
-        measured = {"started": started, "loss": loss, "norm": norm, "loss_scale": scale, "skipped": not updated}
+        measured = {
+            "started": started,
+            "loss": loss,
+            "norm": norm,
+            "loss_scale": scale,
+            "skipped": not updated,
+        }
         measured |= {"memory": memory, "bits": bits.tolist(), "sample": text}
         self._file.write(json.dumps(measured) + "\n")
         return result
 
     def _begin(self, chunks: Sequence[Module]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)  # the launcher may have started this rank on another node
+        # the launcher may have started this rank on another node
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._file = (self._folder / f"{Group.of().rank:06}.jsonl").open("a", 1, encoding="utf-8")
         self._params = named_params(chunks)
         sizes = (
-            (p.numel(), len(self._sample_of(p)), p.ndim > 1, torch.finfo(p.dtype).eps) for p in self._params.values()
+            (p.numel(), len(self._sample_of(p)), p.ndim > 1, torch.finfo(p.dtype).eps)
+            for p in self._params.values()
         )
-        head = [asdict(RecordedParam(name, *size)) for name, size in zip(self._params, sizes, strict=True)]
+        head = [
+            asdict(RecordedParam(name, *size))
+            for name, size in zip(self._params, sizes, strict=True)
+        ]
         self._file.write(json.dumps(head) + "\n")
 
     def _sample_of(self, param: Tensor) -> Tensor:
         at_most = max(_OF_ONE, _SAMPLED // len(self._params))
-        return param.detach().flatten()[:: param.numel() // at_most | 1].float()  # odd: not one column of a matrix
+        # odd: not one column of a matrix
+        return param.detach().flatten()[:: param.numel() // at_most | 1].float()

@@ -30,14 +30,20 @@ def announce(text: str) -> None:
 
 
 def describe(
-    host: str, patch_points: Sequence[object], optimizers: Sequence[ShardedOptimizer], device: torch.device, *more: str
+    host: str,
+    patch_points: Sequence[object],
+    optimizers: Sequence[ShardedOptimizer],
+    device: torch.device,
+    *more: str,
 ) -> str:
-    """What is active and why, in several lines; `patch_points` were replaced or called, `more` is the host's own."""
+    """What is active and why, in several lines; `patch_points` were replaced or called, `more` is
+    the host's own."""
     plan = optimizers[0].plan
     accelerator = find_accelerator(plan.config.accelerator)
     lines = [
         f"megatron_distopt {VERSION} is active in {host} ({', '.join(map(str, patch_points))})",
-        f"  device     {device.type} (accelerator {accelerator.device_type}, named by {accelerator.named_by})",
+        f"  device     {device.type} (accelerator {accelerator.device_type}, named by "
+        f"{accelerator.named_by})",
         f"  inner      {plan.choice.name}" + "".join(f"; {reason}" for reason in plan.choice.why),
         f"  decay      {plan.config.decay}",
         f"  nonfinite  {plan.config.nonfinite}{_when_known(optimizers[0])}",
@@ -47,15 +53,27 @@ def describe(
     for optimizer in optimizers:
         lines += [f"  buffer     {_describe_buffer(buffer)}" for buffer in optimizer.buffers]
         memory = measure_memory(optimizer)
-        nbytes = {"params": memory.param_nbytes, "grads": memory.grad_nbytes, "main params": memory.main_nbytes}
+        nbytes = {
+            "params": memory.param_nbytes,
+            "grads": memory.grad_nbytes,
+            "main params": memory.main_nbytes,
+        }
         if plan.choice.is_adam:
             on_device = Precision.of(optimizer.config).nbytes_of_moments
-            widths = ((8 if flat.on_host else on_device) * flat.main.numel() for flat in optimizer.flat_params)
+            widths = (
+                (8 if flat.on_host else on_device) * flat.main.numel()
+                for flat in optimizer.flat_params
+            )
             nbytes["moments"] = round(sum(widths))
         nbytes |= {"averages": memory.average_nbytes} if optimizer.averages is not None else {}
-        short = sum(flat.grad.numel() for flat in optimizer.flat_params if flat.grad.dtype != torch.float32)
+        short = sum(
+            flat.grad.numel() for flat in optimizer.flat_params if flat.grad.dtype != torch.float32
+        )
         nbytes |= {"fp32 copies of grads in a step": 4 * short} if short else {}
-        lines.append("  bytes      " + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items()))
+        lines.append(
+            "  bytes      "
+            + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items())
+        )
         lines += [f"  owners     {line}" for line in _describe_owners(optimizer)]
         if optimizer.config.offload_fraction:
             lines.append(f"  host state {_describe_host_state(optimizer)}")
@@ -73,7 +91,8 @@ def _describe_host_state(optimizer: ShardedOptimizer) -> str:
 
 
 def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
-    """What goes to another rank to be updated, because it is larger than a shard or cut by the border of one."""
+    """What goes to another rank to be updated, because it is larger than a shard or cut by the
+    border of one."""
     inner = optimizer.inner
     if not isinstance(inner, InParts):
         return
@@ -82,24 +101,32 @@ def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
             continue
         num_cut = sum(owner.round is not None for owner in plan.owners)
         what = "params" if optimizer.plan.choice.updates_whole_params else "matrices"
-        cut = f"{num_cut:,} of {len(plan.owners):,} {what} are cut by shards and go to one rank each"
+        cut = (
+            f"{num_cut:,} of {len(plan.owners):,} {what} are cut by shards and go to one rank each"
+        )
         yield f"{cut}; the busiest rank has {plan.imbalance:.2f} times the average to compute"
 
 
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:
-    """Over how many ranks the optimizer is sharded, and how they communicate; after the first collective."""
+    """Over how many ranks the optimizer is sharded, and how they communicate; after the first
+    collective."""
     carrier = f" by {described(device, data, how)}" if data.size > 1 else ""
     return f"optimizer sharded over {data.size}{carrier}"
 
 
 def _when_known(optimizer: ShardedOptimizer) -> str:
-    """Whether the CPU waits for the check of a step, see optimizer/deferred.py; nothing where the CPU is the device."""
+    """Whether the CPU waits for the check of a step, see optimizer/deferred.py; nothing where the
+    CPU is the device."""
     if optimizer.defers_check:
         return ", known one step later"
     if optimizer.device.type == CPU:
         return ""
-    can_defer = stats_dtype(optimizer.device) is torch.float64 and isinstance(optimizer.loss_scale, ConstantLossScale)
-    return ", and every step waits for the check" + ("; with adam torch_fused no step waits" if can_defer else "")
+    can_defer = stats_dtype(optimizer.device) is torch.float64 and isinstance(
+        optimizer.loss_scale, ConstantLossScale
+    )
+    return ", and every step waits for the check" + (
+        "; with adam torch_fused no step waits" if can_defer else ""
+    )
 
 
 def _describe_buffer(buffer: ShardedBuffer) -> str:

@@ -1,9 +1,10 @@
-"""What hosts share of their checkpoints: when they are saved and how many stay, and what goes into a host's own files.
+"""What hosts share of their checkpoints: when they are saved and how many stay, and what goes into
+a host's own files.
 
-[Note: heads of other classes] A host keeps param groups in a file of its own, the head, and reads them before the
-tensors. Numbers of the same name are not the same in two classes: `eps` of Adafactor is a pair. So the head names a
-class that updates whole params, and a run with another optimizer leaves these groups alone.
-"""
+[Note: heads of other classes] A host keeps param groups in a file of its own, the head, and reads
+them before the tensors. Numbers of the same name are not the same in two classes: `eps` of
+Adafactor is a pair. So the head names a class that updates whole params, and a run with another
+optimizer leaves these groups alone."""
 
 from __future__ import annotations
 
@@ -71,11 +72,14 @@ def protection_of(
     `settle` is collective, and brings the state up to date before it is read.
 
     Raises:
-        ConfigError, CheckpointError: on all ranks: there is no folder for snapshots, or no room in it.
+        ConfigError, CheckpointError: on all ranks: there is no folder for snapshots, or no room in
+            it.
     """
     if config.protect_every is None:
         return None
-    folder = raise_together(lambda: folder_of(config.protect_folder, os.environ, everyone), everyone)
+    folder = raise_together(
+        lambda: folder_of(config.protect_folder, os.environ, everyone), everyone
+    )
 
     def settled() -> None:
         settle()
@@ -89,7 +93,8 @@ def protection_of(
 
 
 def untrained_tensors(chunks: Iterable[Module]) -> dict[str, Tensor]:
-    """What a model has beside the params that train, by name: frozen params and persistent buffers."""
+    """What a model has beside the params that train, by name: frozen params and persistent
+    buffers."""
     found: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):
         for prefix, module in chunk.named_modules(prefix=str(number)):
@@ -102,19 +107,22 @@ def untrained_tensors(chunks: Iterable[Module]) -> dict[str, Tensor]:
 
 
 class ProtectedCalls(AveragedCalls):
-    """What an optimizer answers about snapshots of its state; a Megatron's own script calls it, see protecting.py."""
+    """What an optimizer answers about snapshots of its state; a Megatron's own script calls it, see
+    protecting.py."""
 
     protection: Protection | None
 
     def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
         """Collective: keeps a snapshot of this step in memory, at every `protect_every`-th call.
 
-        To be called after each step, when a scheduler has made its step, too. docs/protect.md shows a loop.
+        To be called after each step, when a scheduler has made its step, too. docs/protect.md shows
+        a loop.
 
         Args:
             step: the number of steps that are done, the same on all ranks.
-            state: returns what else this rank needs to go on from here, such as the state of a scheduler, of a data
-                loader and of generators: tensors, numbers, texts, lists, tuples and dicts. Called for a snapshot alone.
+            state: returns what else this rank needs to go on from here, such as the state of a
+                scheduler, of a data loader and of generators: tensors, numbers, texts, lists,
+                tuples and dicts. Called for a snapshot alone.
 
         Raises:
             ConfigError: `protect_every` is not set, or `resume` was not called before.
@@ -124,14 +132,15 @@ class ProtectedCalls(AveragedCalls):
 
     @torch.no_grad()
     def resume(self, newer_than: int = -1) -> Resumed | None:
-        """Collective: takes the newest whole snapshot in memory, at this or any other size, and gathers the params.
+        """Collective: takes the newest whole snapshot in memory, at this or any other size, and
+        gathers the params.
 
         Args:
             newer_than: the step that the run has from a checkpoint; an older snapshot is not taken.
 
         Returns:
-            `step` and the `state` that this rank gave to `protect`, or where the number of ranks has changed rank 0;
-            None where memory has nothing to take, and nothing has changed.
+            `step` and the `state` that this rank gave to `protect`, or where the number of ranks
+            has changed rank 0; None where memory has nothing to take, and nothing has changed.
 
         Raises:
             ConfigError: `protect_every` is not set.
@@ -163,7 +172,10 @@ class ProtectedCalls(AveragedCalls):
 
 
 def hooks_of(
-    protection: Protection | None, config: DistOptConfig, whole: Callable[[], WholeModel], everyone: Group
+    protection: Protection | None,
+    config: DistOptConfig,
+    whole: Callable[[], WholeModel],
+    everyone: Group,
 ) -> tuple[StepHook, ...]:
     """What is called around each step and after a load; nothing without options that ask for it."""
     digests = () if config.log_digests is None else (DigestLog(config, whole, everyone),)
@@ -171,19 +183,23 @@ def hooks_of(
 
 
 def head_entry(choice: InnerChoice) -> dict[str, str]:
-    """What the head says beside param groups; nothing for classes whose groups have the keys of Adam's."""
+    """What the head says beside param groups; nothing for classes whose groups have the keys of
+    Adam's."""
     return {_CLASS: class_of(choice.name)} if choice.updates_whole_params else {}
 
 
 def is_of_other_class(choice: InnerChoice, head: Mapping[str, Any]) -> bool:
-    """Whether param groups of a head mean something else here, see [Note: heads of other classes]."""
+    """Whether param groups of a head mean something else here, see [Note: heads of other
+    classes]."""
     return head.get(_CLASS) != head_entry(choice).get(_CLASS)
 
 
 def options_of_run(args: object) -> frozenset[str]:
-    """The options of param groups that a load leaves as the run has them, from the arguments of a Megatron's script.
+    """The options of param groups that a load leaves as the run has them, from the arguments of a
+    Megatron's script.
 
-    Megatron takes them from the checkpoint, so that its --override-opt_param-scheduler moves the lr that it logs alone.
+    Megatron takes them from the checkpoint, so that its --override-opt_param-scheduler moves the lr
+    that it logs alone.
     """
     names = ("use_checkpoint_opt_param_scheduler", "use_checkpoint_lr_scheduler")
     return frozenset() if any(getattr(args, name, False) for name in names) else SCHEDULE

@@ -1,7 +1,7 @@
 """What happens to the memory of gradients, whichever code does it: a host's, the user's or torch's.
 
-`Watch` sees the operators that write to some tensors, `tell_of_grads` the gradients that a host adds up outside of
-`param.grad`.
+`Watch` sees the operators that write to some tensors, `tell_of_grads` the gradients that a host
+adds up outside of `param.grad`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.hosts.between_steps import addresses_of
 
-#: The namespace of operators that write to all tensors that they are given, whatever their schema says.
+#: The namespace of operators that write to all tensors that they are given, whatever their schema
+#: says.
 _COLLECTIVES = "c10d"
-#: The hook of each param that tells of its gradient; not an attribute of the param, because a model may be pickled.
+#: The hook of each param that tells of its gradient; not an attribute of the param, because a model
+#: may be pickled.
 _hooks: MutableMapping[Parameter, RemovableHandle] = WeakIdKeyDictionary()
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """While entered, calls `written` with the name of each watched tensor before an operator of torch writes to it.
+    """While entered, calls `written` with the name of each watched tensor before an operator of
+    torch writes to it.
 
-    What that raises ends the operation. Kernels that other packages call without torch's dispatcher are not seen.
+    What that raises ends the operation. Kernels that other packages call without torch's dispatcher
+    are not seen.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], written: Callable[[str], None]) -> None:
@@ -38,7 +42,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self._written = written
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for tensor in _outputs_of(func, args, kwargs or {}):
             for name in self._names_in(tensor):
@@ -46,7 +54,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         return func(*args, **(kwargs or {}))
 
     def _names_in(self, tensor: Tensor) -> list[str]:
-        if tensor.numel() == 0 or tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        if (
+            tensor.numel() == 0
+            or tensor.device.type == "meta"
+            or tensor.layout is not torch.strided
+        ):
             return []
         start, stop = addresses_of(tensor)
         number = max(bisect_right(self._starts, start) - 1, 0)
@@ -64,7 +76,9 @@ def _outputs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
         return
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _flat(kwargs.get(argument.name) if argument.name in kwargs else args[number : number + 1])
+            yield from _flat(
+                kwargs.get(argument.name) if argument.name in kwargs else args[number : number + 1]
+            )
 
 
 def _flat(values: Any) -> Iterator[Tensor]:
@@ -76,7 +90,8 @@ def _flat(values: Any) -> Iterator[Tensor]:
 
 
 def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]) -> list[object]:
-    """Announces every gradient after the host has added it to its buffer; hooks live as long as what is returned."""
+    """Announces every gradient after the host has added it to its buffer; hooks live as long as
+    what is returned."""
     nodes: list[object] = []
     for name, param in named.items():
         with torch.enable_grad():

@@ -1,4 +1,5 @@
-"""Which element lies where and which rank owns it: frozen values that check themselves. Standard library only."""
+"""Which element lies where and which rank owns it: frozen values that check themselves. Standard
+library only."""
 
 from megatron_distopt.layout.buckets import (
     Bucket,

@@ -1,7 +1,8 @@
 """Where every parameter lies in a contiguous buffer, and how the buffer is cut into buckets.
 
-One type covers every generation of Megatron: the whole-buffer split of the 2023 forks is a layout of *one* bucket,
-that of megatron-core has many. `lay_out` makes a layout; `adopt` reads one off buffers that a host already made.
+One type covers every generation of Megatron: the whole-buffer split of the 2023 forks is a layout
+of *one* bucket, that of megatron-core has many. `lay_out` makes a layout; `adopt` reads one off
+buffers that a host already made.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from megatron_distopt.layout.spans import Span
 
 #: Number of buckets of a buffer, unless one of the bounds below says otherwise.
 _USUAL_BUCKETS = 8
-#: A rank's shard of a bucket has to be worth a message, and the last bucket must not take long to reduce.
+#: A rank's shard of a bucket has to be worth a message, and the last bucket must not take long to
+#: reduce.
 _LEAST_SHARD_NUMEL, _MOST_BUCKET_SIZE = 1 << 17, 40_000_000
-#: Elements of 16 bits that a device loads or stores at a time, and those that have one scale in low precision.
+#: Elements of 16 bits that a device loads or stores at a time, and those that have one scale in low
+#: precision.
 VECTOR_NUMEL, BLOCK_NUMEL = 8, 128
 #: Where each param begins, in elements: enough for the kernels of every accelerator.
 ALIGNMENT_NUMEL = 64
 
 
 def alignment_for(*forms: str, reduce_dtype: str | None = None) -> int:
-    """Where each param begins, in elements, with state in these forms: what has one scale is not cut."""
+    """Where each param begins, in elements, with state in these forms: what has one scale is not
+    cut."""
     return ALIGNMENT_NUMEL if set(forms) <= {"float32"} and reduce_dtype != "int8" else BLOCK_NUMEL
 
 
@@ -41,10 +45,14 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if self.numel < 1:
-            raise LayoutError(f"Param {self.name!r} has {self.numel} elements. Freeze or drop params without elements.")
+            raise LayoutError(
+                f"Param {self.name!r} has {self.numel} elements. Freeze or drop params without "
+                "elements."
+            )
         if self.shape and math.prod(self.shape) != self.numel:
             raise LayoutError(
-                f"Param {self.name!r} has shape {self.shape} but {self.numel} elements. Give its own shape."
+                f"Param {self.name!r} has shape {self.shape} but {self.numel} elements. Give its "
+                "own shape."
             )
 
 
@@ -59,7 +67,8 @@ class ParamSlot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The unit of one collective: a stretch of the buffer, padded at its end to a multiple of the shards."""
+    """The unit of one collective: a stretch of the buffer, padded at its end to a multiple of the
+    shards."""
 
     index: int
     in_buffer: Span
@@ -68,8 +77,8 @@ class Bucket:
     def __post_init__(self) -> None:
         if not 0 < self.numel_unpadded <= self.in_buffer.numel:
             raise LayoutError(
-                f"Bucket {self.index} has {self.numel_unpadded} of {self.in_buffer.numel} elements before its padding. "
-                "Give the end of its last param."
+                f"Bucket {self.index} has {self.numel_unpadded} of {self.in_buffer.numel} elements "
+                "before its padding. Give the end of its last param."
             )
 
     def shard(self, rank: int, num_shards: int) -> Span:
@@ -79,7 +88,10 @@ class Bucket:
 
     def holders(self, in_buffer: Span, num_shards: int) -> range:
         """The ranks that own some of a stretch of it, which is not empty."""
-        numel, in_bucket = self.in_buffer.numel // num_shards, in_buffer.relative_to(self.in_buffer.start)
+        numel, in_bucket = (
+            self.in_buffer.numel // num_shards,
+            in_buffer.relative_to(self.in_buffer.start),
+        )
         return range(in_bucket.start // numel, (in_bucket.stop - 1) // numel + 1)
 
 
@@ -93,20 +105,22 @@ class BufferLayout:
 
     def __post_init__(self) -> None:
         if self.num_shards < 1:
-            raise LayoutError(f"num_shards is {self.num_shards}. Give the data-parallel size, at least 1.")
+            raise LayoutError(
+                f"num_shards is {self.num_shards}. Give the data-parallel size, at least 1."
+            )
         if not self.buckets:
             raise LayoutError("The buffer has no bucket. Drop a buffer without params.")
         start = 0
         for index, bucket in enumerate(self.buckets):
             if bucket.in_buffer.numel % self.num_shards:
                 raise LayoutError(
-                    f"Bucket {bucket.index} has {bucket.in_buffer.numel} elements, which {self.num_shards} shards do "
-                    "not divide. Pad the end of the bucket."
+                    f"Bucket {bucket.index} has {bucket.in_buffer.numel} elements, which "
+                    f"{self.num_shards} shards do not divide. Pad the end of the bucket."
                 )
             if (bucket.index, bucket.in_buffer.start) != (index, start):
                 raise LayoutError(
-                    f"Bucket {bucket.index} is at {bucket.in_buffer}, but bucket {index} has to start at {start}. Give "
-                    "the buckets in order and without gaps."
+                    f"Bucket {bucket.index} is at {bucket.in_buffer}, but bucket {index} has to "
+                    f"start at {start}. Give the buckets in order and without gaps."
                 )
             start = bucket.in_buffer.stop
         if len({slot.name for slot in self.slots}) != len(self.slots):
@@ -114,23 +128,28 @@ class BufferLayout:
         for left, right in pairwise(self.slots):
             if left.in_buffer.stop > right.in_buffer.start:
                 raise LayoutError(
-                    f"Param {left.name} at {left.in_buffer} does not end before {right.name} at {right.in_buffer}. "
-                    "Give the slots in buffer order."
+                    f"Param {left.name} at {left.in_buffer} does not end before {right.name} at "
+                    f"{right.in_buffer}. Give the slots in buffer order."
                 )
-        unpadded = [Span(0, bucket.numel_unpadded).moved_by(bucket.in_buffer.start) for bucket in self.buckets]
+        unpadded = [
+            Span(0, bucket.numel_unpadded).moved_by(bucket.in_buffer.start)
+            for bucket in self.buckets
+        ]
         for slot in self.slots:
             if not slot.in_buffer.numel:
                 raise LayoutError(
-                    f"Param {slot.name} has no elements. Freeze it by requires_grad_(False) at the start."
+                    f"Param {slot.name} has no elements. Freeze it by requires_grad_(False) at the "
+                    "start."
                 )
             if not 0 <= slot.bucket < len(self.buckets):
                 raise LayoutError(
-                    f"Param {slot.name} is in bucket {slot.bucket} of {len(self.buckets)}. Give each param its bucket."
+                    f"Param {slot.name} is in bucket {slot.bucket} of {len(self.buckets)}. Give "
+                    "each param its bucket."
                 )
             if slot.in_buffer.intersect(unpadded[slot.bucket]) != slot.in_buffer:
                 raise LayoutError(
-                    f"Param {slot.name} at {slot.in_buffer} is not inside the unpadded part of bucket {slot.bucket} at "
-                    f"{unpadded[slot.bucket]}. Give each param its bucket."
+                    f"Param {slot.name} at {slot.in_buffer} is not inside the unpadded part of "
+                    f"bucket {slot.bucket} at {unpadded[slot.bucket]}. Give each param its bucket."
                 )
 
     @property
@@ -145,8 +164,14 @@ class BufferLayout:
     def places(self) -> dict[str, int]:
         """By name, where each param begins if nothing is padded for ranks and buckets."""
         starts = [slot.in_buffer.start for slot in self.slots]
-        unit = next(unit for unit in (BLOCK_NUMEL, ALIGNMENT_NUMEL, 1) if not any(start % unit for start in starts))
-        places = accumulate((_round_up(slot.in_buffer.numel, unit) for slot in self.slots), initial=0)
+        unit = next(
+            unit
+            for unit in (BLOCK_NUMEL, ALIGNMENT_NUMEL, 1)
+            if not any(start % unit for start in starts)
+        )
+        places = accumulate(
+            (_round_up(slot.in_buffer.numel, unit) for slot in self.slots), initial=0
+        )
         return dict(zip((slot.name for slot in self.slots), places, strict=False))
 
     @cached_property
@@ -169,28 +194,37 @@ def lay_out(
     alignment_numel: int = ALIGNMENT_NUMEL,
     last: Sequence[ParamSpec] = (),
 ) -> BufferLayout:
-    """Lays the params one after the other, in the order given, and cuts buckets at param boundaries.
+    """Lays the params one after the other, in the order given, and cuts buckets at param
+    boundaries.
 
     Args:
-        params: in buffer order; hosts give the reverse of registration, roughly the order of backward.
+        params: in buffer order; hosts give the reverse of registration, roughly the order of
+            backward.
         num_shards: size of the data-parallel group.
         bucket_size: a bucket ends with the param that fills it to this; None for one bucket.
-        alignment_numel: every param starts at a multiple of this; the forks of 2023 use 1. Where it is a multiple of
-            128 or of 8, so do shards. With 128 a block of state in low precision is in one param and on one rank,
-            whatever ranks and buckets there are; 64 are enough for the kernels of every accelerator.
+        alignment_numel: every param starts at a multiple of this; the forks of 2023 use 1. Where it
+            is a multiple of 128 or of 8, so do shards. With 128 a block of state in low precision
+            is in one param and on one rank, whatever ranks and buckets there are; 64 are enough for
+            the kernels of every accelerator.
         last: params that come after the others, in buckets of their own.
 
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
     >>> layout.slots[1], layout.numel
     (ParamSlot(name='b', bucket=0, in_buffer=Span(start=3, stop=7)), 8)
     """
-    numbers = {"num_shards": num_shards, "alignment_numel": alignment_numel, "bucket_size": bucket_size}
+    numbers = {
+        "num_shards": num_shards,
+        "alignment_numel": alignment_numel,
+        "bucket_size": bucket_size,
+    }
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise LayoutError(f"{name} is {number}. Write {name}=1 or more.")
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
-    shard_unit = next(unit for unit in (BLOCK_NUMEL, VECTOR_NUMEL, 1) if alignment_numel % unit == 0)
+    shard_unit = next(
+        unit for unit in (BLOCK_NUMEL, VECTOR_NUMEL, 1) if alignment_numel % unit == 0
+    )
     bucket_start = cursor = 0
     ends = (len(params), len(params) + len(last))
     for number, param in enumerate([*params, *last], start=1):
@@ -206,31 +240,43 @@ def lay_out(
 
 
 def default_bucket_size(numel: int, num_shards: int) -> int:
-    """The bucket size where none is given and communication is overlapped with backward, in elements of `numel`.
+    """The bucket size where none is given and communication is overlapped with backward, in
+    elements of `numel`.
 
-    >>> default_bucket_size(100_000_000, 4), default_bucket_size(1000, 4), default_bucket_size(10**10, 4)
-    (12500000, 524288, 40000000)
+    >>> [default_bucket_size(numel, 4) for numel in (100_000_000, 1000, 10**10)]
+    [12500000, 524288, 40000000]
     """
     least = _LEAST_SHARD_NUMEL * num_shards
     return max(min(-(-numel // _USUAL_BUCKETS), _MOST_BUCKET_SIZE), least)
 
 
 def adopt(
-    slots: Iterable[ParamSlot], bucket_spans: Sequence[Span], *, num_shards: int, numel_unpadded: Sequence[int]
+    slots: Iterable[ParamSlot],
+    bucket_spans: Sequence[Span],
+    *,
+    num_shards: int,
+    numel_unpadded: Sequence[int],
 ) -> BufferLayout:
-    """The layout of buffers that a host made, from slots in any order; `numel_unpadded` is of each bucket."""
-    buckets = [Bucket(i, span, numel) for i, (span, numel) in enumerate(zip(bucket_spans, numel_unpadded, strict=True))]
+    """The layout of buffers that a host made, from slots in any order; `numel_unpadded` is of each
+    bucket."""
+    buckets = [
+        Bucket(i, span, numel)
+        for i, (span, numel) in enumerate(zip(bucket_spans, numel_unpadded, strict=True))
+    ]
     ordered = sorted(slots, key=lambda slot: slot.in_buffer)
     return BufferLayout(tuple(ordered), tuple(buckets), num_shards)
 
 
 def choose_buckets(layouts: Sequence[BufferLayout], fraction: float) -> list[frozenset[int]]:
-    """The buckets whose state is on the host, by buffer: those that come first, until the fraction is reached.
+    """The buckets whose state is on the host, by buffer: those that come first, until the fraction
+    is reached.
 
-    Buckets are whole, so a fraction takes more than it says: of a single bucket any fraction above 0 takes all.
+    Buckets are whole, so a fraction takes more than it says: of a single bucket any fraction above
+    0 takes all.
 
     Args:
-        layouts: of the buffers of 16-bit params, in the order in which their gradients arrive in backward.
+        layouts: of the buffers of 16-bit params, in the order in which their gradients arrive in
+            backward.
         fraction: of their elements, padding included; from 0 to 1.
 
     >>> layout = lay_out([ParamSpec(name, 64) for name in "abcd"], num_shards=2, bucket_size=64)

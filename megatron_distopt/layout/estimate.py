@@ -16,7 +16,14 @@ from megatron_distopt.layout.shards import owned_shards, plan_flat_params
 
 #: Bytes an element of each form of main params of 16-bit params and of moments, without scales.
 MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0, "float16": 2}
-MOMENT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+MOMENT_NBYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
 #: The forms that have a scale of one byte for each block of elements.
 WITH_SCALES = ("float16", "float8_e4m3fn", "float8_e5m2", "int8")
 _FP32_NBYTES = 4
@@ -50,7 +57,8 @@ class Footprint:
     moment_nbytes: int = 0  # likewise, with the counters of updates
     average_nbytes: int = 0  # averages of main params, likewise
     host_nbytes: int = 0  # of main params, moments and averages, those in the memory of the host
-    staging_nbytes: int = 0  # pinned memory of the host, for gradients on their way there and params on their way back
+    # pinned memory of the host, for gradients on their way there and params on their way back
+    staging_nbytes: int = 0
     step_nbytes: int = 0  # on the device during a step: fp32 copies of 16-bit gradients
     num_flat_params: int = 0  # tensors that the inner optimizer updates
 
@@ -65,7 +73,11 @@ class Footprint:
 
 
 def footprint_of(
-    layout: BufferLayout, rank: int, widths: Widths, key_of: Callable[[str], Hashable], on_host: Collection[int] = ()
+    layout: BufferLayout,
+    rank: int,
+    widths: Widths,
+    key_of: Callable[[str], Hashable],
+    on_host: Collection[int] = (),
 ) -> Footprint:
     """What a rank of the data-parallel group holds for one grad buffer and its param buffer.
 
@@ -83,7 +95,9 @@ def footprint_of(
     """
     flat_params = plan_flat_params(owned_shards(layout, rank), key_of)
     form_of_host = Widths(widths.param, widths.grad, main=_FP32_NBYTES, average=widths.average)
-    found = Counter(param_nbytes=layout.numel * widths.param, grad_nbytes=layout.numel * widths.grad)
+    found = Counter(
+        param_nbytes=layout.numel * widths.param, grad_nbytes=layout.numel * widths.grad
+    )
     for bucket, members in groupby(flat_params, key=lambda flat: flat.bucket):
         in_bucket, form = list(members), form_of_host if bucket in on_host else widths
         for flat in in_bucket:
@@ -92,7 +106,10 @@ def footprint_of(
             main = numel * form.main + num_blocks * form.main_scales
             moments = numel * form.moments + num_blocks * form.moment_scales + _COUNTER_NBYTES
             found.update(
-                num_flat_params=1, main_nbytes=main, moment_nbytes=moments, average_nbytes=numel * form.average
+                num_flat_params=1,
+                main_nbytes=main,
+                moment_nbytes=moments,
+                average_nbytes=numel * form.average,
             )
             if bucket in on_host:
                 found["host_nbytes"] += main + moments + numel * form.average
@@ -117,7 +134,8 @@ class Sent:
 
 
 def sent_for(layout: BufferLayout, widths: Widths) -> dict[str, Sent]:
-    """A reduce-scatter and an all-gather for each bucket of a grad buffer and its param buffer, by kind.
+    """A reduce-scatter and an all-gather for each bucket of a grad buffer and its param buffer, by
+    kind.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> sent_for(lay_out([ParamSpec("a", 128)], num_shards=2), Widths(param=2, grad=4, main=4))

@@ -1,7 +1,8 @@
 """The matrices that a param consists of, and what it costs to update them.
 
-An optimizer such as Muon updates a matrix as a whole: no element of the update can be computed without all elements of
-the matrix. A fused param is several matrices, each of which is orthogonalized by itself.
+An optimizer such as Muon updates a matrix as a whole: no element of the update can be computed
+without all elements of the matrix. A fused param is several matrices, each of which is
+orthogonalized by itself.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from megatron_distopt.layout.spans import Box, Span, boxes
 
 @dataclass(frozen=True, slots=True)
 class MatrixCut:
-    """How tensor-parallel ranks share a param: rank r has the r-th of `size` equal parts of every one of its matrices.
+    """How tensor-parallel ranks share a param: rank r has the r-th of `size` equal parts of every
+    one of its matrices.
 
-    A matrix with a stride consists of as many pieces along `dim`, each cut by itself; see [Note: strides] in spans.py.
+    A matrix with a stride consists of as many pieces along `dim`, each cut by itself; see [Note:
+    strides] in spans.py.
     """
 
     dim: int  # 0 for rows, 1 for columns
     size: int  # number of ranks
     stride: int = 1  # of the param where it is one matrix
-    is_gathered: bool = True  # every rank orthogonalizes the whole matrix; else each does its part of the products
+    # every rank orthogonalizes the whole matrix; else each does its part of the products
+    is_gathered: bool = True
 
     def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of a matrix of which every rank has `shape`.
@@ -40,7 +44,8 @@ class MatrixCut:
 
 @dataclass(frozen=True, slots=True)
 class MatrixBlock:
-    """A contiguous stretch of a flattened param that consists of whole matrices, and of as few as possible."""
+    """A contiguous stretch of a flattened param that consists of whole matrices, and of as few as
+    possible."""
 
     in_param: Span
     shapes: tuple[tuple[int, int], ...]  # rows and columns of each
@@ -60,12 +65,13 @@ class MatrixPiece:
 class MatrixSpec:
     """A param as matrices: viewed as `rows` x `cols`, and cut along one dimension.
 
-    The dimension consists of `repeats` runs of equal length, and every run is cut into `sizes`. Matrix k is made of
-    piece k of all runs. Examples:
+    The dimension consists of `repeats` runs of equal length, and every run is cut into `sizes`.
+    Matrix k is made of piece k of all runs. Examples:
 
     - one matrix: `MatrixSpec(m, n)`
     - gate and up projection, one after the other: `MatrixSpec(2 * m, n, sizes=(m, m))`
-    - queries, keys and values of g groups of heads, as Megatron interleaves them: `sizes=(q, k, v)`, `repeats=g`
+    - queries, keys and values of g groups of heads, as Megatron interleaves them: `sizes=(q, k,
+      v)`, `repeats=g`
     - e experts in a param of shape [e, m, n]: `MatrixSpec(e * m, n, sizes=(m,) * e)`
 
     >>> MatrixSpec(6, 4, sizes=(2, 1), repeats=2).shapes
@@ -77,13 +83,14 @@ class MatrixSpec:
     dim: int = 0  # 0 to cut rows, 1 to cut columns
     sizes: tuple[int, ...] = ()  # of the pieces of a run, in rows or columns; empty for one matrix
     repeats: int = 1  # number of runs
-    cut: MatrixCut | None = None  # how tensor-parallel ranks share the matrices; None where this rank has all of them
+    # how tensor-parallel ranks share the matrices; None where this rank has all of them
+    cut: MatrixCut | None = None
 
     def __post_init__(self) -> None:
         if self.dim not in (0, 1) or self.repeats < 1 or min(self.rows, self.cols, *self.sizes) < 1:
             raise LayoutError(
-                f"{self} has no matrices: dim is 0 or 1, and rows, columns, sizes and repeats are at least 1. Give the "
-                "sizes of the param's own parts."
+                f"{self} has no matrices: dim is 0 or 1, and rows, columns, sizes and repeats are "
+                "at least 1. Give the sizes of the param's own parts."
             )
         length = (self.rows, self.cols)[self.dim]
         if self.sizes and sum(self.sizes) * self.repeats != length:
@@ -107,7 +114,8 @@ class MatrixSpec:
 
     @property
     def blocks(self) -> tuple[MatrixBlock, ...]:
-        """In the order of the param: one for each matrix, or one for all of them where their elements alternate.
+        """In the order of the param: one for each matrix, or one for all of them where their
+        elements alternate.
 
         >>> tuple(block.in_param for block in MatrixSpec(6, 4, sizes=(4, 2)).blocks)
         (Span(start=0, stop=16), Span(start=16, stop=24))
@@ -121,28 +129,35 @@ class MatrixSpec:
     def pieces(self, in_param: Span) -> Iterator[MatrixPiece]:
         """Cuts a stretch of the flattened param by matrix.
 
-        >>> dict((each.matrix, each.in_param) for each in MatrixSpec(4, 3, sizes=(2, 2)).pieces(Span(4, 9)))
+        >>> spec = MatrixSpec(4, 3, sizes=(2, 2))
+        >>> dict((each.matrix, each.in_param) for each in spec.pieces(Span(4, 9)))
         {0: Span(start=4, stop=6), 1: Span(start=6, stop=9)}
         """
         sizes = (self.sizes or ((self.rows, self.cols)[self.dim],)) * self.repeats
-        bands = [(number % (len(self.sizes) or 1), band) for number, band in enumerate(_one_after_the_other(sizes))]
+        bands = [
+            (number % (len(self.sizes) or 1), band)
+            for number, band in enumerate(_one_after_the_other(sizes))
+        ]
         start = in_param.start
         for box in boxes((self.rows, self.cols), in_param):
             stretch = Span(start, start + box.numel)
             start = stretch.stop
             for number, band in bands:
-                rows, cols = (band, Span(0, self.cols)) if self.dim == 0 else (Span(0, self.rows), band)
+                rows, cols = (
+                    (band, Span(0, self.cols)) if self.dim == 0 else (Span(0, self.rows), band)
+                )
                 inside = box.intersect(Box((rows.start, cols.start), (rows.numel, cols.numel)))
                 if inside is not None:
                     yield MatrixPiece(number, stretch, box.sizes, inside.relative_to(box.offsets))
 
     @classmethod
     def of(cls, param: ParamSpec) -> MatrixSpec:
-        """One matrix for each pair of indices before the last two: a 2-D param is one, experts in 3-D are several."""
+        """One matrix for each pair of indices before the last two: a 2-D param is one, experts in
+        3-D are several."""
         if len(param.shape) < 2:
             raise LayoutError(
-                f"Param {param.name!r} has shape {param.shape} and is no matrix, which has at least 2 dimensions. "
-                "Update it with AdamW."
+                f"Param {param.name!r} has shape {param.shape} and is no matrix, which has at "
+                "least 2 dimensions. Update it with AdamW."
             )
         *outer, rows, cols = param.shape
         count = math.prod(outer)
@@ -157,8 +172,9 @@ def _one_after_the_other(numels: Sequence[int]) -> list[Span]:
 def update_cost(shape: tuple[int, int]) -> int:
     """What a matrix costs its owner, in any unit.
 
-    The products of Muon's iteration multiply its elements by its shorter side. What a class of optimizers needs for a
-    whole param is not known; taken for a matrix of one row it costs its elements.
+    The products of Muon's iteration multiply its elements by its shorter side. What a class of
+    optimizers needs for a whole param is not known; taken for a matrix of one row it costs its
+    elements.
 
     >>> update_cost((2, 3)), update_cost((3, 2)), update_cost((1, 6))
     (12, 12, 6)

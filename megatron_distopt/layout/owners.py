@@ -1,17 +1,18 @@
 """Which rank computes the update of each matrix, and what travels to it and back.
 
-[Note: matrix owners] An optimizer such as Muon needs a whole matrix at a time. The layout does not change for it: every
-rank keeps main params and momentum of its shards, wherever their borders cut a matrix. In addition every matrix has one
-*matrix owner*, the rank that orthogonalizes it. The other ranks with a piece of it send theirs to the owner and get the
-same elements of the update back. A matrix that lies whole in the shard of its owner does not travel. This works for
-every layout, also for the buffers of a host. docs/internals/decisions/0007-matrix-owners.md compares other ways.
+[Note: matrix owners] An optimizer such as Muon needs a whole matrix at a time. The layout does not
+change for it: every rank keeps main params and momentum of its shards, wherever their borders cut a
+matrix. In addition every matrix has one *matrix owner*, the rank that orthogonalizes it. The other
+ranks with a piece of it send theirs to the owner and get the same elements of the update back. A
+matrix that lies whole in the shard of its owner does not travel. This works for every layout, also
+for the buffers of a host. docs/internals/decisions/0007-matrix-owners.md compares other ways.
 
-[Note: balance] All ranks wait for the one with the costliest updates. No choice makes its cost lower than the average
-of all ranks, or than the costliest matrix: this is the bound. A matrix goes to the rank with the longest piece of it,
-which saves most travel, as long as that rank's cost stays within 1.03 times the bound; else to the rank with a piece
-that has the lowest cost so far, with the same condition; else to the rank with the lowest cost so far. Those that lie
-whole in a shard choose first, because they have most to lose; costlier ones choose before cheaper ones.
-"""
+[Note: balance] All ranks wait for the one with the costliest updates. No choice makes its cost
+lower than the average of all ranks, or than the costliest matrix: this is the bound. A matrix goes
+to the rank with the longest piece of it, which saves most travel, as long as that rank's cost stays
+within 1.03 times the bound; else to the rank with a piece that has the lowest cost so far, with the
+same condition; else to the rank with the lowest cost so far. Those that lie whole in a shard choose
+first, because they have most to lose; costlier ones choose before cheaper ones."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from megatron_distopt.layout.matrices import MatrixBlock, MatrixSpec, update_cos
 from megatron_distopt.layout.shards import owned_shards
 from megatron_distopt.layout.spans import Span
 
-#: How far above the bound the cost of a rank may come before a matrix goes to a rank that has less of it.
+#: How far above the bound the cost of a rank may come before a matrix goes to a rank that has less
+#: of it.
 _TOLERANCE = 1.03
 
 
@@ -41,14 +43,15 @@ class MatrixOwner:
     in_buffer: Span  # the elements of the block
     rank: int  # in the data-parallel group
     cost: int  # of the update
-    #: Of travel; None where the owner has all of it. In a round a rank is the owner of at most one block, so that it
-    #: needs memory for one at a time.
+    #: Of travel; None where the owner has all of it. In a round a rank is the owner of at most one
+    #: block, so that it needs memory for one at a time.
     round: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """A piece of a block that goes from the rank that owns its elements to the matrix owner; the update comes back."""
+    """A piece of a block that goes from the rank that owns its elements to the matrix owner; the
+    update comes back."""
 
     name: str
     round: int
@@ -67,7 +70,10 @@ class OwnerPlan:
 
     @cached_property
     def owners_of(self) -> dict[str, tuple[MatrixOwner, ...]]:  # by name of the param
-        return {name: tuple(owners) for name, owners in groupby(self.owners, key=lambda owner: owner.name)}
+        return {
+            name: tuple(owners)
+            for name, owners in groupby(self.owners, key=lambda owner: owner.name)
+        }
 
     @cached_property
     def num_rounds(self) -> int:
@@ -85,7 +91,8 @@ class OwnerPlan:
         return tuple(owner for owner in self.owners if owner.rank == rank)
 
     def leaving(self, rank: int) -> tuple[Travel, ...]:
-        """The pieces that a rank sends to matrix owners, in buffer order; it receives their updates."""
+        """The pieces that a rank sends to matrix owners, in buffer order; it receives their
+        updates."""
         return tuple(
             travel
             for shard in owned_shards(self.layout, rank)
@@ -116,7 +123,8 @@ def _travel(owner: MatrixOwner, holder: int, in_buffer: Span) -> Iterator[Travel
 def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> OwnerPlan:
     """Chooses the owners of matrices, by name of their param, see [Note: balance].
 
-    It depends on its arguments alone, so all ranks choose alike. All other params are updated element by element.
+    It depends on its arguments alone, so all ranks choose alike. All other params are updated
+    element by element.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 4), ParamSpec("b", 8)], num_shards=2, alignment_numel=1)
@@ -129,9 +137,12 @@ def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> Own
     for name, spec in matrices.items():
         slot = layout.slot_of.get(name)
         if slot is None or slot.in_buffer.numel != spec.numel:
-            numel = "no elements in this buffer" if slot is None else f"{slot.in_buffer.numel} elements"
+            numel = (
+                "no elements in this buffer" if slot is None else f"{slot.in_buffer.numel} elements"
+            )
             raise LayoutError(
-                f"Param {name!r} has {numel}, and matrices of {spec.numel}. Give its own rows and columns."
+                f"Param {name!r} has {numel}, and matrices of {spec.numel}. Give its own rows and "
+                "columns."
             )
     blocks = [
         (slot, block, block.in_param.moved_by(slot.in_buffer.start))
@@ -139,12 +150,17 @@ def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> Own
         if slot.name in matrices
         for block in matrices[slot.name].blocks
     ]
-    costs = [sum(update_cost(matrices[slot.name].whole(shape)) for shape in block.shapes) for slot, block, _ in blocks]
+    costs = [
+        sum(update_cost(matrices[slot.name].whole(shape)) for shape in block.shapes)
+        for slot, block, _ in blocks
+    ]
     stretches = [(layout.buckets[slot.bucket], in_buffer) for slot, _, in_buffer in blocks]
     rounds: Counter[int] = Counter()
     owners = []
     ranks = _choose_ranks(stretches, costs, layout.num_shards)
-    for (slot, block, in_buffer), (bucket, _), cost, rank in zip(blocks, stretches, costs, ranks, strict=True):
+    for (slot, block, in_buffer), (bucket, _), cost, rank in zip(
+        blocks, stretches, costs, ranks, strict=True
+    ):
         travels = bucket.holders(in_buffer, layout.num_shards) != range(rank, rank + 1)
         number = rounds[rank] if travels else None
         owners.append(MatrixOwner(slot.name, block, slot.bucket, in_buffer, rank, cost, number))
@@ -152,7 +168,9 @@ def plan_owners(layout: BufferLayout, matrices: Mapping[str, MatrixSpec]) -> Own
     return OwnerPlan(layout, tuple(owners))
 
 
-def _choose_ranks(stretches: Sequence[tuple[Bucket, Span]], costs: Sequence[int], num_ranks: int) -> list[int]:
+def _choose_ranks(
+    stretches: Sequence[tuple[Bucket, Span]], costs: Sequence[int], num_ranks: int
+) -> list[int]:
     """The owner of each block, which is a stretch of a bucket."""
     bound = max(sum(costs) / num_ranks, max(costs, default=0)) * _TOLERANCE
     loads, ranks = [0] * num_ranks, dict[int, int]()
@@ -178,7 +196,8 @@ def _choose_ranks(stretches: Sequence[tuple[Bucket, Span]], costs: Sequence[int]
 
 
 def _with_longest_piece(bucket: Bucket, in_buffer: Span, num_ranks: int) -> list[int]:
-    """The ranks with the longest piece of a stretch; all between the first and the last one have whole shards of it."""
+    """The ranks with the longest piece of a stretch; all between the first and the last one have
+    whole shards of it."""
     holders = bucket.holders(in_buffer, num_ranks)
     numel_of = dict.fromkeys(holders, bucket.in_buffer.numel // num_ranks)
     for rank in (holders[0], holders[-1]):

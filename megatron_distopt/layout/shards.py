@@ -1,13 +1,14 @@
-"""Which part of which parameter a rank owns, and which of these parts the optimizer treats as one tensor.
+"""Which part of which parameter a rank owns, and which of these parts the optimizer treats as one
+tensor.
 
-`owned_shards` costs O(log params + what the rank owns) a bucket and nothing for the other ranks, so that a layout over
-thousands of ranks is planned as fast as one over two.
+`owned_shards` costs O(log params + what the rank owns) a bucket and nothing for the other ranks, so
+that a layout over thousands of ranks is planned as fast as one over two.
 
-[Note: flat main params] An inner optimizer that sees one tensor a parameter spends its time on launching kernels. So
-neighbours that are alike (`key`: same param group, all in the gradient norm or none) become one 1-D tensor, a flat
-param. Padding between two of its params belongs to it: it is zero in params and grads, and an element-wise update of
-zeros stays zero. Padding at the end of a bucket does not.
-"""
+[Note: flat main params] An inner optimizer that sees one tensor a parameter spends its time on
+launching kernels. So neighbours that are alike (`key`: same param group, all in the gradient norm
+or none) become one 1-D tensor, a flat param. Padding between two of its params belongs to it: it is
+zero in params and grads, and an element-wise update of zeros stays zero. Padding at the end of a
+bucket does not."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class ParamShard:
 
 
 def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
-    """The param shards that `rank` owns, in buffer order; empty where every shard of the rank is padding.
+    """The param shards that `rank` owns, in buffer order; empty where every shard of the rank is
+    padding.
 
     >>> from megatron_distopt.layout import ParamSpec, lay_out
     >>> layout = lay_out([ParamSpec("a", 3), ParamSpec("b", 4)], num_shards=2, alignment_numel=1)
@@ -47,13 +49,20 @@ def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
     """
     if not 0 <= rank < layout.num_shards:
         raise LayoutError(
-            f"Rank {rank} has none of the {layout.num_shards} shards. Give the rank inside the data-parallel group."
+            f"Rank {rank} has none of the {layout.num_shards} shards. Give the rank inside the "
+            "data-parallel group."
         )
     starts = [slot.in_buffer.start for slot in layout.slots]
-    return tuple(shard for bucket in layout.buckets for shard in _owned_in_bucket(layout, starts, bucket, rank))
+    return tuple(
+        shard
+        for bucket in layout.buckets
+        for shard in _owned_in_bucket(layout, starts, bucket, rank)
+    )
 
 
-def _owned_in_bucket(layout: BufferLayout, starts: list[int], bucket: Bucket, rank: int) -> Iterator[ParamShard]:
+def _owned_in_bucket(
+    layout: BufferLayout, starts: list[int], bucket: Bucket, rank: int
+) -> Iterator[ParamShard]:
     shard = bucket.shard(rank, layout.num_shards)
     for index in range(max(bisect_right(starts, shard.start) - 1, 0), len(starts)):
         slot = layout.slots[index]
@@ -87,9 +96,12 @@ class FlatParamPlan(Generic[Key]):
 def plan_flat_params(
     shards: Iterable[ParamShard], key_of: Callable[[str], Key | None]
 ) -> tuple[FlatParamPlan[Key], ...]:
-    """Joins neighbours of one bucket with equal keys, in buffer order; no flat param spans one whose key is None."""
+    """Joins neighbours of one bucket with equal keys, in buffer order; no flat param spans one
+    whose key is None."""
     plans = []
-    for (bucket, key), members in groupby(shards, key=lambda shard: (shard.bucket, key_of(shard.name))):
+    for (bucket, key), members in groupby(
+        shards, key=lambda shard: (shard.bucket, key_of(shard.name))
+    ):
         if key is not None:
             joined = tuple(members)
             in_buffer = Span(joined[0].in_buffer.start, joined[-1].in_buffer.stop)

@@ -1,13 +1,14 @@
-"""Ranges of element indices: spans in one dimension, boxes in N, and where those of a rank lie in the whole param.
+"""Ranges of element indices: spans in one dimension, boxes in N, and where those of a rank lie in
+the whole param.
 
-A rank owns a stretch of a flattened param. In the N-D param that stretch is at most 2N-1 boxes, exactly: the rest of
-the first row, whole rows, and the beginning of the last row, where each of the two partial rows is such a stretch of
-one dimension less.
+A rank owns a stretch of a flattened param. In the N-D param that stretch is at most 2N-1 boxes,
+exactly: the rest of the first row, whole rows, and the beginning of the last row, where each of the
+two partial rows is such a stretch of one dimension less.
 
-[Note: strides] A tensor-parallel param is cut along one dimension. With a stride of s its slice is s pieces one after
-the other: piece k of rank r is number k * size + r of the whole. That is how Megatron keeps a fused gate and up
-projection: each half is cut by itself, so that a rank can multiply its gate with its up.
-"""
+[Note: strides] A tensor-parallel param is cut along one dimension. With a stride of s its slice is
+s pieces one after the other: piece k of rank r is number k * size + r of the whole. That is how
+Megatron keeps a fused gate and up projection: each half is cut by itself, so that a rank can
+multiply its gate with its up."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from megatron_distopt.errors import LayoutError
 class Span:
     """Elements `start` (inclusive) to `stop` (exclusive) of some 1-D index space.
 
-    The index space is always in the name of the variable: `in_param`, `in_buffer`, `in_bucket`, `in_shard`.
+    The index space is always in the name of the variable: `in_param`, `in_buffer`, `in_bucket`,
+    `in_shard`.
 
     >>> Span(2, 10).intersect(Span(8, 20))
     Span(start=8, stop=10)
@@ -35,7 +37,10 @@ class Span:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise LayoutError(f"[{self.start}, {self.stop}) is no span. Give a start of at least 0 before its stop.")
+            raise LayoutError(
+                f"[{self.start}, {self.stop}) is no span. Give a start of at least 0 before its "
+                "stop."
+            )
 
     @property
     def numel(self) -> int:
@@ -59,7 +64,8 @@ class Span:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Box:
-    """Elements `offsets[d]` to `offsets[d] + sizes[d]` of every dimension d; of a 0-D tensor its one element.
+    """Elements `offsets[d]` to `offsets[d] + sizes[d]` of every dimension d; of a 0-D tensor its
+    one element.
 
     >>> Box((0, 2), (4, 3)).intersect(Box((3, 0), (2, 4)))
     Box(offsets=(3, 2), sizes=(1, 2))
@@ -69,11 +75,13 @@ class Box:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        is_inside = all(offset >= 0 for offset in self.offsets) and all(size >= 1 for size in self.sizes)
+        is_inside = all(offset >= 0 for offset in self.offsets) and all(
+            size >= 1 for size in self.sizes
+        )
         if len(self.offsets) != len(self.sizes) or not is_inside:
             raise LayoutError(
-                f"Offsets {self.offsets} with sizes {self.sizes} are no box. Give offsets of at least 0 and sizes of "
-                "at least 1 in every dimension."
+                f"Offsets {self.offsets} with sizes {self.sizes} are no box. Give offsets of at "
+                "least 0 and sizes of at least 1 in every dimension."
             )
 
     @classmethod
@@ -93,10 +101,15 @@ class Box:
         stops = tuple(map(min, self.stops, other.stops))
         if any(offset >= stop for offset, stop in zip(offsets, stops, strict=True)):
             return None
-        return Box(offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True)))
+        return Box(
+            offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True))
+        )
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        return Box(tuple(offset - start for offset, start in zip(self.offsets, origin, strict=True)), self.sizes)
+        return Box(
+            tuple(offset - start for offset, start in zip(self.offsets, origin, strict=True)),
+            self.sizes,
+        )
 
     def moved_by(self, distance: int, dim: int) -> Box:
         """The same extent, `distance` elements further along one dimension."""
@@ -105,7 +118,9 @@ class Box:
         return Box(tuple(offsets), self.sizes)
 
     def as_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(offset, stop) for offset, stop in zip(self.offsets, self.stops, strict=True))
+        return tuple(
+            slice(offset, stop) for offset, stop in zip(self.offsets, self.stops, strict=True)
+        )
 
 
 def boxes(shape: Sequence[int], span: Span) -> tuple[Box, ...]:
@@ -118,7 +133,8 @@ def boxes(shape: Sequence[int], span: Span) -> tuple[Box, ...]:
     """
     if span.stop > math.prod(shape):
         raise LayoutError(
-            f"{span} is not inside the {math.prod(shape)} elements of shape {tuple(shape)}. Give a span of the param."
+            f"{span} is not inside the {math.prod(shape)} elements of shape {tuple(shape)}. Give a "
+            "span of the param."
         )
     return tuple(_boxes(tuple(shape), span)) if span.numel else ()
 
@@ -154,7 +170,9 @@ class Piece:
     in_global: Box  # of the whole param
     in_param: Span  # a contiguous stretch of this rank's flattened param
     sizes: tuple[int, ...]  # the shape to view that stretch in
-    inside: Box  # the elements of that view that belong to the piece: all, unless a later dimension than 0 is cut
+    # the elements of that view that belong to the piece: all, unless a later dimension than 0 is
+    # cut
+    inside: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,31 +181,36 @@ class Placement:
 
     name: str  # in the whole model: pipeline stage and chunk resolved
     shape: tuple[int, ...]  # of the param on this rank
-    dim: int | None = None  # along which it is cut over tensor-parallel ranks; None where every rank holds all of it
+    # along which it is cut over tensor-parallel ranks; None where every rank holds all of it
+    dim: int | None = None
     rank: int = 0  # in the tensor-parallel group
     size: int = 1  # of the tensor-parallel group
     stride: int = 1  # see [Note: strides]
-    is_padded: bool = False  # the first dimension ends with unused rows, of which other runs may have more or fewer
+    # the first dimension ends with unused rows, of which other runs may have more or fewer
+    is_padded: bool = False
 
     def __post_init__(self) -> None:
         if self.dim is None:
             return
         if not (0 <= self.dim < len(self.shape) and 0 <= self.rank < self.size):
             raise LayoutError(
-                f"Param {self.name!r} of shape {self.shape} cannot be cut along dim {self.dim} for rank {self.rank} of "
-                f"{self.size}. Give the param's own partition_dim."
+                f"Param {self.name!r} of shape {self.shape} cannot be cut along dim {self.dim} for "
+                f"rank {self.rank} of {self.size}. Give the param's own partition_dim."
             )
         if self.stride < 1 or self.shape[self.dim] % self.stride:
             raise LayoutError(
-                f"Param {self.name!r} has stride {self.stride}, which does not divide the {self.shape[self.dim]} "
-                f"elements of dimension {self.dim}. Give the param's own stride."
+                f"Param {self.name!r} has stride {self.stride}, which does not divide the "
+                f"{self.shape[self.dim]} elements of dimension {self.dim}. Give the param's own "
+                "stride."
             )
 
     @property
     def global_shape(self) -> tuple[int, ...]:
         if self.dim is None:
             return self.shape
-        return tuple(numel * self.size if dim == self.dim else numel for dim, numel in enumerate(self.shape))
+        return tuple(
+            numel * self.size if dim == self.dim else numel for dim, numel in enumerate(self.shape)
+        )
 
     def pieces(self, in_param: Span) -> tuple[Piece, ...]:
         """Cuts a stretch of this rank's flattened param into boxes of the whole param.
@@ -204,15 +227,20 @@ class Placement:
                 inside = box.intersect(band)
                 if inside is not None:
                     in_global = inside if self.dim is None else inside.moved_by(distance, self.dim)
-                    found.append(Piece(in_global, stretch, box.sizes, inside.relative_to(box.offsets)))
+                    found.append(
+                        Piece(in_global, stretch, box.sizes, inside.relative_to(box.offsets))
+                    )
         return tuple(found)
 
     def _bands(self) -> tuple[tuple[Box, int], ...]:
-        """Boxes of this rank's param that stay in one piece in the whole param, and how far each moves along `dim`."""
+        """Boxes of this rank's param that stay in one piece in the whole param, and how far each
+        moves along `dim`."""
         if self.dim is None:
             return ((Box.whole(self.shape), 0),)
         height = self.shape[self.dim] // self.stride
-        first = Box.whole([height if dim == self.dim else numel for dim, numel in enumerate(self.shape)])
+        first = Box.whole(
+            [height if dim == self.dim else numel for dim, numel in enumerate(self.shape)]
+        )
         return tuple(
             (first.moved_by(k * height, self.dim), (k * (self.size - 1) + self.rank) * height)
             for k in range(self.stride)

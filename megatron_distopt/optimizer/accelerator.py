@@ -1,7 +1,9 @@
-"""Which device we are on. The only file of the package that may spell out the name of a device vendor's API.
+"""Which device we are on. The only file of the package that may spell out the name of a device
+vendor's API.
 
-DeepSpeed's accelerator abstraction is asked where DeepSpeed is installed, torch's own where it is not. Neither is
-imported before an optimizer is built: importing DeepSpeed takes seconds and initialises the device.
+DeepSpeed's accelerator abstraction is asked where DeepSpeed is installed, torch's own where it is
+not. Neither is imported before an optimizer is built: importing DeepSpeed takes seconds and
+initialises the device.
 """
 
 from __future__ import annotations
@@ -38,8 +40,13 @@ def find_accelerator(choice: str = "auto") -> Accelerator:
     """
     has_deepspeed = find_spec("deepspeed") is not None
     if choice == "deepspeed" and not has_deepspeed:
-        rule, remedy = "be installed when it is asked for", "Run pip install deepspeed, or write accelerator='torch'"
-        raise ConfigError(refusal("accelerator 'deepspeed'", "deepspeed is not installed", rule, remedy))
+        rule, remedy = (
+            "be installed when it is asked for",
+            "Run pip install deepspeed, or write accelerator='torch'",
+        )
+        raise ConfigError(
+            refusal("accelerator 'deepspeed'", "deepspeed is not installed", rule, remedy)
+        )
     if has_deepspeed and choice != "torch":
         accelerator = import_module("deepspeed.accelerator").get_accelerator()
         return Accelerator(accelerator.device_name(), "deepspeed")
@@ -47,7 +54,8 @@ def find_accelerator(choice: str = "auto") -> Accelerator:
 
 
 def _torch_device_type() -> str:
-    """Asks whether the device is there: a torch that was compiled for one names it on a machine without as well."""
+    """Asks whether the device is there: a torch that was compiled for one names it on a machine
+    without as well."""
     if hasattr(torch, "accelerator") and torch.accelerator.is_available():
         current = torch.accelerator.current_accelerator()
         return CPU if current is None else current.type
@@ -62,14 +70,22 @@ def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch
     """
     if len(devices) != 1:
         got = ", ".join(sorted(map(str, devices))) or "none"
-        raise LayoutError(refusal("param devices", got, "be exactly 1", "Move the model to one device first"))
+        raise LayoutError(
+            refusal("param devices", got, "be exactly 1", "Move the model to one device first")
+        )
     device = next(iter(devices))
     if device.type not in (accelerator.device_type, CPU):
         known = dict.fromkeys((accelerator.device_type, CPU))
-        rule = f"be {' or '.join(known)} ({accelerator.named_by} names {accelerator.device_type} as accelerator)"
+        rule = (
+            f"be {' or '.join(known)} ({accelerator.named_by} names {accelerator.device_type} as "
+            "accelerator)"
+        )
         remedy = "Move the model with model.to(...) first"
         if accelerator.named_by == "deepspeed" and device.type == _torch_device_type():
-            remedy = "Write accelerator='torch' or MEGATRON_DISTOPT_ACCELERATOR=torch, because torch names that device"
+            remedy = (
+                "Write accelerator='torch' or MEGATRON_DISTOPT_ACCELERATOR=torch, because torch "
+                "names that device"
+            )
         raise LayoutError(refusal("param device", device, rule, remedy))
     return device
 
@@ -86,14 +102,16 @@ def usable_device(device_type: str) -> torch.device:
 
 
 def stats_dtype(device: torch.device) -> torch.dtype:
-    """What gradient statistics are added up in: float64 where the device has it, so that the order does not matter."""
+    """What gradient statistics are added up in: float64 where the device has it, so that the order
+    does not matter."""
     has_float64 = device.type not in _WITHOUT_FLOAT64 and has_dtype(device.type, torch.float64)
     return torch.float64 if has_float64 else torch.float32
 
 
 @cache
 def has_dtype(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the device has tensors of a dtype, tried where this machine has the device; else yes."""
+    """Whether the device has tensors of a dtype, tried where this machine has the device; else
+    yes."""
     if device_type != _torch_device_type():
         return True  # nothing can be tried here
     try:

@@ -1,9 +1,10 @@
 """An exponential moving average of the main params, in fp32, on the rank that owns them.
 
-After each step that was taken an average becomes `average + (1 - decay) * (main - average)`; the first one copies. Each
-bit is as that of torch's `AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))` over fp32 params, also where
-a param has no gradient, or trains later: its average begins as its value. In 16 bits an average would not move, as a
-step changes less than its last bit. Source: torch/optim/swa_utils.py.
+After each step that was taken an average becomes `average + (1 - decay) * (main - average)`; the
+first one copies. Each bit is as that of torch's `AveragedModel(model,
+multi_avg_fn=get_ema_multi_avg_fn(decay))` over fp32 params, also where a param has no gradient, or
+trains later: its average begins as its value. In 16 bits an average would not move, as a step
+changes less than its last bit. Source: torch/optim/swa_utils.py.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ class Averages:
 
     def __init__(self, decay: float) -> None:
         self.weight = 1 - decay  # of the main params in a step
-        self.has_begun = False  # whether a step was averaged, here or in a run that was loaded; or nothing reads them
+        # whether a step was averaged, here or in a run that was loaded; or nothing reads them
+        self.has_begun = False
         self.are_shown = False  # whether the model has them in place of its params
 
     @torch.no_grad()
-    def update(self, due: Mapping[Tensor, Tensor], is_taken: Callable[[], bool], found_inf: Tensor | None) -> None:
+    def update(
+        self, due: Mapping[Tensor, Tensor], is_taken: Callable[[], bool], found_inf: Tensor | None
+    ) -> None:
         """Averages a step: moves averages by main param that were not moved by the update itself.
 
-        `is_taken` may wait for the device; `found_inf`, fp32 0-D there, is 1 where the step was skipped.
+        `is_taken` may wait for the device; `found_inf`, fp32 0-D there, is 1 where the step was
+        skipped.
         """
         weight = self.weight if found_inf is None else self.weight * (1 - found_inf)
         is_first, self.has_begun = not self.has_begun, self.has_begun or is_taken()
@@ -44,4 +49,6 @@ class Averages:
                 if is_first:
                     average[part].copy_(values)
                 else:
-                    average[part].lerp_(values, weight.to(values.device) if isinstance(weight, Tensor) else weight)
+                    average[part].lerp_(
+                        values, weight.to(values.device) if isinstance(weight, Tensor) else weight
+                    )

@@ -1,21 +1,27 @@
-"""The deferred check: gradient statistics stay on the device for the update, and the CPU reads them one step later.
+"""The deferred check: gradient statistics stay on the device for the update, and the CPU reads them
+one step later.
 
-[Note: deferred check] Without a dynamic loss scale the CPU has nothing to decide between the statistics and the update:
-the norm, the divisor and "something is not finite" are tensors, and a kernel that is given the last of them changes
-nothing where it is 1. So the CPU does not wait. The numbers are copied to pinned memory, and are read
+[Note: deferred check] Without a dynamic loss scale the CPU has nothing to decide between the
+statistics and the update: the norm, the divisor and "something is not finite" are tensors, and a
+kernel that is given the last of them changes nothing where it is 1. So the CPU does not wait. The
+numbers are copied to pinned memory, and are read
 
-- at the start of the next step, by all ranks (`step.finish_deferred_check`), because all of them must do the same about
-  a gradient that is not finite: "raise" raises there (the params are as before the bad step), "skip" counts the step,
-  "log" logs it. This waits for the statistics of the last step while the device computes the backward of this one
-  (megatron-core's `step()` returns numbers, and so waits at its end, while the device updates and gathers);
-- when the decision of the step or `num_skipped` is read. This never raises, because it may happen on one rank alone.
+- at the start of the next step, by all ranks (`step.finish_deferred_check`), because all of them
+  must do the same about a gradient that is not finite: "raise" raises there (the params are as
+  before the bad step), "skip" counts the step, "log" logs it. This waits for the statistics of the
+  last step while the device computes the backward of this one (megatron-core's `step()` returns
+  numbers, and so waits at its end, while the device updates and gathers);
+- when the decision of the step or `num_skipped` is read. This never raises, because it may happen
+  on one rank alone.
 
-Where no step follows, an error is logged when the optimizer is freed or the process ends (`report_unless_settled`).
+Where no step follows, an error is logged when the optimizer is freed or the process ends
+(`report_unless_settled`).
 
-The gradients are gone by then, so a message names flat params ("among ...") and not params. A host gets the norm as a
-0-D tensor, which formats and computes as the float does. The check is deferred where the device is not the CPU, sums
-are float64 there, the loss scale is constant, and the inner optimizer skips by itself
-(`ShardedOptimizer.defers_check`). Every bit is as without; tests/optimizer/test_deferred.py.
+The gradients are gone by then, so a message names flat params ("among ...") and not params. A host
+gets the norm as a 0-D tensor, which formats and computes as the float does. The check is deferred
+where the device is not the CPU, sums are float64 there, the loss scale is constant, and the inner
+optimizer skips by itself (`ShardedOptimizer.defers_check`). Every bit is as without;
+tests/optimizer/test_deferred.py.
 """
 
 from __future__ import annotations
@@ -40,24 +46,33 @@ _log = logging.getLogger("megatron_distopt")
 
 @dataclass(frozen=True, eq=False)
 class Notice:
-    """What the ranks of a host tell each other in the all-reduce of the statistics, and what they do about it."""
+    """What the ranks of a host tell each other in the all-reduce of the statistics, and what they
+    do about it."""
 
-    numbers: Tensor  # 1-D, of the dtype and device of the statistics; replaced by their sums over all ranks
+    # 1-D, of the dtype and device of the statistics; replaced by their sums over all ranks
+    numbers: Tensor
     head: Tensor  # those that the CPU reads, in the same memory
-    # Collective: is given the sums of `head`, the same on all ranks. It raises what one rank has found.
+    # Collective: is given the sums of `head`, the same on all ranks. It raises what one rank has
+    # found.
     act: Callable[[Sequence[float]], None]
 
 
 class DeferredCheck:
     """The statistics of a step whose check is deferred; see [Note: deferred check].
 
-    `numbers` are float64 [3 + len(flat_params)]: sum of squares, zeros and ranks with something that is not finite,
-    over all ranks; then 1 for each flat param of this rank whose gradient is not finite. They may be overwritten as
-    soon as the constructor returns, in the order of the device's queue.
+    `numbers` are float64 [3 + len(flat_params)]: sum of squares, zeros and ranks with something
+    that is not finite, over all ranks; then 1 for each flat param of this rank whose gradient is
+    not finite. They may be overwritten as soon as the constructor returns, in the order of the
+    device's queue.
     """
 
     def __init__(
-        self, numbers: Tensor, flat_params: Sequence[FlatParam], *, counts_zeros: bool, notice: Notice | None = None
+        self,
+        numbers: Tensor,
+        flat_params: Sequence[FlatParam],
+        *,
+        counts_zeros: bool,
+        notice: Notice | None = None,
     ) -> None:
         self._numbers, self._stream = numbers, current_stream(numbers.device)
         self.counts_zeros = counts_zeros
@@ -68,7 +83,8 @@ class DeferredCheck:
 
     @property
     def numbers(self) -> Tensor:
-        """On the device, for the current stream: a host may log them on another one than that of the step."""
+        """On the device, for the current stream: a host may log them on another one than that of
+        the step."""
         if current_stream(self._numbers.device) != self._stream:
             keep_for_current_stream(self._numbers)
         return self._numbers
@@ -80,19 +96,21 @@ class DeferredCheck:
         return GradStats(sum_of_squares, int(zeros) if self.counts_zeros else None, int(nonfinite))
 
     def nonfinite_flat_params(self) -> list[str]:
-        """Those of this rank whose gradient was not finite, by names of their params; waits for the device."""
+        """Those of this rank whose gradient was not finite, by names of their params; waits for the
+        device."""
         return _nonfinite_of(self._copy, self._plans)
 
     def act_on_notice(self) -> None:
-        """Collective: acts, once, on what ranks told each other, and raises as `Notice.act`; waits for the device."""
+        """Collective: acts, once, on what ranks told each other, and raises as `Notice.act`; waits
+        for the device."""
         notice, self._notice = self._notice, None
         if notice is not None:
             told, act = notice
             act(told.values)
 
     def report_unless_settled(self) -> None:
-        """From now on an error is logged if something was not finite and this object goes, or the process ends, before
-        `settled` was called."""
+        """From now on an error is logged if something was not finite and this object goes, or the
+        process ends, before `settled` was called."""
         self._report = finalize(self, _report_nonfinite, self._copy, self._plans)
 
     def settled(self) -> None:
@@ -120,7 +138,9 @@ class HostCopy:
 def _nonfinite_of(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> list[str]:
     found = [plan.shards for plan, flag in zip(plans, numbers.values[3:], strict=True) if flag]
     return [
-        first.name if not others else f"among {len(others) + 1} params from {first.name} to {others[-1].name}"
+        first.name
+        if not others
+        else f"among {len(others) + 1} params from {first.name} to {others[-1].name}"
         for first, *others in found
     ]
 
@@ -128,7 +148,9 @@ def _nonfinite_of(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]
 def _report_nonfinite(numbers: HostCopy, plans: Sequence[FlatParamPlan[FlatParamKey]]) -> None:
     if numbers.values[2] > 0:
         where = ", ".join(_nonfinite_of(numbers, plans)) or "other ranks alone"
-        _log.error("the gradient of the last step was inf or nan on %s; that step changed nothing", where)
+        _log.error(
+            "the gradient of the last step was inf or nan on %s; that step changed nothing", where
+        )
 
 
 def found_inf_of(numbers: Tensor) -> Tensor:
@@ -142,7 +164,8 @@ def deferred_norm(numbers: Tensor, divisor: float) -> Tensor:
 
 
 def deferred_divisor(numbers: Tensor, divisor: float, clip_grad: float) -> float | Tensor:
-    """`divisor * clip_divisor(norm, clip_grad)` on the device: fp32 0-D, rounded once as it is elsewhere."""
+    """`divisor * clip_divisor(norm, clip_grad)` on the device: fp32 0-D, rounded once as it is
+    elsewhere."""
     if clip_grad <= 0:
         return divisor
     norm, one = deferred_norm(numbers, divisor), _constant(1.0, numbers)
@@ -152,5 +175,6 @@ def deferred_divisor(numbers: Tensor, divisor: float, clip_grad: float) -> float
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
-    """A tensor, because a division by a number is a multiplication with its inverse on some devices."""
+    """A tensor, because a division by a number is a multiplication with its inverse on some
+    devices."""
     return torch.full((), value, dtype=like.dtype, device=like.device)

@@ -13,11 +13,16 @@ from torch.optim import Optimizer
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.layout import OwnerPlan, Span
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, part_of, stored_of
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
+    LowPrecisionTensor,
+    part_of,
+    stored_of,
+)
 from megatron_distopt.optimizer.low_precision.stored_values import RemainderValues
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 
-#: What a class keeps for every element. Of a class that a user names it is known after its first step only.
+#: What a class keeps for every element. Of a class that a user names it is known after its first
+#: step only.
 _MOMENTS = {
     **dict.fromkeys(ADAM_NAMES, frozenset(("exp_avg", "exp_avg_sq"))),
     "torch_sgd": frozenset(("momentum_buffer",)),
@@ -41,61 +46,85 @@ def option_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_options(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a param group that are other objects than before, as they were written since then."""
+    """Options of a param group that are other objects than before, as they were written since
+    then."""
     changed = {key: value for key, value in group.items() if value is not before.get(key, _MISSING)}
-    return {key: value for key, value in changed.items() if key not in (*_PARAMS, *IMPLEMENTATION)} if changed else {}
+    return (
+        {key: value for key, value in changed.items() if key not in (*_PARAMS, *IMPLEMENTATION)}
+        if changed
+        else {}
+    )
 
 
 class FlatOptimizer(Optimizer):
-    """An inner optimizer of ours. Its traits are those of torch's own classes where a class does not say otherwise."""
+    """An inner optimizer of ours. Its traits are those of torch's own classes where a class does
+    not say otherwise."""
 
     rounds_itself = False  # whether the update of a main param writes the rounded model param, too
-    reads_tensors = False  # whether `grad_scale` and `found_inf` are read as by torch's fused optimizers
+    # whether `grad_scale` and `found_inf` are read as by torch's fused optimizers
+    reads_tensors = False
     _models: Mapping[Tensor, Tensor] = {}
     _places: Mapping[Tensor, int] = {}
-    #: Averages that the next update may move, by main param; it takes out those that it has moved. Then their weight.
+    #: Averages that the next update may move, by main param; it takes out those that it has moved.
+    #: Then their weight.
     due: tuple[dict[Tensor, Tensor], float] = ({}, 0.0)
 
-    def round_into(self, models: Mapping[Tensor, Tensor], places: Mapping[Tensor, int] = {}) -> None:
-        """From now on the update of a main param is rounded into its model param, where this `rounds_itself`.
+    def round_into(
+        self, models: Mapping[Tensor, Tensor], places: Mapping[Tensor, int] = {}
+    ) -> None:
+        """From now on the update of a main param is rounded into its model param, where this
+        `rounds_itself`.
 
-        `places`: of the first elements of main params among those of their buffers; random rounding depends on it.
+        `places`: of the first elements of main params among those of their buffers; random rounding
+        depends on it.
         """
         self._models, self._places = dict(models), dict(places)
 
     def update_with(
-        self, mains: Sequence[Tensor], grads: Sequence[Tensor | None], divisor: float | Tensor, found_inf: Tensor | None
+        self,
+        mains: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        divisor: float | Tensor,
+        found_inf: Tensor | None,
     ) -> bool:
         """`update_mains` without `.grad`; False where nothing was done, so that `step` has to."""
         return False
 
     def new_moment(self, main: Tensor, kind: str) -> Tensor | None:
-        """Zeros in the form of its own in which a moment of a main param is kept, to be filled and given to `restore`.
+        """Zeros in the form of its own in which a moment of a main param is kept, to be filled and
+        given to `restore`.
 
-        The present one stays, because it may be what is loaded. None where moments have the form in which they come.
+        The present one stays, because it may be what is loaded. None where moments have the form in
+        which they come.
         """
         return None
 
     def take_moments(self, main: Tensor) -> None:
-        """Brings moments that others have put into the state of a main param into the form in which they are kept."""
+        """Brings moments that others have put into the state of a main param into the form in which
+        they are kept."""
 
 
 class InParts(FlatOptimizer):
-    """An inner optimizer that updates whole matrices or params, and knows what its main params are pieces of.
+    """An inner optimizer that updates whole matrices or params, and knows what its main params are
+    pieces of.
 
-    It may have several parts, each of which updates some of the param groups. They share its state and its param
-    groups, and count updates where torch's classes do.
+    It may have several parts, each of which updates some of the param groups. They share its state
+    and its param groups, and count updates where torch's classes do.
     """
 
     owners: list[OwnerPlan]  # who updates what, by buffer; the same on all ranks
-    left_out: frozenset[str] = frozenset()  # params, the same on all ranks, that the next step does not update
+    # params, the same on all ranks, that the next step does not update
+    left_out: frozenset[str] = frozenset()
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
         """The part that updates a param group."""
         return self
 
     def hold(
-        self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
+        self,
+        buffers: Sequence[ShardedBuffer],
+        flat_params: Sequence[FlatParam],
+        groups: Sequence[ParamGroup],
     ) -> None:
         """Says what the main params are pieces of, whenever they are other ones."""
         raise NotImplementedError
@@ -116,17 +145,22 @@ class InnerChoice:
 
     name: str  # of the source, e.g. "torch_fused".
     build: Build  # from param groups of main params
-    why: tuple[str, ...] = ()  # how it came to that; one line for each better source that was passed over
-    defaults: tuple[str, ...] = ()  # of an optimizer that brings its own, for comparison between ranks
-    # builds the same for params on the host, with the same form of state; None where there is no such
+    # how it came to that; one line for each better source that was passed over
+    why: tuple[str, ...] = ()
+    # of an optimizer that brings its own, for comparison between ranks
+    defaults: tuple[str, ...] = ()
+    # builds the same for params on the host, with the same form of state; None where there is no
+    # such
     on_host: Build | None = None
     updates_whole_params: bool = False  # whether each param is updated whole, by one rank
-    # keys that a user's class writes into its param groups by itself, beside options of its constructor
+    # keys that a user's class writes into its param groups by itself, beside options of its
+    # constructor
     writes: frozenset[str] = frozenset()
 
     @property
     def is_adam(self) -> bool:
-        """Whether it is one of our sources of Adam, which keep two moments and count their updates."""
+        """Whether it is one of our sources of Adam, which keep two moments and count their
+        updates."""
         return self.name in ADAM_NAMES
 
     @property
@@ -136,15 +170,21 @@ class InnerChoice:
 
 
 def step_divided(
-    inner: Optimizer, grads: Sequence[Tensor], divisor: float | Tensor, found_inf: Tensor | None = None
+    inner: Optimizer,
+    grads: Sequence[Tensor],
+    divisor: float | Tensor,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """One step of the inner optimizer with every gradient divided by `divisor` (loss scale, average and clip in one).
+    """One step of the inner optimizer with every gradient divided by `divisor` (loss scale, average
+    and clip in one).
 
-    torch's fused kernels divide while they read the gradient anyway; for the others it is a pass of its own. Where
-    torch's kernels divide they write the quotient back, so `grads` hold it afterwards either way.
+    torch's fused kernels divide while they read the gradient anyway; for the others it is a pass of
+    its own. Where torch's kernels divide they write the quotient back, so `grads` hold it
+    afterwards either way.
 
-    `divisor` and `found_inf` are fp32 0-D on the device of the grads, which are the `.grad` of all params. Where
-    `found_inf` is 1 nothing is changed, not even the count of updates; only for what `skips_by_itself`.
+    `divisor` and `found_inf` are fp32 0-D on the device of the grads, which are the `.grad` of all
+    params. Where `found_inf` is 1 nothing is changed, not even the count of updates; only for what
+    `skips_by_itself`.
     """
     if _has_some_momentum(inner):  # once without the fused kernel, and so without its division
         for group in inner.param_groups:
@@ -179,7 +219,8 @@ def update_mains(
     divisor: float | Tensor,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`step_divided` with the gradients as values; torch's classes find them in `.grad`, for as long as this takes.
+    """`step_divided` with the gradients as values; torch's classes find them in `.grad`, for as
+    long as this takes.
 
     A gradient is None for a main param that is not updated; other params of `inner` have none.
     """
@@ -200,7 +241,8 @@ def rounds_itself(inner: Optimizer) -> bool:
 
 
 def _has_some_momentum(inner: Optimizer) -> bool:
-    """Whether torch's fused SGD would fail: it takes params that all have momentum, or none of them."""
+    """Whether torch's fused SGD would fail: it takes params that all have momentum, or none of
+    them."""
     if not isinstance(inner, torch.optim.SGD) or not _divides_itself(inner):
         return False
     kinds = [
@@ -212,9 +254,12 @@ def _has_some_momentum(inner: Optimizer) -> bool:
 
 
 def _divides_itself(inner: Optimizer) -> bool:
-    """Whether `inner.grad_scale` is read. Others set torch's flag for it too and mean a keyword of `step`."""
+    """Whether `inner.grad_scale` is read. Others set torch's flag for it too and mean a keyword of
+    `step`."""
     reads = (
-        inner.reads_tensors if isinstance(inner, FlatOptimizer) else type(inner).__module__.startswith("torch.optim.")
+        inner.reads_tensors
+        if isinstance(inner, FlatOptimizer)
+        else type(inner).__module__.startswith("torch.optim.")
     )
     return reads and all(group.get("fused") for group in inner.param_groups)
 
@@ -222,35 +267,46 @@ def _divides_itself(inner: Optimizer) -> bool:
 def skips_by_itself(inner: Optimizer) -> bool:
     """Whether `inner.found_inf` makes a step change nothing.
 
-    torch's fused SGD reads it too, but then keeps momentum buffers that were never written if it is the first step.
+    torch's fused SGD reads it too, but then keeps momentum buffers that were never written if it is
+    the first step.
     """
     return _divides_itself(inner) and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
 
 def is_torchs(inner: Optimizer) -> bool:
-    """Whether torch itself provides the class, or what it inherits from; or one that keeps state as torch's do."""
+    """Whether torch itself provides the class, or what it inherits from; or one that keeps state as
+    torch's do."""
     classes = [each for each in type(inner).__mro__ if each is not Optimizer]
-    return isinstance(inner, InParts) or any(each.__module__.startswith("torch.optim.") for each in classes)
+    return isinstance(inner, InParts) or any(
+        each.__module__.startswith("torch.optim.") for each in classes
+    )
 
 
 def state_of(inner: Optimizer, main: Tensor) -> dict[str, Any]:
-    """What the inner optimizer keeps of a main param; empty before the first step, and where owners keep it."""
-    found: dict[str, Any] = dict.get(inner.state, main, {})  # a state that refuses others is read past its methods
+    """What the inner optimizer keeps of a main param; empty before the first step, and where owners
+    keep it."""
+    # a state that refuses others is read past its methods
+    found: dict[str, Any] = dict.get(inner.state, main, {})
     return found
 
 
 def moments_of(inner: Optimizer, main: Tensor) -> dict[str, Tensor]:
     """What it keeps for every element, by key."""
     state = state_of(inner, main)
-    return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == main.shape}
+    return {
+        key: value
+        for key, value in state.items()
+        if torch.is_tensor(value) and value.shape == main.shape
+    }
 
 
 def moment_to_fill(inner: Optimizer, main: Tensor, kind: str, dtype: torch.dtype) -> Tensor | None:
-    """Memory for a moment that is about to be loaded from one of a dtype; all of it has to be filled.
+    """Memory for a moment that is about to be loaded from one of a dtype; all of it has to be
+    filled.
 
     Returns:
-        Zeros in the form of the inner optimizer where it decides, or else the present moment where it has the dtype;
-        None where neither is there.
+        Zeros in the form of the inner optimizer where it decides, or else the present moment where
+        it has the dtype; None where neither is there.
     """
     made = inner.new_moment(main, kind) if isinstance(inner, FlatOptimizer) else None
     if made is not None:
@@ -265,15 +321,24 @@ def count_updates(inner: Optimizer) -> int | None:
     torch counts in the state of each param, apex and others in the param groups.
     """
     states = (state_of(inner, main) for group in inner.param_groups for main in group["params"])
-    return max((int(holder["step"]) for holder in (*inner.param_groups, *states) if "step" in holder), default=None)
+    return max(
+        (int(holder["step"]) for holder in (*inner.param_groups, *states) if "step" in holder),
+        default=None,
+    )
 
 
 def restore(
-    inner: Optimizer, group: dict[str, Any], main: Tensor, moments: Mapping[str, Tensor], step: int | None
+    inner: Optimizer,
+    group: dict[str, Any],
+    main: Tensor,
+    moments: Mapping[str, Tensor],
+    step: int | None,
 ) -> None:
-    """Gives a main param, which is in `group`, its state back, in the form that the class of `inner` wants it.
+    """Gives a main param, which is in `group`, its state back, in the form that the class of
+    `inner` wants it.
 
-    Moments are as large as `main` and not copied. `step` counts updates; None for a class that does not.
+    Moments are as large as `main` and not copied. `step` counts updates; None for a class that does
+    not.
     """
     state: dict[str, Any] = dict(moments)
     if step is not None and is_torchs(inner):
@@ -293,7 +358,8 @@ def _count(group: Mapping[str, Any], main: Tensor, step: int) -> Tensor:
 
 
 def begin_counts(inner: Optimizer) -> None:
-    """Adds a count of zero to moments of Adam that others have made without one, as a host's functions do."""
+    """Adds a count of zero to moments of Adam that others have made without one, as a host's
+    functions do."""
     if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
         return
     for group in inner.param_groups:
@@ -303,15 +369,21 @@ def begin_counts(inner: Optimizer) -> None:
                 state["step"] = _count(group, main, 0)
 
 
-def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Mapping[Span, Tensor]) -> None:
-    """Replaces a main param in `group` by parts, in order, that are views of some of its elements, state included."""
+def split_state(
+    inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Mapping[Span, Tensor]
+) -> None:
+    """Replaces a main param in `group` by parts, in order, that are views of some of its elements,
+    state included."""
     index = next(number for number, each in enumerate(group["params"]) if each is main)
     group["params"][index : index + 1] = list(parts.values())
     state = inner.state.pop(main, {})
     # A moment is cut; a count of updates is each part's own from now on.
     tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
     for part, tensor in parts.items() if state else ():
-        cut = {key: part_of(v, part) if v.shape == main.shape else v.clone() for key, v in tensors.items()}
+        cut = {
+            key: part_of(v, part) if v.shape == main.shape else v.clone()
+            for key, v in tensors.items()
+        }
         inner.state[tensor] = {**state, **cut}
         stored = stored_of(tensor)
         if isinstance(stored, RemainderValues) and "exp_avg_sq" in state:
@@ -319,11 +391,13 @@ def split_state(inner: Optimizer, group: dict[str, Any], main: Tensor, parts: Ma
 
 
 def counts_in_groups(choice: InnerChoice, inner: Optimizer) -> bool:
-    """Whether updates are counted once for a param group, as apex does, and not for each param, as torch does."""
+    """Whether updates are counted once for a param group, as apex does, and not for each param, as
+    torch does."""
     return "step" in choice.writes or (choice.is_adam and not is_torchs(inner))
 
 
 def restore_group(inner: Optimizer, group: dict[str, Any], step: int | None) -> None:
-    """The part of `restore` that concerns a whole param group, also one without a param on this rank."""
+    """The part of `restore` that concerns a whole param group, also one without a param on this
+    rank."""
     if step is not None and not is_torchs(inner):
         group["step"] = step

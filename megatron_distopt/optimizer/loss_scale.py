@@ -20,7 +20,8 @@ class LossScale(Protocol):
 
     @property
     def value(self) -> float:
-        """The same number for the CPU; asking does not wait for the device where the scale is ours."""
+        """The same number for the CPU; asking does not wait for the device where the scale is
+        ours."""
 
     def can_back_off(self) -> bool:
         """Whether a smaller scale may cure an overflow; if not, the non-finite policy decides."""
@@ -56,8 +57,9 @@ class ConstantLossScale:
 class DynamicLossScale:
     """Halves after `hysteresis` overflows, doubles after `growth_interval` steps without one.
 
-    Once the hysteresis is used up every further overflow halves the scale; a growth fills it again. These are the rules
-    of Megatron's DynamicGradScaler, so that loss-scale curves can be compared; but the scale stays below infinity.
+    Once the hysteresis is used up every further overflow halves the scale; a growth fills it again.
+    These are the rules of Megatron's DynamicGradScaler, so that loss-scale curves can be compared;
+    but the scale stays below infinity.
     """
 
     def __init__(self, config: DistOptConfig, device: torch.device) -> None:
@@ -67,7 +69,11 @@ class DynamicLossScale:
         self._growth_interval = config.growth_interval
         self._hysteresis = config.hysteresis
         #: As plain numbers; one object as long as this lives, so that it may be shown elsewhere.
-        self.state: dict[str, Any] = {"scale": self.value, "good_steps": 0, "tolerated": config.hysteresis}
+        self.state: dict[str, Any] = {
+            "scale": self.value,
+            "good_steps": 0,
+            "tolerated": config.hysteresis,
+        }
 
     def can_back_off(self) -> bool:
         return self.value > self._min_scale

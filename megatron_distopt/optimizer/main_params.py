@@ -1,12 +1,15 @@
-"""Main params: what the inner optimizer updates, flat (see [Note: flat main params] in layout/shards.py).
+"""Main params: what the inner optimizer updates, flat (see [Note: flat main params] in
+layout/shards.py).
 
-A 16-bit param has an fp32 main param of its own on the rank that owns it. An fp32 param *is* its own main param: the
-view of the param buffer is updated in place, so it is never rounded and nothing is copied.
+A 16-bit param has an fp32 main param of its own on the rank that owns it. An fp32 param *is* its
+own main param: the view of the param buffer is updated in place, so it is never rounded and nothing
+is copied.
 
-[Note: in phase] A flat param begins wherever a host's layout puts it, and a GPU reads 128 bits at a time only from
-addresses that are divisible by 16. If main param, moments, gradient and model param all begin the same number of
-elements behind such an address, then a few elements further all of them are aligned, and one kernel can move all in
-full vectors. Model param and gradient have the same place in their buffers; what is allocated for them follows.
+[Note: in phase] A flat param begins wherever a host's layout puts it, and a GPU reads 128 bits at a
+time only from addresses that are divisible by 16. If main param, moments, gradient and model param
+all begin the same number of elements behind such an address, then a few elements further all of
+them are aligned, and one kernel can move all in full vectors. Model param and gradient have the
+same place in their buffers; what is allocated for them follows.
 """
 
 from __future__ import annotations
@@ -23,10 +26,20 @@ from megatron_distopt.buffers import ShardedBuffer, view_of
 from megatron_distopt.device import pinned
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span, owned_shards, plan_flat_params
 from megatron_distopt.layout.buckets import VECTOR_NUMEL
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import FULL, LowPrecisionTensor, Precision, part_of
-from megatron_distopt.optimizer.low_precision.stored_values import RemainderValues, phase_of, zeros_in_phase
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
+    FULL,
+    LowPrecisionTensor,
+    Precision,
+    part_of,
+)
+from megatron_distopt.optimizer.low_precision.stored_values import (
+    RemainderValues,
+    phase_of,
+    zeros_in_phase,
+)
 
-#: By flat param of one optimizer its fp32 gradient, 1-D, see `main_grads`; None for one that is not updated.
+#: By flat param of one optimizer its fp32 gradient, 1-D, see `main_grads`; None for one that is not
+#: updated.
 MainGrads = Sequence[Tensor | None]
 
 
@@ -34,7 +47,8 @@ MainGrads = Sequence[Tensor | None]
 class ParamGroup:
     """A param group of `torch.optim` with names in place of tensors."""
 
-    options: Mapping[str, Any]  # everything but "params": lr, weight_decay, and whatever else the host put in
+    # everything but "params": lr, weight_decay, and whatever else the host put in
+    options: Mapping[str, Any]
     names: tuple[str, ...]  # of its params on this rank; may be empty
 
 
@@ -43,15 +57,18 @@ class FlatParamKey:
     """What the params of one flat param have in common."""
 
     group: int  # index of the param group
-    excluded_from_norm: bool  # whether another rank has them, too, and adds them to the gradient statistics
+    # whether another rank has them, too, and adds them to the gradient statistics
+    excluded_from_norm: bool
     param: str = ""  # name of its only param, where each param has a main param of its own
 
 
 @dataclass(eq=False)
 class OnHost:
-    """What a flat param has beside its main param where that is kept on the host; see offload.py."""
+    """What a flat param has beside its main param where that is kept on the host; see
+    offload.py."""
 
-    model: Tensor  # pinned, 1-D; what the main param is rounded into before it is copied to the model param
+    # pinned, 1-D; what the main param is rounded into before it is copied to the model param
+    model: Tensor
     arrived: Tensor  # pinned, fp32 1-D; where the gradient is copied to
 
     def part(self, span: Span) -> OnHost:
@@ -67,9 +84,11 @@ class FlatParam:
     main: Tensor  # fp32 1-D [plan.in_buffer.numel]; the inner optimizer's param
     model: Tensor  # 1-D, the same elements of the param buffer
     grad: Tensor  # 1-D, the same elements of the grad buffer
-    # of one whose main param is on the host while the model param is on a device; None for all others
+    # of one whose main param is on the host while the model param is on a device; None for all
+    # others
     on_host: OnHost | None = None
-    average: Tensor | None = None  # fp32 1-D, of `main` and on its device; None in a run without averages
+    # fp32 1-D, of `main` and on its device; None in a run without averages
+    average: Tensor | None = None
 
     @property
     def owns_memory(self) -> bool:
@@ -81,7 +100,8 @@ class FlatParam:
         return tensor[self.plan.in_flat_param(shard).as_slice()]
 
     def zeros(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What is kept for every element begins as this; in phase with `main`, and of its dtype where none is given."""
+        """What is kept for every element begins as this; in phase with `main`, and of its dtype
+        where none is given."""
         phase = _phase(self.main)  # see [Note: in phase]
         if phase == 0:
             return torch.zeros_like(self.main, dtype=dtype)
@@ -96,11 +116,14 @@ class FlatParam:
 
     def differs_from_model(self) -> bool:
         """Whether the model param is not what `main` rounds to."""
-        return self.owns_memory and not torch.equal(self.main.to(self.model.dtype), self.model.to(self.main.device))
+        return self.owns_memory and not torch.equal(
+            self.main.to(self.model.dtype), self.model.to(self.main.device)
+        )
 
     @property
     def changes_with_model(self) -> bool:
-        """Whether the main param is a remainder of the model param, so that others who change the one change both.
+        """Whether the main param is a remainder of the model param, so that others who change the
+        one change both.
 
         Not while it is held in fp32.
         """
@@ -111,7 +134,11 @@ class FlatParam:
     def can_tell_changes(self) -> bool:
         """Whether it has what is needed to find out that the model param was changed by others."""
         stored = self.main.stored if isinstance(self.main, LowPrecisionTensor) else None
-        return not self.changes_with_model or not isinstance(stored, RemainderValues) or not bool(stored.low.any())
+        return (
+            not self.changes_with_model
+            or not isinstance(stored, RemainderValues)
+            or not bool(stored.low.any())
+        )
 
     def read_model(self) -> None:
         """Refreshes `main` from the param buffer."""
@@ -121,10 +148,14 @@ class FlatParam:
     def follow_model(self, shard: ParamShard) -> None:
         """Refreshes those elements of one param shard that no longer round to the model param.
 
-        The others keep the bits below the model's precision, as if the user had changed fp32 weights.
+        The others keep the bits below the model's precision, as if the user had changed fp32
+        weights.
         """
         if self.owns_memory:
-            main, model = self.cut(self.main, shard), self.cut(self.model, shard).to(self.main.device)
+            main, model = (
+                self.cut(self.main, shard),
+                self.cut(self.model, shard).to(self.main.device),
+            )
             main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
 
 
@@ -144,7 +175,9 @@ def build_flat_params(
     """
     flat_params: list[FlatParam] = []
     for buffer, buckets in zip(buffers, on_host or [()] * len(buffers), strict=True):
-        keys = {slot.name: key_of(slot.name) for slot in buffer.layout.slots if buffer.holds(slot.name)}
+        keys = {
+            slot.name: key_of(slot.name) for slot in buffer.layout.slots if buffer.holds(slot.name)
+        }
         plans = plan_flat_params(owned_shards(buffer.layout, buffer.rank), keys.get)
         models = [buffer.param_of(plan.in_buffer) for plan in plans]
         hosts = _on_host(plans, models, buckets)
@@ -153,14 +186,17 @@ def build_flat_params(
         if buffer.param.dtype != torch.float32:
             mains = _mains_by_place(models, hosts, precision, are_apart=are_apart)
         grads = [view_of(buffer.grad, plan.in_buffer) for plan in plans]
-        flat_params += [FlatParam(*parts) for parts in zip(plans, mains, models, grads, hosts, strict=True)]
+        flat_params += [
+            FlatParam(*parts) for parts in zip(plans, mains, models, grads, hosts, strict=True)
+        ]
     return tuple(flat_params)
 
 
 def _on_host(
     plans: Sequence[FlatParamPlan[FlatParamKey]], models: Sequence[Tensor], buckets: Collection[int]
 ) -> list[OnHost | None]:
-    """What those in the buckets have on the host, with the values of the model params; None for the others.
+    """What those in the buckets have on the host, with the values of the model params; None for the
+    others.
 
     The memory of a bucket is one piece, in buffer order, so that neighbours can be copied at once.
     """
@@ -170,7 +206,9 @@ def _on_host(
         if chosen:
             model, start = models[chosen[0][0]], chosen[0][1].start
             numel = chosen[-1][1].stop - start
-            whole = OnHost(*(pinned([numel], dtype, model.device) for dtype in (model.dtype, torch.float32)))
+            whole = OnHost(
+                *(pinned([numel], dtype, model.device) for dtype in (model.dtype, torch.float32))
+            )
             for index, in_buffer in chosen:
                 hosts[index] = part = whole.part(in_buffer.relative_to(start))
                 part.model.copy_(models[index])
@@ -178,9 +216,14 @@ def _on_host(
 
 
 def _mains_by_place(
-    models: Sequence[Tensor], hosts: Sequence[OnHost | None], precision: Precision, *, are_apart: bool
+    models: Sequence[Tensor],
+    hosts: Sequence[OnHost | None],
+    precision: Precision,
+    *,
+    are_apart: bool,
 ) -> list[Tensor]:
-    """Main params that begin as their model params: on the host in fp32, on the device in the form of `precision`."""
+    """Main params that begin as their model params: on the host in fp32, on the device in the form
+    of `precision`."""
     here = [model for model, host in zip(models, hosts, strict=True) if host is None]
     is_full = precision.main_params_dtype == FULL.main_params_dtype
     copies = _copy_apart if are_apart else _copy_flat
@@ -191,8 +234,12 @@ def _mains_by_place(
 
 
 def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tuple[FlatParam, ...]:
-    """Cuts a flat param between neighbours with different keys; all parts are views of its memory."""
-    members = [tuple(shards) for _, shards in groupby(flat.plan.shards, key=lambda shard: key_of(shard.name))]
+    """Cuts a flat param between neighbours with different keys; all parts are views of its
+    memory."""
+    members = [
+        tuple(shards)
+        for _, shards in groupby(flat.plan.shards, key=lambda shard: key_of(shard.name))
+    ]
     return (flat,) if len(members) == 1 else tuple(_part_of(flat, shards) for shards in members)
 
 
@@ -202,13 +249,17 @@ def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     part, plan = span.as_slice(), FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards)
     on_host = None if flat.on_host is None else flat.on_host.part(span)
     average = None if flat.average is None else flat.average[part]
-    return FlatParam(plan, part_of(flat.main.detach(), span), flat.model[part], flat.grad[part], on_host, average)
+    return FlatParam(
+        plan, part_of(flat.main.detach(), span), flat.model[part], flat.grad[part], on_host, average
+    )
 
 
 def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
-    """The fp32 gradients of flat params, 1-D, on the device of the buffer: the grad buffer itself, or a copy.
+    """The fp32 gradients of flat params, 1-D, on the device of the buffer: the grad buffer itself,
+    or a copy.
 
-    The copies of 16-bit gradients lie in one allocation, so that their places in it are the same in every step.
+    The copies of 16-bit gradients lie in one allocation, so that their places in it are the same in
+    every step.
     """
     narrow = [flat for flat in flat_params if flat.grad.dtype != torch.float32]
     if not narrow:
@@ -219,7 +270,8 @@ def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
 
 
 def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """fp32 copies of tensors of one device, in one allocation, in phase with themselves or those `beside` them."""
+    """fp32 copies of tensors of one device, in one allocation, in phase with themselves or those
+    `beside` them."""
     spans, stop = [], 0
     for tensor, other in zip(tensors, tensors if beside is None else beside, strict=True):
         start = stop + (_phase(other) - stop) % VECTOR_NUMEL
@@ -239,7 +291,8 @@ def _copy_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _phase(tensor: Tensor) -> int:
-    """How many elements behind the beginning of a vector of `VECTOR_NUMEL` elements its first one lies."""
+    """How many elements behind the beginning of a vector of `VECTOR_NUMEL` elements its first one
+    lies."""
     if isinstance(tensor, LowPrecisionTensor):
         return phase_of(tensor.stored) % VECTOR_NUMEL
     return tensor.data_ptr() // tensor.element_size() % VECTOR_NUMEL

@@ -1,21 +1,25 @@
-"""State on the host: some buckets keep their main params and moments in the host's memory and are updated there.
+"""State on the host: some buckets keep their main params and moments in the host's memory and are
+updated there.
 
-[Note: state on the host] A fraction of the state of 16-bit params lives in the memory of the host, by whole buckets:
-those whose gradients arrive first in backward. Model params and gradients stay in the device's buffers, every element
-has one main param, and the gradient statistics are measured on the device. A step
+[Note: state on the host] A fraction of the state of 16-bit params lives in the memory of the host,
+by whole buckets: those whose gradients arrive first in backward. Model params and gradients stay in
+the device's buffers, every element has one main param, and the gradient statistics are measured on
+the device. A step
 
 1. queues copies of the gradients down, bucket by bucket, on a stream of their own;
 2. queues the update of what the device keeps;
-3. waits for the numbers of the step (divisor and non-finite flag), if the check is deferred and they are on the device;
-4. for each bucket waits for its gradients, updates it with the CPU's kernel, and queues the copy of the rounded params
-   up on another stream;
+3. waits for the numbers of the step (divisor and non-finite flag), if the check is deferred and
+   they are on the device;
+4. for each bucket waits for its gradients, updates it with the CPU's kernel, and queues the copy of
+   the rounded params up on another stream;
 5. makes the current stream wait for those copies, so that the all-gather sends the new params.
 
-So copies down, the CPU's kernel, copies up and the device's update run at the same time. The CPU waits once for each
-bucket, which a step without state on the host does not. What is copied is pinned; main params and moments are not,
-because only the CPU uses them, and are in fp32 whatever the form of the state on the device. An fp32 param is its own
-main param, in the param buffer on the device, and so is its state: another main param of it on the host would be a
-second copy of every value.
+So copies down, the CPU's kernel, copies up and the device's update run at the same time. The CPU
+waits once for each bucket, which a step without state on the host does not. What is copied is
+pinned; main params and moments are not, because only the CPU uses them, and are in fp32 whatever
+the form of the state on the device. An fp32 param is its own main param, in the param buffer on the
+device, and so is its state: another main param of it on the host would be a second copy of every
+value.
 
 Every bit is as without where the kernel is the same and the state is exact (tests/sim/programs.py).
 """
@@ -55,28 +59,43 @@ from megatron_distopt.optimizer.main_params import FlatParam, MainGrads, OnHost
 def buckets_on_host(
     layouts: Sequence[tuple[BufferLayout, torch.dtype]], fraction: float, device: torch.device
 ) -> list[frozenset[int]]:
-    """The buckets whose state is on the host, by buffer; the same on all ranks that share the layouts.
+    """The buckets whose state is on the host, by buffer; the same on all ranks that share the
+    layouts.
 
     Args:
-        layouts: of the buffers, with the dtype of their params, in the order in which gradients arrive.
+        layouts: of the buffers, with the dtype of their params, in the order in which gradients
+            arrive.
         fraction: of the elements of 16-bit params; buckets are taken until it is reached.
-        device: of the params; nothing is taken from the CPU, where all of it is on the host already.
+        device: of the params; nothing is taken from the CPU, where all of it is on the host
+            already.
     """
-    eligible = {number: layout for number, (layout, dtype) in enumerate(layouts) if dtype != torch.float32}
+    eligible = {
+        number: layout for number, (layout, dtype) in enumerate(layouts) if dtype != torch.float32
+    }
     chosen = choose_buckets(list(eligible.values()), fraction if device.type != CPU else 0.0)
     by_buffer = dict(zip(eligible, chosen, strict=True))
     return [by_buffer.get(number, frozenset()) for number in range(len(layouts))]
 
 
 def host_nbytes(
-    layouts: Sequence[tuple[BufferLayout, torch.dtype]], fraction: float, device: torch.device, state_nbytes: int = 12
+    layouts: Sequence[tuple[BufferLayout, torch.dtype]],
+    fraction: float,
+    device: torch.device,
+    state_nbytes: int = 12,
 ) -> int:
-    """Bytes on the host for one rank: state, of so many an element, and pinned memory for gradients and new params."""
+    """Bytes on the host for one rank: state, of so many an element, and pinned memory for gradients
+    and new params."""
     total = 0
-    for (layout, dtype), buckets in zip(layouts, buckets_on_host(layouts, fraction, device), strict=True):
+    for (layout, dtype), buckets in zip(
+        layouts, buckets_on_host(layouts, fraction, device), strict=True
+    ):
         for bucket in buckets:
             numel = layout.buckets[bucket].in_buffer.numel // layout.num_shards
-            total += state_nbytes * numel + pinned_nbytes(4 * numel) + pinned_nbytes(dtype.itemsize * numel)
+            total += (
+                state_nbytes * numel
+                + pinned_nbytes(4 * numel)
+                + pinned_nbytes(dtype.itemsize * numel)
+            )
     return total
 
 
@@ -89,8 +108,8 @@ def check_offload(
     """Checks, before anything is allocated, that the state can be on the host.
 
     Raises:
-        ConfigError: the inner optimizer has no kernel there (where it is known already), all params are fp32, or the
-            machine's memory is too small for the state of its ranks.
+        ConfigError: the inner optimizer has no kernel there (where it is known already), all params
+            are fp32, or the machine's memory is too small for the state of its ranks.
     """
     fraction = config.offload_fraction
     if fraction == 0.0 or device.type == CPU or not layouts:
@@ -109,23 +128,26 @@ def check_offload(
             lambda other: num_ranks * host_nbytes(layouts, other, device, state_nbytes) <= available
         )
         raise ConfigError(
-            f"offload_fraction={fraction} needs {needed:,} bytes on this machine for {num_ranks} rank(s), and "
-            f"{available:,} bytes are available. Write offload_fraction={fitting}."
+            f"offload_fraction={fraction} needs {needed:,} bytes on this machine for {num_ranks} "
+            f"rank(s), and {available:,} bytes are available. Write offload_fraction={fitting}."
         )
 
 
 def greatest_fraction(fits: Callable[[float], bool]) -> float:
     """The greatest hundredth with which something fits; as buckets are whole, it is searched for.
 
-    >>> greatest_fraction(lambda fraction: fraction <= 0.3), greatest_fraction(lambda fraction: fraction < 2)
-    (0.3, 1.0)
+    >>> greatest_fraction(lambda fraction: fraction <= 0.3)
+    0.3
+    >>> greatest_fraction(lambda fraction: fraction < 2)
+    1.0
     """
     first = bisect_left(range(101), True, key=lambda hundredth: not fits(hundredth / 100))
     return max(first - 1, 0) / 100
 
 
 def pinned_nbytes(nbytes: int) -> int:
-    """Bytes that a pinned tensor takes on the host: torch's allocator on CUDA and ROCm has powers of two.
+    """Bytes that a pinned tensor takes on the host: torch's allocator on CUDA and ROCm has powers
+    of two.
 
     >>> pinned_nbytes(4096), pinned_nbytes(4097), pinned_nbytes(0)
     (4096, 8192, 0)
@@ -138,12 +160,15 @@ def _available_nbytes() -> int:
     meminfo, limit = _numbers_in("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     known = [meminfo["MemAvailable:"] << 10] if "MemAvailable:" in meminfo else []
     if limit.exists() and limit.read_text().strip().isdigit():
-        known.append(int(limit.read_text()) - _numbers_in("/sys/fs/cgroup/memory.stat").get("anon", 0))
+        known.append(
+            int(limit.read_text()) - _numbers_in("/sys/fs/cgroup/memory.stat").get("anon", 0)
+        )
     return max(min(known, default=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), 0)
 
 
 def _numbers_in(path: str) -> dict[str, int]:
-    """The first two words of each line of a file of the kernel; empty where there is no such file."""
+    """The first two words of each line of a file of the kernel; empty where there is no such
+    file."""
     file = Path(path)
     lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
@@ -153,7 +178,8 @@ def _numbers_in(path: str) -> dict[str, int]:
 class GradsToHost:
     """Gradients on their way to the host, and what they are to be divided by."""
 
-    # Flat params of a bucket with what they have on the host, and a call that waits for their gradients.
+    # Flat params of a bucket with what they have on the host, and a call that waits for their
+    # gradients.
     buckets: Sequence[tuple[Sequence[tuple[FlatParam, OnHost]], Callable[[], None]]]
     divisor: float | Tensor  # of the gradients, where it is known already
     numbers: HostCopy | None  # divisor and non-finite flag, where they are on their way as well
@@ -176,37 +202,57 @@ class HostUpdates:
         self._on_host: Optimizer | None = None
 
     def copy_grads(
-        self, flat_params: Sequence[FlatParam], grads: MainGrads, divisor: float | Tensor, found_inf: Tensor | None
+        self,
+        flat_params: Sequence[FlatParam],
+        grads: MainGrads,
+        divisor: float | Tensor,
+        found_inf: Tensor | None,
     ) -> GradsToHost:
-        """Queues the copies of the gradients of those flat params that are on the host; waits for nothing."""
+        """Queues the copies of the gradients of those flat params that are on the host; waits for
+        nothing."""
         numbers = None
         if isinstance(divisor, Tensor) or found_inf is not None:
             known = divisor if isinstance(divisor, Tensor) else self._scalar(divisor)
-            numbers = HostCopy(torch.stack([known, self._scalar(0.0) if found_inf is None else found_inf]))
+            numbers = HostCopy(
+                torch.stack([known, self._scalar(0.0) if found_inf is None else found_inf])
+            )
         pairs = zip(flat_params, grads, strict=True)
-        chosen = [(flat, flat.on_host, grad) for flat, grad in pairs if flat.on_host and grad is not None]
+        chosen = [
+            (flat, flat.on_host, grad) for flat, grad in pairs if flat.on_host and grad is not None
+        ]
         measured, buckets = fence(self._device), []
         with on_stream(self._down, self._device):
             measured()
-            for _, members in groupby(chosen, key=lambda member: (_address(member[0].model), member[0].plan.bucket)):
+            for _, members in groupby(
+                chosen, key=lambda member: (_address(member[0].model), member[0].plan.bucket)
+            ):
                 bucket = list(members)
                 _copy_all([(host.arrived, grad) for _, host, grad in bucket])
                 buckets.append(([(flat, host) for flat, host, _ in bucket], mark(self._device)))
         groups = [
-            {key: _on_cpu(value) for key, value in group.items() if key not in ("params", *IMPLEMENTATION)}
+            {
+                key: _on_cpu(value)
+                for key, value in group.items()
+                if key not in ("params", *IMPLEMENTATION)
+            }
             for group in self._inner.param_groups
         ]
         return GradsToHost(buckets, divisor, numbers, groups, [grad for _, _, grad in chosen])
 
     def update(self, on_the_way: GradsToHost) -> None:
-        """Updates bucket by bucket as the gradients arrive, and makes the current stream wait for the new params."""
-        divisor, found_inf = on_the_way.numbers.values if on_the_way.numbers else (float(on_the_way.divisor), 0.0)
+        """Updates bucket by bucket as the gradients arrive, and makes the current stream wait for
+        the new params."""
+        divisor, found_inf = (
+            on_the_way.numbers.values if on_the_way.numbers else (float(on_the_way.divisor), 0.0)
+        )
         if found_inf or not on_the_way.buckets:
             return
         inner = self._prepared(on_the_way)
         for bucket, arrived in on_the_way.buckets:
             arrived()
-            for number, (group, options) in enumerate(zip(inner.param_groups, on_the_way.groups, strict=True)):
+            for number, (group, options) in enumerate(
+                zip(inner.param_groups, on_the_way.groups, strict=True)
+            ):
                 members = [flat.main for flat, _ in bucket if flat.plan.key.group == number]
                 group.update({**options, "params": members})
             arrivals = [host.arrived for _, host in bucket]
@@ -229,7 +275,10 @@ class HostUpdates:
         members = [pair for bucket, _ in on_the_way.buckets for pair in bucket]
         if self._on_host is None or len(self._on_host.param_groups) != len(on_the_way.groups):
             groups: Groups = [
-                {**options, "params": [flat.main for flat, _ in members if flat.plan.key.group == number]}
+                {
+                    **options,
+                    "params": [flat.main for flat, _ in members if flat.plan.key.group == number],
+                }
                 for number, options in enumerate(on_the_way.groups)
             ]
             self._on_host = self._build(groups)
@@ -245,7 +294,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Queues a copy of the second of every pair of 1-D tensors into the first, neighbours in both memories at once."""
+    """Queues a copy of the second of every pair of 1-D tensors into the first, neighbours in both
+    memories at once."""
     stretches: list[list[tuple[Tensor, Tensor]]] = []
     for pair in pairs:
         if not (stretches and all(map(_follows, pair, stretches[-1][-1]))):
@@ -253,7 +303,9 @@ def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         stretches[-1].append(pair)
     for stretch in stretches:
         numel = sum(into.numel() for into, _ in stretch)
-        into, source = (tensor.as_strided((numel,), (1,), tensor.storage_offset()) for tensor in stretch[0])
+        into, source = (
+            tensor.as_strided((numel,), (1,), tensor.storage_offset()) for tensor in stretch[0]
+        )
         into.copy_(source, non_blocking=True)
 
 

@@ -1,8 +1,9 @@
-"""What one rank holds of a sharded optimizer: flat main params, the inner optimizer with its state, and their bytes.
+"""What one rank holds of a sharded optimizer: flat main params, the inner optimizer with its state,
+and their bytes.
 
 step.py has the functions that make its steps.
 
-[Note: bytes of a step] A bf16 param with an fp32 grad, on the rank that owns it, in bytes an element::
+[Note: bytes of a step] Bytes an element of a bf16 param with an fp32 grad, on its owner::
 
     gradient statistics      read grad                        4
     fused Adam               read grad                        4
@@ -14,11 +15,12 @@ step.py has the functions that make its steps.
                                                              --
                                                              42 (38 where the divisor is 1)
 
-The minimum is 30: read grad 4, main 8, moments 16, model param 2. The other 12 have reasons. The norm of the whole
-gradient must be known before its first element is used (4). torch's fused kernel writes the divided gradient back (4),
-even for a divisor of 1 if that is a tensor, as with a deferred check and clipping. No kernel of torch's writes the
-rounded param in the same pass (4). tests/optimizer/test_bytes.py counts these bytes.
-On a CPU large flat params are cast while their main params are in the cache ([Note: blocks] in blocked_adam.py).
+The minimum is 30: read grad 4, main 8, moments 16, model param 2. The other 12 have reasons. The
+norm of the whole gradient must be known before its first element is used (4). torch's fused kernel
+writes the divided gradient back (4), even for a divisor of 1 if that is a tensor, as with a
+deferred check and clipping. No kernel of torch's writes the rounded param in the same pass (4).
+tests/optimizer/test_bytes.py counts these bytes. On a CPU large flat params are cast while their
+main params are in the cache ([Note: blocks] in blocked_adam.py).
 """
 
 from __future__ import annotations
@@ -49,7 +51,11 @@ from megatron_distopt.optimizer.inner import (
     state_of,
 )
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, Precision, memory_of
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
+    LowPrecisionTensor,
+    Precision,
+    memory_of,
+)
 from megatron_distopt.optimizer.low_precision.stored_values import PlainValues
 from megatron_distopt.optimizer.main_params import (
     FlatParam,
@@ -67,22 +73,24 @@ from megatron_distopt.optimizer.offload import HostUpdates, buckets_on_host
 class StepPlan:
     """What a host decided about the step."""
 
-    # the same number, in the same order, on every rank; a group may have no param here. A param that is in no group
-    # is not updated.
+    # the same number, in the same order, on every rank; a group may have no param here. A param
+    # that is in no group is not updated.
     groups: Sequence[ParamGroup]
     choice: InnerChoice  # the inner optimizer, see `choose_inner`
     config: DistOptConfig  # clipping, zero count and non-finite policy
     loss_scale: LossScale  # what the loss is multiplied by
-    # returns the ranks over which the gradient statistics are added up: all that hold a part of the model. Called at
-    # every step, because a host may know it only after the optimizer is built.
+    # returns the ranks over which the gradient statistics are added up: all that hold a part of the
+    # model. Called at every step, because a host may know it only after the optimizer is built.
     stats_group: Callable[[], Group]
-    average_over: int = 1  # how many ranks' gradients are in the sums in the grad buffers; 1 where the host averages
+    # how many ranks' gradients are in the sums in the grad buffers; 1 where the host averages
+    average_over: int = 1
     # by param name, see [Note: excluded from the norm] in grad_norm.py
     excluded_from_norm: Callable[[str], bool] = lambda name: False
-    # whether the CPU reads the non-finite check one step later, where possible, see [Note: deferred check] in
-    # deferred.py. None: yes, if the device is not the CPU.
+    # whether the CPU reads the non-finite check one step later, where possible, see [Note: deferred
+    # check] in deferred.py. None: yes, if the device is not the CPU.
     deferred_check: bool | None = None
-    # whether every param shard is a flat param, as where a host's users look for one main param a model param
+    # whether every param shard is a flat param, as where a host's users look for one main param a
+    # model param
     are_apart: bool = False
 
 
@@ -94,11 +102,14 @@ class ShardedOptimizer:
         device: of the params, also where this rank owns none.
         flat_params: in buffer order.
         inner: updates them.
-        host_updates: of those whose state is on the host; None where there are none. See offload.py.
+        host_updates: of those whose state is on the host; None where there are none. See
+            offload.py.
         averages: of main params; None where there are none.
         stats_dtype: of gradient statistics on the device.
-        defers_check: whether the CPU reads the check of a step only in the next one; the same on all ranks.
-        deferred_check: of the last step, until the next one reads it; see [Note: deferred check] in deferred.py.
+        defers_check: whether the CPU reads the check of a step only in the next one; the same on
+            all ranks.
+        deferred_check: of the last step, until the next one reads it; see [Note: deferred check] in
+            deferred.py.
     """
 
     def __init__(self, buffers: Sequence[ShardedBuffer], plan: StepPlan) -> None:
@@ -108,7 +119,8 @@ class ShardedOptimizer:
         self._num_skipped = 0
         self.deferred_check: DeferredCheck | None = None
         self.flat_params, groups = _flatten(buffers, plan.groups, plan)
-        # torch refuses an empty list of groups, and a rank without any param still takes part in the statistics.
+        # torch refuses an empty list of groups, and a rank without any param still takes part in
+        # the statistics.
         self.inner = plan.choice.build(groups or [{"params": []}])
         self.host_updates = _host_updates(plan, self.flat_params, self.inner, self.device)
         self.averages = None if self.config.ema_decay is None else Averages(self.config.ema_decay)
@@ -117,21 +129,32 @@ class ShardedOptimizer:
     def show_flat_params(self) -> None:
         """Tells the inner optimizer what its main params are, where it has to know."""
         self.stats_dtype = stats_dtype(self.device)
-        wanted = self.device.type != CPU if self.plan.deferred_check is None else self.plan.deferred_check
+        wanted = (
+            self.device.type != CPU
+            if self.plan.deferred_check is None
+            else self.plan.deferred_check
+        )
         is_exact = self.stats_dtype is torch.float64
         is_constant = isinstance(self.loss_scale, ConstantLossScale)
         self.defers_check = wanted and is_exact and is_constant and skips_by_itself(self.inner)
         if isinstance(self.inner, InParts):
             self.inner.hold(self.buffers, self.flat_params, self.plan.groups)
         if isinstance(self.inner, FlatOptimizer) and self.inner.rounds_itself:
-            on_device = [flat for flat in self.flat_params if flat.owns_memory and flat.on_host is None]
-            starts = {name: place for buffer in self.buffers for name, place in buffer.layout.places.items()}
+            on_device = [
+                flat for flat in self.flat_params if flat.owns_memory and flat.on_host is None
+            ]
+            starts = {
+                name: place
+                for buffer in self.buffers
+                for name, place in buffer.layout.places.items()
+            }
             firsts = ((flat.main, flat.plan.shards[0]) for flat in self.flat_params)
             places = {main: starts[shard.name] + shard.in_param.start for main, shard in firsts}
             self.inner.round_into({flat.main: flat.model for flat in on_device}, places)
 
     def separate(self, key_of: Callable[[str], Hashable]) -> None:
-        """Cuts flat params between neighbours with different keys, so that each part has a count of updates of its own.
+        """Cuts flat params between neighbours with different keys, so that each part has a count of
+        updates of its own.
 
         State stays where it is in memory.
         """
@@ -143,37 +166,48 @@ class ShardedOptimizer:
             if len(into) > 1:
                 start = flat.plan.in_buffer.start
                 cuts = {part.plan.in_buffer.relative_to(start): part.main for part in into}
-                split_state(self.inner, self.inner.param_groups[flat.plan.key.group], flat.main, cuts)
+                split_state(
+                    self.inner, self.inner.param_groups[flat.plan.key.group], flat.main, cuts
+                )
         if any(len(into) > 1 for into in parts.values()):
             self.flat_params = tuple(part for into in parts.values() for part in into)
             self.show_flat_params()
 
     def check_has_params(self, call: str) -> None:
-        """Refuses a call while the model has averages in the place of its params, on all ranks alike."""
+        """Refuses a call while the model has averages in the place of its params, on all ranks
+        alike."""
         if self.averages is not None and self.averages.are_shown:
             got, rule = "within averaged_params()", "be made while the model has its own params"
             raise AccessError(refusal(call, got, rule, "Move it behind the with block"))
 
     @property
     def divisor(self) -> float:
-        """What the sums in the grad buffers have to be divided by: loss scale times number of ranks in the sum."""
+        """What the sums in the grad buffers have to be divided by: loss scale times number of ranks
+        in the sum."""
         return self.loss_scale.value * self.plan.average_over
 
     @property
     def num_skipped(self) -> int:
-        """Steps that changed nothing because a gradient was not finite; waits for a deferred check that is open."""
+        """Steps that changed nothing because a gradient was not finite; waits for a deferred check
+        that is open."""
         check = self.deferred_check
-        is_skipped = check is not None and self.config.policy is NonFinitePolicy.SKIP and not check.stats.is_finite
+        is_skipped = (
+            check is not None
+            and self.config.policy is NonFinitePolicy.SKIP
+            and not check.stats.is_finite
+        )
         return self._num_skipped + is_skipped
 
     @num_skipped.setter
     def num_skipped(self, value: int) -> None:
-        """Sets the count, as loading does; an open check, which was of the state before, is dropped."""
+        """Sets the count, as loading does; an open check, which was of the state before, is
+        dropped."""
         self.forget_deferred_check()
         self._num_skipped = value
 
     def take_deferred_check(self) -> DeferredCheck | None:
-        """Returns the check of the last step if it is open, and drops it; counts the step if it was skipped."""
+        """Returns the check of the last step if it is open, and drops it; counts the step if it was
+        skipped."""
         check, self._num_skipped = self.deferred_check, self.num_skipped
         self.forget_deferred_check()
         return check
@@ -188,22 +222,27 @@ class ShardedOptimizer:
         """Excludes params from this step: they are not updated and keep their state.
 
         Returns:
-            The main grads of the others; None for flat params that are left out. Those found before are of no use any
-            more, because flat params are cut.
+            The main grads of the others; None for flat params that are left out. Those found before
+            are of no use any more, because flat params are cut.
         """
         self.separate(lambda name: name in names)
         if isinstance(self.inner, InParts):
             self.inner.left_out = frozenset(names)
-        grads = main_grads([flat for flat in self.flat_params if flat.plan.shards[0].name not in names])
+        grads = main_grads(
+            [flat for flat in self.flat_params if flat.plan.shards[0].name not in names]
+        )
         rest = iter(grads)
-        return [None if flat.plan.shards[0].name in names else next(rest) for flat in self.flat_params]
+        return [
+            None if flat.plan.shards[0].name in names else next(rest) for flat in self.flat_params
+        ]
 
     def extend(self, buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup]) -> None:
         """Takes over further params, between two steps.
 
         Args:
             buffers: of the further params.
-            groups: all param groups, each with the names of its further params; known groups come first.
+            groups: all param groups, each with the names of its further params; known groups come
+                first.
         """
         flat_params, added = _flatten(buffers, groups, self.plan)
         # Built anew, because some classes fill their state in the constructor.
@@ -219,7 +258,10 @@ class ShardedOptimizer:
         if self.host_updates is None:
             self.host_updates = _host_updates(self.plan, flat_params, self.inner, self.device)
         pairs = zip_longest(self.plan.groups, groups)
-        joined = (ParamGroup((old or new).options, (*(old.names if old else ()), *new.names)) for old, new in pairs)
+        joined = (
+            ParamGroup((old or new).options, (*(old.names if old else ()), *new.names))
+            for old, new in pairs
+        )
         self.plan = replace(self.plan, groups=tuple(joined))
         self.show_flat_params()
 
@@ -233,10 +275,12 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def follow_model(self) -> None:
-        """Does what `reload_model_params` does, but only for flat params that no longer round to their model params.
+        """Does what `reload_model_params` does, but only for flat params that no longer round to
+        their model params.
 
-        The others keep the bits below the model's precision. It costs a pass over the main params, so it is for the
-        first step after start-up or loading, in hosts that do not say when they changed the model.
+        The others keep the bits below the model's precision. It costs a pass over the main params,
+        so it is for the first step after start-up or loading, in hosts that do not say when they
+        changed the model.
         """
         for buffer in self.buffers:
             buffer.collect()
@@ -248,21 +292,32 @@ class ShardedOptimizer:
 def _flatten(
     buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup], plan: StepPlan
 ) -> tuple[tuple[FlatParam, ...], Groups]:
-    """The flat params of some buffers, and param groups of `torch.optim` that hold their main params."""
+    """The flat params of some buffers, and param groups of `torch.optim` that hold their main
+    params."""
     group_of = {name: index for index, group in enumerate(groups) for name in group.names}
 
     def key_of(name: str) -> FlatParamKey | None:
         if name not in group_of:
             return None
-        return FlatParamKey(group_of[name], plan.excluded_from_norm(name), name if plan.are_apart else "")
+        return FlatParamKey(
+            group_of[name], plan.excluded_from_norm(name), name if plan.are_apart else ""
+        )
 
     layouts = [(buffer.layout, buffer.param.dtype) for buffer in buffers]
     on_host = buckets_on_host(layouts, plan.config.offload_fraction, plan.loss_scale.scale.device)
     flat_params = build_flat_params(buffers, key_of, Precision.of(plan.config), on_host)
     if plan.config.ema_decay is not None:
-        flat_params = tuple(replace(flat, average=flat.zeros(torch.float32).copy_(flat.main)) for flat in flat_params)
-    mains = [[flat.main for flat in flat_params if flat.plan.key.group == index] for index in range(len(groups))]
-    return flat_params, [{**group.options, "params": params} for group, params in zip(groups, mains, strict=True)]
+        flat_params = tuple(
+            replace(flat, average=flat.zeros(torch.float32).copy_(flat.main))
+            for flat in flat_params
+        )
+    mains = [
+        [flat.main for flat in flat_params if flat.plan.key.group == index]
+        for index in range(len(groups))
+    ]
+    return flat_params, [
+        {**group.options, "params": params} for group, params in zip(groups, mains, strict=True)
+    ]
 
 
 def _host_updates(
@@ -271,7 +326,10 @@ def _host_updates(
     if all(flat.on_host is None for flat in flat_params):
         return None
     if plan.choice.on_host is None:
-        rule, remedy = "have a kernel for state on the host", "Write adam='torch_fused', or offload_fraction=0.0"
+        rule, remedy = (
+            "have a kernel for state on the host",
+            "Write adam='torch_fused', or offload_fraction=0.0",
+        )
         raise ConfigError(refusal("inner optimizer", plan.choice.name, rule, remedy))
     return HostUpdates(inner, plan.choice.on_host, device)
 
@@ -285,8 +343,10 @@ class Memory:
     main_nbytes: int  # main params that are not the model params themselves
     moment_nbytes: int  # what the inner optimizer keeps; 0 before the first step
     average_nbytes: int  # averages of main params
-    host_nbytes: int  # of main params, moments and averages, those on the host while the params are on a device
-    staging_nbytes: int  # pinned memory of the host for gradients on their way there and params on their way back
+    # of main params, moments and averages, those on the host while the params are on a device
+    host_nbytes: int
+    # pinned memory of the host for gradients on their way there and params on their way back
+    staging_nbytes: int
 
     @property
     def state_nbytes(self) -> int:
@@ -299,26 +359,39 @@ def measure_memory(optimizer: ShardedOptimizer) -> Memory:
     moments = {flat: _moments(optimizer, flat) for flat in optimizer.flat_params}
     moment_nbytes = {flat: sum(map(_nbytes, of_one)) for flat, of_one in moments.items()}
     main_nbytes = {flat: _main_nbytes(flat) for flat in optimizer.flat_params if flat.owns_memory}
-    average_nbytes = {flat: 0 if flat.average is None else flat.average.nbytes for flat in optimizer.flat_params}
+    average_nbytes = {
+        flat: 0 if flat.average is None else flat.average.nbytes for flat in optimizer.flat_params
+    }
     on_host = [(flat, flat.on_host) for flat in main_nbytes if flat.on_host is not None]
     return Memory(
         param_nbytes=sum(_nbytes(buffer.param) for buffer in optimizer.buffers),
-        grad_nbytes=sum(map(_nbytes, {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values())),
+        grad_nbytes=sum(
+            map(
+                _nbytes,
+                {buffer.grad.data_ptr(): buffer.grad for buffer in optimizer.buffers}.values(),
+            )
+        ),
         main_nbytes=sum(main_nbytes.values()),
         moment_nbytes=elsewhere + sum(moment_nbytes.values()),
         average_nbytes=sum(average_nbytes.values()),
-        host_nbytes=sum(main_nbytes[flat] + moment_nbytes[flat] + average_nbytes[flat] for flat, _ in on_host),
+        host_nbytes=sum(
+            main_nbytes[flat] + moment_nbytes[flat] + average_nbytes[flat] for flat, _ in on_host
+        ),
         staging_nbytes=sum(_nbytes(host.model) + _nbytes(host.arrived) for _, host in on_host),
     )
 
 
 def _main_nbytes(flat: FlatParam) -> int:
-    is_model = isinstance(flat.main, LowPrecisionTensor) and isinstance(flat.main.stored, PlainValues)
+    is_model = isinstance(flat.main, LowPrecisionTensor) and isinstance(
+        flat.main.stored, PlainValues
+    )
     return 0 if is_model else _nbytes(flat.main)
 
 
 def _moments(optimizer: ShardedOptimizer, flat: FlatParam) -> list[Tensor]:
-    return [value for value in state_of(optimizer.inner, flat.main).values() if torch.is_tensor(value)]
+    return [
+        value for value in state_of(optimizer.inner, flat.main).values() if torch.is_tensor(value)
+    ]
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from megatron_distopt.config import FREE_OPTIONS, OPTIONS, Switch, config_from_arguments, switch_from
+from megatron_distopt.config import (
+    FREE_OPTIONS,
+    OPTIONS,
+    Switch,
+    config_from_arguments,
+    switch_from,
+)
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.patch_points import Replacement
 from megatron_distopt.options import flag_of
@@ -20,7 +26,8 @@ _FLAG = "--use-distributed-optimizer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds a flag for each option that no host has a flag for, spelled with hyphens and with underscores.
+    """Adds a flag for each option that no host has a flag for, spelled with hyphens and with
+    underscores.
 
     Args:
         parser: the script's own; one that has them already is left as it is.
@@ -29,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         The same parser.
 
     Examples:
-        >>> args = add_arguments(argparse.ArgumentParser()).parse_args(["--distopt-nonfinite", "skip"])
+        >>> parser = add_arguments(argparse.ArgumentParser())
+        >>> args = parser.parse_args(["--distopt-nonfinite", "skip"])
         >>> config_from_arguments(args).nonfinite
         'skip'
     """
@@ -38,16 +46,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("megatron_distopt")
     for name in FREE_OPTIONS:
         declared = OPTIONS[name]
-        # A switch stands alone; with a value it can be switched off again, after the flags that a script adds.
+        # A switch stands alone; with a value it can be switched off again, after the flags that a
+        # script adds.
         switch: dict[str, Any] = {"nargs": "?", "const": "yes"} if declared.is_switch else {}
-        text = f"{declared.meaning} ({declared.values}; default {declared.shown_default})".replace("%", "%%")
+        text = f"{declared.meaning} ({declared.values}; default {declared.shown_default})".replace(
+            "%", "%%"
+        )
         group.add_argument(
-            flag_of(name), f"--distopt_{name}", dest=f"distopt_{name}", metavar="VALUE", help=text, **switch
+            flag_of(name),
+            f"--distopt_{name}",
+            dest=f"distopt_{name}",
+            metavar="VALUE",
+            help=text,
+            **switch,
         )
     return parser
 
 
-def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[object], None]) -> Replacement:
+def parser_with_ours(
+    original: Callable[..., Any], check_arguments: Callable[[object], None]
+) -> Replacement:
     """Wraps a host's `parse_args`: adds the flags of this package and refuses conflicts."""
 
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -67,14 +85,18 @@ def parser_with_ours(original: Callable[..., Any], check_arguments: Callable[[ob
 
 
 def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: bool = True) -> None:
-    """Refuses a misspelled flag of this package or of the host, because some hosts ignore flags that they do not know.
+    """Refuses a misspelled flag of this package or of the host, because some hosts ignore flags
+    that they do not know.
 
-    `known` are the option strings of a parser; `abbreviated` says whether it takes the beginning of a flag for it.
+    `known` are the option strings of a parser; `abbreviated` says whether it takes the beginning of
+    a flag for it.
     """
     for word in words:
         flag = word.partition("=")[0]
         hyphened = "--" + flag[2:].replace("_", "-")
-        is_known = flag in known or (abbreviated and any(option.startswith(flag) for option in known))
+        is_known = flag in known or (
+            abbreviated and any(option.startswith(flag) for option in known)
+        )
         if not flag.startswith("--") or is_known:
             continue
         if hyphened.startswith(_PREFIX):

@@ -1,7 +1,7 @@
 """The entry point: `distopt` in the group `megatron.optimizer_factories`.
 
-A fork that asks its installed packages for factories (`megatron-distopt patch --apply FORK` adds the question) calls it
-once, at the end of the module that defines the factory.
+A fork that asks its installed packages for factories (`megatron-distopt patch --apply FORK` adds
+the question) calls it once, at the end of the module that defines the factory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from megatron_distopt.plugin.install import fix_host, flags_of
 
 
 def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what the fork uses in place of `original`: its own factory, or what another package made of it."""
-    config_from_environment(os.environ)  # refuses a bad variable now; it is read after the fork's flags
+    """Returns what the fork uses in place of `original`: its own factory, or what another package
+    made of it."""
+    # refuses a bad variable now; it is read after the fork's flags
+    config_from_environment(os.environ)
     if isinstance(original, Replacement):
         return original
     host, is_off = find_host(), switch_from(os.environ) is Switch.OFF

@@ -1,7 +1,8 @@
 """`megatron_distopt.install()`: replaces attributes of a host, and puts them back.
 
-All patch points are checked first, and nothing is changed on a mismatch. Training modules import the factory *by
-value*, so replacing it where it is defined is not enough: every loaded module that holds the same object is rebound.
+All patch points are checked first, and nothing is changed on a mismatch. Training modules import
+the factory *by value*, so replacing it where it is defined is not enough: every loaded module that
+holds the same object is rebound.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron_distopt.comm import show_presence
-from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, fixes_from, switch_from
+from megatron_distopt.config import (
+    DistOptConfig,
+    Switch,
+    config_from_environment,
+    fixes_from,
+    switch_from,
+)
 from megatron_distopt.errors import ConfigError, UnknownHostError
 from megatron_distopt.hosts.base import SWITCHED_OFF
 from megatron_distopt.hosts.detect import Generation, find_host, recognise
@@ -28,7 +35,8 @@ class Installation:
 
     config: DistOptConfig  # the options in force, as far as no flag says more
     is_active: bool  # False where MEGATRON_DISTOPT=0 keeps the host as it is
-    _undos: tuple[Undo, ...] = field(repr=False)  # the first may refuse; it puts the patch points back
+    # the first may refuse; it puts the patch points back
+    _undos: tuple[Undo, ...] = field(repr=False)
 
     def undo(self) -> None:
         """Puts every attribute of the host back; a second call does nothing.
@@ -47,14 +55,15 @@ _installed: list[Installation] = []
 
 
 def install(config: DistOptConfig | None = None) -> Installation:
-    """Makes the host's `get_megatron_optimizer` build our optimizer where its flag asks for a distributed one.
+    """Makes the host's `get_megatron_optimizer` build our optimizer where its flag asks for a
+    distributed one.
 
-    Call it before the training module is imported; modules that already imported the function are rebound. A second
-    call with the same options returns the first installation.
+    Call it before the training module is imported; modules that already imported the function are
+    rebound. A second call with the same options returns the first installation.
 
     Args:
-        config: options that the host has no flag for. They stand before flags and MEGATRON_DISTOPT_* variables, which
-            say the others.
+        config: options that the host has no flag for. They stand before flags and
+            MEGATRON_DISTOPT_* variables, which say the others.
 
     Raises:
         ConfigError: a bad variable, or another installation with other options.
@@ -67,7 +76,10 @@ def install(config: DistOptConfig | None = None) -> Installation:
     if _installed:
         current = _installed[0].config
         if (current, current.explicit) != (config, config.explicit):
-            raise ConfigError("install() was called before with other options. Call undo() on the first installation.")
+            raise ConfigError(
+                "install() was called before with other options. Call undo() on the first "
+                "installation."
+            )
         return _installed[0]
     is_active = switch_from(os.environ) is not Switch.OFF
     undos: list[Undo] = []
@@ -75,13 +87,15 @@ def install(config: DistOptConfig | None = None) -> Installation:
         if is_active:
             undos.append(fix_host())  # before anything of the host is imported
             host = find_host()
-            host.factory.find()  # imports it; a host that looks for entry points installs this package then
+            # imports it; a host that looks for entry points installs this package then
+            host.factory.find()
             factory = host.factory, lambda original: host.replacement(original, options)
             undos.insert(0, apply([factory, *flags_of(host)]))
             undos.insert(1, host.take_over(options))
         else:
-            # A launch script keeps its --distopt flags: they are parsed and ignored. A host without a parser is not
-            # imported, because nothing is to happen where the package is switched off.
+            # A launch script keeps its --distopt flags: they are parsed and ignored. A host without
+            # a parser is not imported, because nothing is to happen where the package is switched
+            # off.
             with suppress(UnknownHostError):
                 if recognise(importable_host(sys.path).has).parser is not None:
                     undos.append(apply(flags_of(find_host())))
@@ -95,14 +109,16 @@ def install(config: DistOptConfig | None = None) -> Installation:
 
 
 def fix_host() -> Undo:
-    """Repairs what keeps the host from starting and has nothing to do with its optimizer, see hosts/fixes.py."""
+    """Repairs what keeps the host from starting and has nothing to do with its optimizer, see
+    hosts/fixes.py."""
     if not fixes_from(os.environ):
         return lambda: None
     return apply_fixes(needed_fixes(importable_host(sys.path)))
 
 
 def flags_of(host: Generation) -> list[Patch]:
-    """Returns the patch that adds the flags to the host's parser, or none where it is applied already."""
+    """Returns the patch that adds the flags to the host's parser, or none where it is applied
+    already."""
     if host.parser is None or host.parser.is_replaced:
         return []
     return [(host.parser, lambda original: parser_with_ours(original, host.check_arguments))]

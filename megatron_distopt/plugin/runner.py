@@ -1,4 +1,5 @@
-"""The runner: starts a training script with the package installed, and otherwise as if it had been started alone.
+"""The runner: starts a training script with the package installed, and otherwise as if it had been
+started alone.
 
 ::
 
@@ -6,9 +7,9 @@
     deepspeed --num_gpus 8 --module megatron_distopt pretrain_gpt.py ...
     python -m megatron_distopt -m package.pretrain ...
 
-The script is `__main__`, with its own arguments, folder, exit status and traceback; processes that it spawns find its
-functions. The DeepSpeed launcher puts --local_rank=N before the script's name; the script gets it as its first
-argument.
+The script is `__main__`, with its own arguments, folder, exit status and traceback; processes that
+it spawns find its functions. The DeepSpeed launcher puts --local_rank=N before the script's name;
+the script gets it as its first argument.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ class TrainingScript:
 
     name: str  # a path, or the dotted name of a module
     is_module: bool
-    arguments: tuple[str, ...]  # everything after the name, with what the launcher put before it in front
+    # everything after the name, with what the launcher put before it in front
+    arguments: tuple[str, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Installs the package and runs the target; `argv` is without the program's name, and `sys.argv[1:]` where None.
+    """Installs the package and runs the target; `argv` is without the program's name, and
+    `sys.argv[1:]` where None.
 
-    The status is the target's own, 2 for a bad command line, or 1 where the package cannot be installed.
+    The status is the target's own, 2 for a bad command line, or 1 where the package cannot be
+    installed.
     """
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"]):
@@ -52,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"{error}\n{_USAGE}\n")
         raise SystemExit(2) from None
     script = os.path.abspath(target.name)
-    if not target.is_module and not getattr(sys.flags, "safe_path", False):  # python 3.11 can leave both folders out
+    # python 3.11 can leave both folders out
+    if not target.is_module and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(script)  # python -m put the working directory there
     try:
         if RECORD_VARIABLE in os.environ:
@@ -77,23 +82,35 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_target(words: Sequence[str]) -> TrainingScript:
-    """Splits the command line into the script and its arguments; refuses a script that does not exist."""
+    """Splits the command line into the script and its arguments; refuses a script that does not
+    exist."""
     launcher = [word for word in words[:1] if word.startswith(("--local_rank", "--local-rank"))]
     rest = list(words[len(launcher) :])
     is_module = rest[:1] == ["-m"]
     name, arguments = rest[is_module : is_module + 1], rest[is_module + 1 :]
     if not name or (not is_module and not os.path.isfile(name[0])):
-        found = f"There is no training script {name[0]!r}" if name else "No training script is given"
+        found = (
+            f"There is no training script {name[0]!r}" if name else "No training script is given"
+        )
         raise ConfigError(f"{found}. Put the script's path, or -m and a module, first.")
     return TrainingScript(name[0], is_module, (*launcher, *arguments))
 
 
 def _without_our_frames(original: ExceptHook) -> ExceptHook:
     """Makes a traceback start with the first frame of the script, as it does without the runner."""
-    ours = (__file__, runpy.__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "__main__.py"))
+    ours = (
+        __file__,
+        runpy.__file__,
+        os.path.join(os.path.dirname(os.path.dirname(__file__)), "__main__.py"),
+    )
 
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        while traceback is not None and traceback.tb_frame.f_code.co_filename in (*ours, "<frozen runpy>"):
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        while traceback is not None and traceback.tb_frame.f_code.co_filename in (
+            *ours,
+            "<frozen runpy>",
+        ):
             traceback = traceback.tb_next
         original(kind, error.with_traceback(traceback), traceback)
 

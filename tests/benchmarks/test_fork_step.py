@@ -3,7 +3,8 @@
 The fork is not part of this repository; the test needs
 
     MEGATRON_FORK=/path/to/Megatron-DeepSpeed     a checkout of main, 4efb479d
-    MEGATRON_FORK_RUN=/path/to/mds_on_cpu         with the shim.py that helps the fork's own optimizer onto a CPU
+    MEGATRON_FORK_RUN=/path/to/mds_on_cpu         with the shim.py that helps the fork's own
+    optimizer onto a CPU
 
 and is skipped where one is unset.
 """
@@ -43,7 +44,9 @@ LOSS_SCALES = (None, 128.0)
 
 def _model() -> Module:
     generator = torch.Generator().manual_seed(1)
-    return ParameterList([Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES])
+    return ParameterList(
+        [Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES]
+    )
 
 
 def _gradients(rank: int, step: int, scale: float) -> list[Tensor]:
@@ -51,7 +54,9 @@ def _gradients(rank: int, step: int, scale: float) -> list[Tensor]:
     return [SIZES[step] * scale * torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def _train(model: Module, rank: int, scale: float, zero: Callable[[], None], act: Callable[[], Any]) -> list[Any]:
+def _train(
+    model: Module, rank: int, scale: float, zero: Callable[[], None], act: Callable[[], Any]
+) -> list[Any]:
     """The params after every step, and the norm."""
     seen = []
     for step in range(STEPS):
@@ -86,7 +91,9 @@ def _with_the_fork(rank: int, loss_scale: float | None) -> list[Any]:
     wrapped = DistributedDataParallel(model, True, True)
     adam = torch_adam(foreach=False)(groups_of(model))
     scaler = None if loss_scale is None else ConstantGradScaler(loss_scale)
-    optimizer = DistributedOptimizer(adam, CLIP_GRAD, False, True, True, False, True, torch.bfloat16, scaler, [wrapped])
+    optimizer = DistributedOptimizer(
+        adam, CLIP_GRAD, False, True, True, False, True, torch.bfloat16, scaler, [wrapped]
+    )
     args = SimpleNamespace(barrier_with_L1_time=False, sequence_parallel=False)
 
     def zero() -> None:
@@ -113,12 +120,17 @@ def both(rank: int, size: int) -> dict[float | None, tuple[list[Any], list[Any]]
     from megatron.core import mpu
 
     mpu.initialize_model_parallel(use_distributed_optimizer=True)
-    return {scale: (_re_implemented(rank, size, scale), _with_the_fork(rank, scale)) for scale in LOSS_SCALES}
+    return {
+        scale: (_re_implemented(rank, size, scale), _with_the_fork(rank, scale))
+        for scale in LOSS_SCALES
+    }
 
 
 @pytest.mark.skipif(bool(_UNSET), reason=f"needs the real fork: {', '.join(_UNSET)} unset")
 @pytest.mark.parametrize("size", (1, 3))
-def test_fork_step_when_beside_the_fork_then_params_and_norms_are_bit_for_bit_equal(size: int) -> None:
+def test_fork_step_when_beside_the_fork_then_params_and_norms_are_bit_for_bit_equal(
+    size: int,
+) -> None:
     for found in run_ranks(both, size):
         for ours, theirs in found.values():
             for (params, norm), (other_params, other_norm) in zip(ours, theirs, strict=True):

@@ -1,4 +1,5 @@
-"""scripts/gpu_check.sh: one bad check does not end the report, and the report says what was found and what to do."""
+"""scripts/gpu_check.sh: one bad check does not end the report, and the report says what was found
+and what to do."""
 
 from __future__ import annotations
 
@@ -32,27 +33,65 @@ MACHINE = Machine("xpu", ("Some GPU",) * 2, 2, 80 << 30, "xccl", "Linux", "3.11.
 
 
 def _timed(**seconds: list[float]) -> list[dict[str, Any]]:
-    found = [{"name": name.replace("_", " "), "seconds": each, "why_not": ""} for name, each in seconds.items()]
-    return [*found, {"name": "apex", "seconds": [], "why_not": "not installed (No module named 'apex')"}]
+    found = [
+        {"name": name.replace("_", " "), "seconds": each, "why_not": ""}
+        for name, each in seconds.items()
+    ]
+    return [
+        *found,
+        {"name": "apex", "seconds": [], "why_not": "not installed (No module named 'apex')"},
+    ]
 
 
-STEP = {"numel": 3 * 10**8, "copy": 3e12, "contestants": _timed(ours=[0.004, 0.0044], peer=[0.008, 0.009])}
-TRAIN = {"numel": 6 * 10**8, "contestants": _timed(forward_and_backward_alone=[0.1], ours=[0.2, 0.21], peer=[0.4])}
+STEP = {
+    "numel": 3 * 10**8,
+    "copy": 3e12,
+    "contestants": _timed(ours=[0.004, 0.0044], peer=[0.008, 0.009]),
+}
+TRAIN = {
+    "numel": 6 * 10**8,
+    "contestants": _timed(forward_and_backward_alone=[0.1], ours=[0.2, 0.21], peer=[0.4]),
+}
 BYTES = {"numel": 10, "held": 120, "step_peak": 125, "build_peak": 130, "why_not": ""}
-HELD = {"numel": 10, "target": 12.0, "contestants": [{"contestant": "ours", **BYTES}, {"contestant": "peer", **BYTES}]}
+HELD = {
+    "numel": 10,
+    "target": 12.0,
+    "contestants": [{"contestant": "ours", **BYTES}, {"contestant": "peer", **BYTES}],
+}
 PASSED = (
-    Outcome("correctness", "overlaps", "both overlaps change no bit", 2, Status.PASSES, 1.5, "equal to the bit"),
-    Outcome("correctness", "megatron_core", "agrees", 2, Status.PASSES, 3.0, "0.16.1", {"version": "0.16.1"}),
+    Outcome(
+        "correctness",
+        "overlaps",
+        "both overlaps change no bit",
+        2,
+        Status.PASSES,
+        1.5,
+        "equal to the bit",
+    ),
+    Outcome(
+        "correctness",
+        "megatron_core",
+        "agrees",
+        2,
+        Status.PASSES,
+        3.0,
+        "0.16.1",
+        {"version": "0.16.1"},
+    ),
     Outcome("correctness", "collectives", "in place", 1, Status.SKIPPED, 0.0, "one device"),
     Outcome("memory", "held", "bytes an element", 2, Status.PASSES, 9.0, "12.00", HELD),
     Outcome("speed", "step", "an optimizer step", 1, Status.PASSES, 9.0, "4.2 ms", STEP),
     Outcome("speed", "train", "training steps", 2, Status.PASSES, 9.0, "205 ms", TRAIN),
 )
-FAILED = Outcome("correctness", "resume", "checkpoints resume", 2, Status.FAILS, 2.0, "rank 1: KeyError: 'a|b'")
+FAILED = Outcome(
+    "correctness", "resume", "checkpoints resume", 2, Status.FAILS, 2.0, "rank 1: KeyError: 'a|b'"
+)
 REPORT = Report(MACHINE, PASSED, "2026-11-23", 61.0, "scripts/gpu_check.sh --device xpu")
 
 
-def test_report_when_something_failed_then_says_so_first_and_packs_what_to_send(tmp_path: Path) -> None:
+def test_report_when_something_failed_then_says_so_first_and_packs_what_to_send(
+    tmp_path: Path,
+) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "rank0.log").write_text("KeyError")
@@ -60,14 +99,24 @@ def test_report_when_something_failed_then_says_so_first_and_packs_what_to_send(
     write_report(report, tmp_path, logs)
     text = (tmp_path / "report.md").read_text()
     assert "**5 passed, 1 failed, 1 skipped**" in text
-    assert text.index("What failed") < text.index("## Machine") < text.index("## What to send") < text.index(ARCHIVE)
+    assert (
+        text.index("What failed")
+        < text.index("## Machine")
+        < text.index("## What to send")
+        < text.index(ARCHIVE)
+    )
     assert text.count("rank 1: KeyError: 'a|b'") == 1 and r"KeyError: 'a\|b'" in text
     with tarfile.open(tmp_path / ARCHIVE) as archive:
         assert {"gpu_check/report.json", "gpu_check/logs/rank0.log"} <= set(archive.getnames())
-    assert json.loads((tmp_path / "report.json").read_text())["outcomes"][-1]["detail"] == FAILED.detail
+    assert (
+        json.loads((tmp_path / "report.json").read_text())["outcomes"][-1]["detail"]
+        == FAILED.detail
+    )
 
 
-def test_report_when_nothing_failed_then_has_ratios_and_memory_and_nothing_is_packed(tmp_path: Path) -> None:
+def test_report_when_nothing_failed_then_has_ratios_and_memory_and_nothing_is_packed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / ARCHIVE).write_text("of an earlier run")
     write_report(REPORT, tmp_path, tmp_path / "logs")
     assert not (tmp_path / ARCHIVE).exists()
@@ -80,7 +129,11 @@ def test_report_when_nothing_failed_then_has_ratios_and_memory_and_nothing_is_pa
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("--devce cpu", "Write --device"), ("--minutes soon", "Write --minutes 10"), ("--only fast", "'memory', 'speed'")],
+    [
+        ("--devce cpu", "Write --device"),
+        ("--minutes soon", "Write --minutes 10"),
+        ("--only fast", "'memory', 'speed'"),
+    ],
 )
 def test_options_when_they_are_not_known_then_says_what_to_type(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
@@ -96,13 +149,27 @@ def test_device_when_it_is_not_there_then_says_what_to_type(device: str) -> None
         device_type_of(device)
 
 
-def test_batches_when_there_are_devices_then_every_check_runs_and_ranks_grow_to_all_of_them() -> None:
-    assert [rank_counts(count) for count in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+def test_batches_when_there_are_devices_then_every_check_runs_and_ranks_grow_to_all_of_them() -> (
+    None
+):
+    assert [rank_counts(count) for count in (1, 2, 6, 8)] == [
+        (1,),
+        (1, 2),
+        (1, 2, 4, 6),
+        (1, 2, 4, 8),
+    ]
     found = list(batches_of(6))
     assert [batch.ranks for batch in found if batch.checks[0].subject == "memory"] == [1, 6]
-    assert {batch.ranks for batch in found if batch.checks[0].subject == "correctness"} == {1, 2, 4, 6}
+    assert {batch.ranks for batch in found if batch.checks[0].subject == "correctness"} == {
+        1,
+        2,
+        4,
+        6,
+    }
     assert all(len(batch.checks) == 1 for batch in found if batch.checks[0].is_separate)
-    assert {check.name for batch in found for check in batch.checks} == {check.name for check in CHECKS}
+    assert {check.name for batch in found for check in batch.checks} == {
+        check.name for check in CHECKS
+    }
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     assert {check.subject for check in CHECKS} == set(SUBJECTS)
     assert seconds_for(found, 300.0) > seconds_for(found, 30.0) >= 2.0
@@ -171,7 +238,10 @@ STATUSES = {
     "has_a_bad_peer": (Status.PASSES, "without bad peer"),
     "passes": (Status.PASSES, "rank 0 of 1"),
     "hangs": (Status.FAILS, "no end after 0.5 s; stacks are in the logs"),
-    "collectives": (Status.PASSES, "12 combinations of dtype, length and async_op, equal to the bit"),
+    "collectives": (
+        Status.PASSES,
+        "12 combinations of dtype, length and async_op, equal to the bit",
+    ),
     "raises": (Status.FAILS, "rank 1: KeyError: 'only here'"),
 }
 
@@ -179,7 +249,8 @@ STATUSES = {
 def test_checks_when_they_end_in_any_way_then_the_others_are_run_and_what_was_found_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGATRON_DISTOPT_ACCELERATOR", "torch")  # DeepSpeed takes each process a while to ask
+    # DeepSpeed takes each process a while to ask
+    monkeypatch.setenv("MEGATRON_DISTOPT_ACCELERATOR", "torch")
     runner = Runner(look("cpu"), tmp_path, defined_in="tests.benchmarks.test_gpu_check:ALL")
     batches = Batch(1, ON_ONE_RANK), Batch(2, ON_TWO_RANKS)
     found = [outcome for batch in batches for outcome in runner.run(batch, time.time() + 100, 1.0)]
@@ -194,9 +265,23 @@ def test_checks_when_they_end_in_any_way_then_the_others_are_run_and_what_was_fo
 
 @pytest.mark.long
 def test_command_when_run_on_a_cpu_then_everything_passes(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "MINI_FORK_CORE": str(mini_fork.core_folder())}
-    command = [str(ROOT / "scripts" / "gpu_check.sh"), "--device", "cpu", "--minutes", "6", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "MINI_FORK_CORE": str(mini_fork.core_folder()),
+    }
+    command = [
+        str(ROOT / "scripts" / "gpu_check.sh"),
+        "--device",
+        "cpu",
+        "--minutes",
+        "6",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "report.json").read_text())["outcomes"]
     others = [each for each in found if each["status"] != "passes"]

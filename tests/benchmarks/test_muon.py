@@ -24,17 +24,23 @@ def _read(rank: int, size: int) -> list[MuonReading]:
 
     setting, reference = StepSetting(2, 64, rank, size, None, "cpu"), list[Any]()
     both = [entry for entry in entries() if "megatron" not in entry.name]
-    # As in the script, the first round does not count: what a first step leaves behind is there then.
-    rounds = [[muon.read(entry, setting, number, 1, reference) for entry in both] for number in (-1, 0)]
+    # As in the script, the first round does not count: what a first step leaves behind is there
+    # then.
+    rounds = [
+        [muon.read(entry, setting, number, 1, reference) for entry in both] for number in (-1, 0)
+    ]
     return rounds[-1]
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim has no Muon before torch 2.9")
+@pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch.optim has no Muon before torch 2.9"
+)
 def test_contestants_when_they_train_then_ours_has_half_the_state_and_is_not_apart() -> None:
     ours, alone = run_ranks(_read, 2)[0]
     assert (ours.why_not, alone.why_not) == ("", "")
     assert 0 < ours.update < ours.step
-    assert sum(ours.state) == pytest.approx(alone.state[0], rel=0.02)  # padding, and a counter a flat param
+    # padding, and a counter a flat param
+    assert sum(ours.state) == pytest.approx(alone.state[0], rel=0.02)
     assert alone.apart is not None and alone.apart < 0.1  # without Muon's update it is 1
 
 

@@ -23,7 +23,9 @@ def texts(figure: Any) -> set[str]:
 
 @each_picture
 def test_picture_when_compared_with_its_result_then_it_is_not_stale(picture: Picture) -> None:
-    stored = re.findall(r"<dc:description>(\w+)</dc:description>", picture.path.read_text(encoding="utf-8"))
+    stored = re.findall(
+        r"<dc:description>(\w+)</dc:description>", picture.path.read_text(encoding="utf-8")
+    )
     assert stored == [picture.digest()], "draw the pictures again: python scripts/plots.py"
 
 
@@ -36,7 +38,9 @@ def test_picture_when_drawn_twice_then_files_are_equal_with_every_contestant_of_
     figures: list[Any] = []
     save = Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **more: (figures.append(self), save(self, *args, **more))
+        Figure,
+        "savefig",
+        lambda self, *args, **more: (figures.append(self), save(self, *args, **more)),
     )
     names = ("a.svg", "b.svg") if picture is PICTURES[0] else ("a.svg",)
     for name in names:
@@ -47,6 +51,8 @@ def test_picture_when_drawn_twice_then_files_are_equal_with_every_contestant_of_
     if "runs" in result:
         assert {run["name"] for run in result["runs"]} <= found
         return
-    assert {f"{entry['ranks']} ranks" for entry in result["ranks"]} <= {text.partition(",")[0] for text in found}
+    assert {f"{entry['ranks']} ranks" for entry in result["ranks"]} <= {
+        text.partition(",")[0] for text in found
+    }
     kind = "seconds" if "seconds" in result["ranks"][0] else "bytes an element"
     assert {NAMES[name] for name in NAMES if result["ranks"][0][kind].get(name)} <= found

@@ -1,4 +1,5 @@
-"""Ratios of benchmarks/step.py and benchmarks/train.py: of the same round, also where a contestant failed in one."""
+"""Ratios of benchmarks/step.py and benchmarks/train.py: of the same round, also where a contestant
+failed in one."""
 
 from __future__ import annotations
 
@@ -25,11 +26,14 @@ from peers.train_readings import TrainReading
 
 NUMEL = 2**20
 WHY_NOT = "RuntimeError: no memory"
-#: In powers of two, so that ratios are exact: ours gets slower from round to round, the peer takes twice as long.
+#: In powers of two, so that ratios are exact: ours gets slower from round to round, the peer takes
+#: twice as long.
 OURS, PEER = (1.0, 4.0, 16.0), (2.0, 8.0, 32.0)
 
 
-def _step(name: str, seconds: Sequence[float | None], first: float | None = 0.0) -> list[StepReading]:
+def _step(
+    name: str, seconds: Sequence[float | None], first: float | None = 0.0
+) -> list[StepReading]:
     """A reading a round; None for one that failed."""
     return [
         StepReading(name, NUMEL, number, why_not=WHY_NOT)
@@ -39,7 +43,9 @@ def _step(name: str, seconds: Sequence[float | None], first: float | None = 0.0)
     ]
 
 
-def _train(name: str, seconds: Sequence[float | None], losses: tuple[float, ...] = (4.0, 2.0)) -> list[TrainReading]:
+def _train(
+    name: str, seconds: Sequence[float | None], losses: tuple[float, ...] = (4.0, 2.0)
+) -> list[TrainReading]:
     return [
         TrainReading(name, 2, NUMEL, number, why_not=WHY_NOT)
         if each is None
@@ -48,7 +54,9 @@ def _train(name: str, seconds: Sequence[float | None], losses: tuple[float, ...]
     ]
 
 
-def _of_step(ours: Sequence[float | None], peer: Sequence[float | None], first: float | None = 0.0) -> dict[str, Any]:
+def _of_step(
+    ours: Sequence[float | None], peer: Sequence[float | None], first: float | None = 0.0
+) -> dict[str, Any]:
     """The peer is compared with ours where that has run in the first round."""
     rates = [MemoryRates(2.0**25, 2.0**26)] * len(ours)
     peers = _step("peer", peer, None if ours[0] is None else first)
@@ -80,7 +88,9 @@ def test_ratio_when_one_round_failed_then_is_that_of_the_rounds_of_both(
 ) -> None:
     for missing in range(3):
         rounds: dict[str, Sequence[float | None]] = {"ours": OURS, "peer": PEER}
-        rounds[who] = [None if number == missing else each for number, each in enumerate(rounds[who])]
+        rounds[who] = [
+            None if number == missing else each for number, each in enumerate(rounds[who])
+        ]
         found = summary(rounds["ours"], rounds["peer"])
         assert found["peer / ours"] == {"peer": Spread(2.0, 2.0, 2.0)}
         said = list(lines([found]))
@@ -89,7 +99,9 @@ def test_ratio_when_one_round_failed_then_is_that_of_the_rounds_of_both(
 
 
 @each_script
-def test_lines_when_one_never_ran_or_nothing_was_run_then_say_so_and_why(summary: Summary, lines: Lines) -> None:
+def test_lines_when_one_never_ran_or_nothing_was_run_then_say_so_and_why(
+    summary: Summary, lines: Lines
+) -> None:
     said = list(lines([summary([None, None], [1.0, 1.0])]))
     assert _row_of("ours", said).endswith(WHY_NOT)
     assert said[-1].endswith("ours did not run")

@@ -1,4 +1,5 @@
-"""Params of a minority dtype: packed pieces tile them, whatever the layout, and travel bit for bit."""
+"""Params of a minority dtype: packed pieces tile them, whatever the layout, and travel bit for
+bit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from megatron_distopt.buffers import CompactBuffer, ShardedBuffer, move_into_buf
 from megatron_distopt.comm import Group, gather_params
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.layout import BufferLayout, FlatParamPlan, ParamSpec, lay_out, owned_shards, plan_flat_params
+from megatron_distopt.layout import (
+    BufferLayout,
+    FlatParamPlan,
+    ParamSpec,
+    lay_out,
+    owned_shards,
+    plan_flat_params,
+)
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
 from megatron_distopt.optimizer.main_params import ParamGroup
@@ -28,7 +36,8 @@ from tests.support.spawn import run_ranks
 
 Params = dict[str, Parameter]
 
-#: Shapes of up to three dimensions, smaller and larger than a shard; which of them are of the minority; the cuts.
+#: Shapes of up to three dimensions, smaller and larger than a shard; which of them are of the
+#: minority; the cuts.
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 MODELS = st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=8).filter(
     lambda model: any(is_minority for _, is_minority in model)
@@ -51,14 +60,18 @@ def _minority(model: list[tuple[tuple[int, ...], bool]], dtype: torch.dtype) -> 
     numels = [torch.Size(shape).numel() for shape in shapes]
     values = (torch.arange(1, sum(numels) + 1) / 2**12).to(dtype).split(numels)
     return {
-        name: Parameter(each.reshape(shape).clone()) for name, shape, each in zip(names, shapes, values, strict=True)
+        name: Parameter(each.reshape(shape).clone())
+        for name, shape, each in zip(names, shapes, values, strict=True)
     }
 
 
 def _packed(params: Params, layout: BufferLayout) -> list[CompactBuffer]:
     """Of every rank, each with params of its own."""
     grad = torch.zeros(layout.numel)
-    copies = [{name: Parameter(param.detach().clone()) for name, param in params.items()} for _ in _ranks(layout)]
+    copies = [
+        {name: Parameter(param.detach().clone()) for name, param in params.items()}
+        for _ in _ranks(layout)
+    ]
     return [pack_params(copies[rank], layout, rank, grad) for rank in _ranks(layout)]
 
 
@@ -76,13 +89,19 @@ def _all_gathered(buffers: list[CompactBuffer]) -> None:
 
 def _runs(layout: BufferLayout, rank: int, params: Params) -> tuple[FlatParamPlan[bool], ...]:
     """Of the minority; between two aligned params a run has padding."""
-    return plan_flat_params(owned_shards(layout, rank), lambda name: True if name in params else None)
+    return plan_flat_params(
+        owned_shards(layout, rank), lambda name: True if name in params else None
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(MODELS, SHARDS, BUCKETS, ALIGNMENTS, DTYPES)
-def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_once_and_publish_all_changes(
-    model: list[tuple[tuple[int, ...], bool]], shards: int, bucket: int | None, alignment: int, dtype: torch.dtype
+def test_pack_when_any_layout_then_ranks_hold_every_element_once_and_publish_all(
+    model: list[tuple[tuple[int, ...], bool]],
+    shards: int,
+    bucket: int | None,
+    alignment: int,
+    dtype: torch.dtype,
 ) -> None:
     shapes = {f"param{index}": shape for index, (shape, _) in enumerate(model)}
     layout = _layout(shapes, shards, bucket_size=bucket, alignment_numel=alignment)
@@ -94,22 +113,31 @@ def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_onc
     assert max(sum(run.in_buffer.numel for run in each) for each in runs) <= part_numel
     assert part_numel <= max(sum(run.in_buffer.numel + 7 for run in each) for each in runs) + 7
     assert part_numel % 8 == 0
-    for buffer, run in ((buffer, run) for buffer, each in zip(buffers, runs, strict=True) for run in each):
+    for buffer, run in (
+        (buffer, run) for buffer, each in zip(buffers, runs, strict=True) for run in each
+    ):
         found = buffer.param_of(run.in_buffer)
         assert (found.storage_offset() - run.in_buffer.start) % 8 == 0
-        assert found.untyped_storage().data_ptr() == buffer.param.untyped_storage().data_ptr()  # updated, then sent
+        # updated, then sent
+        assert found.untyped_storage().data_ptr() == buffer.param.untyped_storage().data_ptr()
         for shard in run.shards:
             wanted = params[shard.name].detach().flatten()[shard.in_param.as_slice()]
             assert torch.equal(found[run.in_flat_param(shard).as_slice()], wanted)
         assert int(found.count_nonzero()) == run.in_buffer.numel - run.padding_numel
-    held = Counter(float(value) for buffer in buffers for _, part in buffer.gathers for value in part if value)
-    expected = Counter(float(value) for param in params.values() for value in param.detach().flatten())
+    held = Counter(
+        float(value) for buffer in buffers for _, part in buffer.gathers for value in part if value
+    )
+    expected = Counter(
+        float(value) for param in params.values() for value in param.detach().flatten()
+    )
     assert held == expected
-    assert set(expected.values()) == {1} or dtype is not torch.float32  # 16 bits cannot tell 2,744 values apart
+    # 16 bits cannot tell 2,744 values apart
+    assert set(expected.values()) == {1} or dtype is not torch.float32
     _all_gathered(buffers)
     for buffer in buffers:
         buffer.publish()
-        assert all(torch.equal(buffer.params[name], params[name]) for name in params)  # collect, then publish
+        # collect, then publish
+        assert all(torch.equal(buffer.params[name], params[name]) for name in params)
     for buffer in buffers:
         for run in _runs(layout, buffer.rank, params):
             buffer.param_of(run.in_buffer).mul_(2)
@@ -119,10 +147,13 @@ def test_pack_when_any_layout_then_the_parts_of_all_ranks_hold_every_element_onc
         assert all(torch.equal(buffer.params[name], params[name] * 2) for name in params)
 
 
-def test_collect_when_somebody_changed_the_params_then_this_ranks_part_follows_and_no_other() -> None:
+def test_collect_when_somebody_changed_the_params_then_this_ranks_part_follows_and_no_other() -> (
+    None
+):
     layout = _layout({"wide": (7,), "norm": (5,), "bias": (4,)}, 2, alignment_numel=1)
     params = {name: Parameter(torch.ones(numel)) for name, numel in (("norm", 5), ("bias", 4))}
-    buffer = pack_params(params, layout, 1, torch.zeros(layout.numel))  # it owns [8, 16): "norm" from 1 on, and "bias"
+    # it owns [8, 16): "norm" from 1 on, and "bias"
+    buffer = pack_params(params, layout, 1, torch.zeros(layout.numel))
     with torch.no_grad():
         for param in params.values():
             param.copy_(torch.arange(float(param.numel())) + 10)
@@ -136,10 +167,14 @@ def test_pack_when_a_param_is_not_contiguous_then_it_becomes_so_with_its_values(
     assert not param.is_contiguous()
     layout = _layout({"wide": (2,), "norm": (4, 3)}, 2, alignment_numel=1)
     first, second = (
-        pack_params({"norm": Parameter(values)}, layout, rank, torch.zeros(layout.numel)) for rank in (0, 1)
+        pack_params({"norm": Parameter(values)}, layout, rank, torch.zeros(layout.numel))
+        for rank in (0, 1)
     )
     # They own 2 to 7 and 7 to 14 of the buffer; a part of 16 begins at 0 and at 16.
-    assert [*first.param[2:7].tolist(), *second.param[16 + 7 : 16 + 14].tolist()] == values.flatten().tolist()
+    assert [
+        *first.param[2:7].tolist(),
+        *second.param[16 + 7 : 16 + 14].tolist(),
+    ] == values.flatten().tolist()
     buffer = pack_params({"norm": param}, layout, 1, torch.zeros(layout.numel))
     assert param.is_contiguous()
     assert torch.equal(param, values)
@@ -158,9 +193,12 @@ def test_buffer_when_a_tensor_has_another_length_then_refused() -> None:
 
 
 def test_pack_when_there_are_4096_shards_then_it_costs_what_the_pieces_cost() -> None:
-    """100 layers of 10 million elements, each with a norm: a piece more for each shard border that cuts one."""
+    """100 layers of 10 million elements, each with a norm: a piece more for each shard border that
+    cuts one."""
     shapes = {
-        f"{layer}.{name}": (numel,) for layer in range(100) for name, numel in (("weight", 10**7), ("norm", 4096))
+        f"{layer}.{name}": (numel,)
+        for layer in range(100)
+        for name, numel in (("weight", 10**7), ("norm", 4096))
     }
     params = {name: Parameter(torch.ones(4096)) for name in shapes if name.endswith("norm")}
     seconds = {}
@@ -172,12 +210,19 @@ def test_pack_when_there_are_4096_shards_then_it_costs_what_the_pieces_cost() ->
         packed.publish()
         seconds[shards] = time.process_time() - start
         assert len(packed._pieces) <= 100 + shards
-    assert seconds[4096] < 0.5  # about 0.01 on an idle core; a loop over ranks and params takes a second
+    # about 0.01 on an idle core; a loop over ranks and params takes a second
+    assert seconds[4096] < 0.5
 
 
 # Over real ranks: a bf16 model with fp32 norms against one process that has everything.
 
-MODEL = {"norm.weight": (9,), "wide.weight": (13, 7), "wide.bias": (13,), "norm.bias": (9,), "deep.weight": (31,)}
+MODEL = {
+    "norm.weight": (9,),
+    "wide.weight": (13, 7),
+    "wide.bias": (13,),
+    "norm.bias": (9,),
+    "deep.weight": (31,),
+}
 NORMS = ("norm.weight", "norm.bias")
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
 STEPS = 4
@@ -191,7 +236,10 @@ def _model() -> Params:
 
 def _grads(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randint(-9, 10, shape, generator=generator) / 256 for name, shape in MODEL.items()}
+    return {
+        name: torch.randint(-9, 10, shape, generator=generator) / 256
+        for name, shape in MODEL.items()
+    }
 
 
 def _train(group: Group) -> dict[str, Tensor]:
@@ -199,11 +247,15 @@ def _train(group: Group) -> dict[str, Tensor]:
     params, size, rank = _model(), group.size, group.rank
     layout = _layout(dict(MODEL), size, alignment_numel=1)
     grad = torch.zeros(layout.numel)
-    norms, others = ({n: p for n, p in params.items() if (n in NORMS) is of_norms} for of_norms in (True, False))
+    norms, others = (
+        {n: p for n, p in params.items() if (n in NORMS) is of_norms} for of_norms in (True, False)
+    )
     wide = ShardedBuffer(layout, rank, grad, move_into_buffer(others, layout), frozenset(others))
     buffers = (wide, pack_params(norms, layout, rank, grad))
     scale = make_loss_scale(CONFIG, torch.device("cpu"))
-    plan = StepPlan([ParamGroup({}, tuple(MODEL))], choose_inner(CONFIG, "cpu"), CONFIG, scale, lambda: group)
+    plan = StepPlan(
+        [ParamGroup({}, tuple(MODEL))], choose_inner(CONFIG, "cpu"), CONFIG, scale, lambda: group
+    )
     optimizer = ShardedOptimizer(buffers, plan)
     for step in range(STEPS):
         for name, value in _grads(step).items():
@@ -226,7 +278,9 @@ def _train_whole() -> dict[str, Tensor]:
     """torch's own AdamW over fp32 copies."""
     params = _model()
     mains = {name: param.detach().float() for name, param in params.items()}
-    adam = torch.optim.AdamW([*mains.values()], lr=0.01, weight_decay=0.1, betas=CONFIG.betas, foreach=True)
+    adam = torch.optim.AdamW(
+        [*mains.values()], lr=0.01, weight_decay=0.1, betas=CONFIG.betas, foreach=True
+    )
     for step in range(STEPS):
         for name, value in _grads(step).items():
             mains[name].grad = value

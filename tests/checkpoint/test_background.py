@@ -1,4 +1,5 @@
-"""Saving while training goes on: the copy, the thread that writes it, and what becomes of its errors."""
+"""Saving while training goes on: the copy, the thread that writes it, and what becomes of its
+errors."""
 
 from __future__ import annotations
 
@@ -60,7 +61,12 @@ def _in_thread(call: Callable[[], object]) -> threading.Thread:
 
 
 def test_staging_when_the_live_state_changes_after_the_copy_then_the_copy_does_not() -> None:
-    live = [_numbers(5, 3), _numbers(7, dtype=torch.bfloat16), _numbers(3, dtype=torch.int8), _numbers(2, 8).t()]
+    live = [
+        _numbers(5, 3),
+        _numbers(7, dtype=torch.bfloat16),
+        _numbers(3, dtype=torch.int8),
+        _numbers(2, 8).t(),
+    ]
     tensors = _written(*live)
     staging = Staging(room_for(tensors), torch.device("cpu"))
     for _ in range(2):  # the memory is used again
@@ -68,7 +74,9 @@ def test_staging_when_the_live_state_changes_after_the_copy_then_the_copy_does_n
         copies = staging.copy(tensors)
         for tensor in live:
             tensor.add_(1)
-        assert [(copy.key, copy.shape, copy.box) for copy in copies] == [(t.key, t.shape, t.box) for t in tensors]
+        assert [(copy.key, copy.shape, copy.box) for copy in copies] == [
+            (t.key, t.shape, t.box) for t in tensors
+        ]
         for copy, old in zip(copies, before, strict=True):
             assert copy.tensor.dtype == old.dtype
             assert torch.equal(copy.tensor, old)
@@ -149,7 +157,9 @@ def test_save_when_it_returns_then_the_state_may_change_and_the_checkpoint_has_t
     assert leftovers(training.folder) == set()
 
 
-def test_save_when_one_is_under_way_then_it_waits_for_it(training: Training, gate: Gate, tmp_path: Path) -> None:
+def test_save_when_one_is_under_way_then_it_waits_for_it(
+    training: Training, gate: Gate, tmp_path: Path
+) -> None:
     training.save(1)
     second = _in_thread(lambda: training.save(2, tmp_path / "second"))
     second.join(A_MOMENT)
@@ -204,8 +214,8 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
     training.save(1)
     assert_says(
         refused(CheckpointError, lambda: other.save(2)),
-        f"Invalid checkpoint {training.folder}: another run is saving there now. Must be written by one run at a time. "
-        "Give each run a folder of its own.",
+        f"Invalid checkpoint {training.folder}: another run is saving there now. Must be written "
+        "by one run at a time. Give each run a folder of its own.",
     )
     training.saver.finish()
     with monkeypatch.context() as patch:
@@ -221,7 +231,8 @@ def test_lock_when_a_save_is_finished_or_has_failed_then_others_may_save_there(
 
 
 def _hold_until(printed: threading.Event) -> None:
-    """Nothing is written before that; later writes take long enough for the process to end before they have."""
+    """Nothing is written before that; later writes take long enough for the process to end before
+    they have."""
     write = disk.write
 
     def slow_or_full(file: Any, data: bytes | memoryview) -> None:
@@ -235,7 +246,8 @@ def _hold_until(printed: threading.Event) -> None:
 
 
 def _end_as_a_script(rank: int, size: int, folder: Path) -> None:
-    """The interpreter is taken down, as it is after the last line of a script, with two saves under way."""
+    """The interpreter is taken down, as it is after the last line of a script, with two saves under
+    way."""
     for descriptor, name in ((1, "out"), (2, "error")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
     printed = threading.Event()
@@ -249,7 +261,9 @@ def _end_as_a_script(rank: int, size: int, folder: Path) -> None:
     ctypes.pythonapi.Py_Exit(0)
 
 
-def test_exit_when_saves_are_under_way_then_waits_for_them_and_says_what_failed(tmp_path: Path) -> None:
+def test_exit_when_saves_are_under_way_then_waits_for_them_and_says_what_failed(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(RankError, match=r"left no result on ranks \[0\]; exit codes \{0: 0\}"):
         run_ranks(_end_as_a_script, 1, tmp_path)
     assert (tmp_path / "out").read_text() == "[False, False]"
@@ -271,8 +285,11 @@ def _save_and_end(folder: str) -> None:
 def test_exit_when_multiprocessing_started_the_process_then_waits_for_the_save(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """torch.multiprocessing.spawn starts ranks so; before Python 3.13 such a process runs no atexit handler."""
-    process = multiprocessing.get_context("fork").Process(target=_save_and_end, args=(str(tmp_path / "checkpoint"),))
+    """torch.multiprocessing.spawn starts ranks so; before Python 3.13 such a process runs no atexit
+    handler."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_save_and_end, args=(str(tmp_path / "checkpoint"),)
+    )
     process.start()
     process.join(SECONDS)
     assert process.exitcode == 0
@@ -281,13 +298,18 @@ def test_exit_when_multiprocessing_started_the_process_then_waits_for_the_save(
 
 
 def test_exit_when_the_disk_hangs_then_says_after_a_while_that_nothing_was_saved(
-    training: Training, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    training: Training,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(background, "_SECONDS_AT_EXIT", 0.2)
     training.save(1)
     with caplog.at_level(logging.ERROR, logger="megatron_distopt"):
         training.saver._at_exit()
-    assert caplog.messages == [f"checkpoint {training.folder} was not saved: not finished within 0 s"]
+    assert caplog.messages == [
+        f"checkpoint {training.folder} was not saved: not finished within 0 s"
+    ]
 
 
 # Two ranks.
@@ -319,7 +341,9 @@ class TwoRanks:
         kind, text = raised(call)
         # The first rank has removed what failed before it raised; the second looks when it has.
         time.sleep(0.0 if self.rank == 0 else A_MOMENT)
-        return Ended(kind, text, number_in(self.folder, self.reader), frozenset(leftovers(self.folder)))
+        return Ended(
+            kind, text, number_in(self.folder, self.reader), frozenset(leftovers(self.folder))
+        )
 
 
 def _fails_for(suffix: str) -> Callable[[Path], Any]:
@@ -338,8 +362,13 @@ def _unseen_of_others(folder: Path, save_id: str, rank: int, suffix: str = "dist
 #: What goes wrong in a save of two ranks, on one of them, and whether the next save raises it.
 FAULTS: dict[str, tuple[int, dict[tuple[Any, str], Any], bool]] = {
     "failed": (1, {(disk, "create"): _fails_for(".distcp")}, True),
-    "failed mutely": (1, {(disk, "create"): _fails_for("")}, False),  # it cannot even write that it has failed
-    "not shared": (0, {(save, "file_of"): _unseen_of_others, (save, "_SECONDS_TO_APPEAR"): A_MOMENT}, False),
+    # it cannot even write that it has failed
+    "failed mutely": (1, {(disk, "create"): _fails_for("")}, False),
+    "not shared": (
+        0,
+        {(save, "file_of"): _unseen_of_others, (save, "_SECONDS_TO_APPEAR"): A_MOMENT},
+        False,
+    ),
     "not committed": (0, {(disk, "replace"): _full}, True),
 }
 
@@ -353,7 +382,9 @@ def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
             for (module, attribute), value in patches.items() if rank == where else ():
                 patch.setattr(module, attribute, value)
             ranks.save(number)
-            found[name] = ranks.ended((lambda: ranks.save(99)) if saves_again else ranks.saver.finish)
+            found[name] = ranks.ended(
+                (lambda: ranks.save(99)) if saves_again else ranks.saver.finish
+            )
     return found
 
 
@@ -371,10 +402,15 @@ def test_two_ranks_when_both_have_written_then_the_checkpoint_is_there(two: Two)
 
 
 @pytest.mark.parametrize("name", ["failed", "failed mutely"])
-def test_two_ranks_when_one_cannot_write_then_both_raise_and_the_checkpoint_before_stays(name: str, two: Two) -> None:
+def test_two_ranks_when_one_cannot_write_then_both_raise_and_the_checkpoint_before_stays(
+    name: str, two: Two
+) -> None:
     folder, (first, second) = two
     assert second[name].kind == "CheckpointError"
-    assert all(each in second[name].text for each in (str(folder), "-00001.distcp", "No space left on device"))
+    assert all(
+        each in second[name].text
+        for each in (str(folder), "-00001.distcp", "No space left on device")
+    )
     # The first rank hears it from the second, or has read it in the folder before.
     assert first[name].kind in ("RanksDisagreeError", "CheckpointError")
     assert "rank 1" in first[name].text and second[name].text in first[name].text
@@ -383,18 +419,29 @@ def test_two_ranks_when_one_cannot_write_then_both_raise_and_the_checkpoint_befo
 
 def test_two_ranks_when_the_disk_is_not_shared_then_both_raise_instead_of_waiting(two: Two) -> None:
     folder, (first, second) = two
-    assert_says(first["not shared"].text, f"Invalid checkpoint {folder}: no file of rank 1. Must be on a shared disk.")
+    assert_says(
+        first["not shared"].text,
+        f"Invalid checkpoint {folder}: no file of rank 1. Must be on a shared disk.",
+    )
     _check_both("not shared", first, second)
 
 
 def _check_both(name: str, first: dict[str, Ended], second: dict[str, Ended]) -> None:
-    """The first rank raises its own error, the second that of the first; the checkpoint before is still there."""
-    assert [each[name].kind for each in (first, second)] == ["CheckpointError", "RanksDisagreeError"]
+    """The first rank raises its own error, the second that of the first; the checkpoint before is
+    still there."""
+    assert [each[name].kind for each in (first, second)] == [
+        "CheckpointError",
+        "RanksDisagreeError",
+    ]
     assert "rank 0" in second[name].text and first[name].text in second[name].text
-    assert [(each[name].number, each[name].left) for each in (first, second)] == [(1, frozenset())] * 2
+    assert [(each[name].number, each[name].left) for each in (first, second)] == [
+        (1, frozenset())
+    ] * 2
 
 
 def test_two_ranks_when_the_commit_fails_then_both_raise_in_the_next_save(two: Two) -> None:
     folder, (first, second) = two
-    assert all(each in first["not committed"].text for each in (str(folder), "No space left on device"))
+    assert all(
+        each in first["not committed"].text for each in (str(folder), "No space left on device")
+    )
     _check_both("not committed", first, second)

@@ -1,4 +1,5 @@
-"""A save that ends at any moment, by a signal, a power cut or an error: the old checkpoint or the new one, whole."""
+"""A save that ends at any moment, by a signal, a power cut or an error: the old checkpoint or the
+new one, whole."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from typing import Any
 import pytest
 
 from megatron_distopt.checkpoint import disk, folder, save_checkpoint
-from megatron_distopt.checkpoint.folder import is_checkpoint, lock_file, new_save_id, read_manifest, withdraw
+from megatron_distopt.checkpoint.folder import (
+    is_checkpoint,
+    lock_file,
+    new_save_id,
+    read_manifest,
+    withdraw,
+)
 from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import CheckpointError
@@ -32,7 +39,8 @@ EVERY_WRITE = 150
 
 @pytest.fixture(autouse=True)
 def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel keeps what a killed process has written, so that waiting for the disk changes nothing but the time.
+    """The kernel keeps what a killed process has written, so that waiting for the disk changes
+    nothing but the time.
 
     A power cut is another thing: `Durable` counts on `disk.sync`, not on what it does.
     """
@@ -87,7 +95,8 @@ def is_committed(calls: list[str], number: int) -> bool:
 
 
 def killed(action: Callable[[], object], number: int) -> int:
-    """Runs it in a process that ends itself by SIGKILL before a call, or when half of a write is done; the status."""
+    """Runs it in a process that ends itself by SIGKILL before a call, or when half of a write is
+    done; the status."""
     seen: list[str] = []
 
     def around(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -99,7 +108,8 @@ def killed(action: Callable[[], object], number: int) -> int:
             arguments = (arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
         result = call(*arguments)
         if name == "write":
-            arguments[0].flush()  # or all that is written lies in the process, and most points look the same
+            # or all that is written lies in the process, and most points look the same
+            arguments[0].flush()
         if is_last:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
@@ -151,9 +161,11 @@ def test_first_save_when_killed_then_there_is_no_checkpoint_or_a_whole_one(
 
 @dataclass
 class Durable:
-    """What of a folder is on the disk: contents that were synced, and names as of the last sync of the folder.
+    """What of a folder is on the disk: contents that were synced, and names as of the last sync of
+    the folder.
 
-    Later changes of names may have come to the disk or not, each for itself; the rest of a file's bytes likewise.
+    Later changes of names may have come to the disk or not, each for itself; the rest of a file's
+    bytes likewise.
     """
 
     folder: Path
@@ -178,7 +190,9 @@ class Durable:
             self.contents[number], self.now[arguments[0].name] = b"", number
             self.pending.append(("create", arguments[0].name, str(number)))
         elif name == "sync":
-            self.contents[self.now[Path(arguments[0].name).name]] = Path(arguments[0].name).read_bytes()
+            self.contents[self.now[Path(arguments[0].name).name]] = Path(
+                arguments[0].name
+            ).read_bytes()
         elif name == "replace":
             number = self.now[arguments[1].name] = self.now.pop(arguments[0].name)
             self.pending.append(("replace", arguments[0].name, str(number), arguments[1].name))
@@ -204,7 +218,9 @@ class Durable:
             (target / name).write_bytes(self.contents[number])
 
 
-def test_save_when_the_power_is_cut_at_any_call_then_one_checkpoint_is_whole(tmp_path: Path, reader: World) -> None:
+def test_save_when_the_power_is_cut_at_any_call_then_one_checkpoint_is_whole(
+    tmp_path: Path, reader: World
+) -> None:
     place, found = tmp_path / "disk", tmp_path / "found"
     found.mkdir()
     Numbered(World.of(TINY, dp=2)).save(place, 1)
@@ -213,16 +229,22 @@ def test_save_when_the_power_is_cut_at_any_call_then_one_checkpoint_is_whole(tmp
 
     def note_and_cut(name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         result = durable.note(name, call, arguments)
-        by_chance = [lambda: chance.random() < 0.5] * (4 if name in ("replace", "sync_folder") else 1)
+        by_chance = [lambda: chance.random() < 0.5] * (
+            4 if name in ("replace", "sync_folder") else 1
+        )
         for is_kept in (lambda: False, lambda: True, *by_chance) if name != "write" else ():
             durable.after_a_cut(found, is_kept)
-            outcomes.append((any(what[0] == "remove" for what in durable.pending), number_in(found, reader)))
+            outcomes.append(
+                (any(what[0] == "remove" for what in durable.pending), number_in(found, reader))
+            )
         return result
 
     with watched(note_and_cut):
         Numbered(World.of(TINY)).save(place, 2)
     assert {number for _, number in outcomes} == {1, 2}
-    assert all(number == 2 for is_removing, number in outcomes if is_removing), "removed before the new one was safe"
+    assert all(number == 2 for is_removing, number in outcomes if is_removing), (
+        "removed before the new one was safe"
+    )
     durable.after_a_cut(found, lambda: False)
     assert number_in(found, reader) == 2 and len(outcomes) > 20
 
@@ -274,7 +296,9 @@ def test_save_when_any_call_fails_then_one_checkpoint_is_whole_and_nothing_is_le
             assert calls[number] == "remove", f"call {number}, {calls[number]}: the error was lost"
         wanted = old + 1 if is_committed(calls, number) else old
         assert number_in(tmp_path, reader) == wanted, f"{error!r} in call {number}, {calls[number]}"
-        assert wanted != old or leftovers(tmp_path) == set(), f"{error!r} in call {number}, {calls[number]}"
+        assert wanted != old or leftovers(tmp_path) == set(), (
+            f"{error!r} in call {number}, {calls[number]}"
+        )
         two_ranks.save(tmp_path, old + 2)
         assert leftovers(tmp_path) == set()
     assert raised >= len(points) - calls.count("remove")
@@ -301,23 +325,34 @@ def test_save_when_a_rank_dies_just_after_the_commit_then_the_new_checkpoint_sta
     assert number_in(tmp_path, reader) == 2
 
 
-def test_save_when_fewer_ranks_save_then_no_file_of_the_others_is_left(tmp_path: Path, reader: World) -> None:
+def test_save_when_fewer_ranks_save_then_no_file_of_the_others_is_left(
+    tmp_path: Path, reader: World
+) -> None:
     Numbered(World.of(TINY, dp=4)).save(tmp_path, 1)
     Numbered(World.of(TINY, dp=1)).save(tmp_path, 2)
     assert len(list(tmp_path.glob("*.distcp"))) == 1 and leftovers(tmp_path) == set()
     assert number_in(tmp_path, reader) == 2
 
 
-def test_save_when_files_of_others_lie_there_then_they_stay(tmp_path: Path, two_ranks: Numbered) -> None:
+def test_save_when_files_of_others_lie_there_then_they_stay(
+    tmp_path: Path, two_ranks: Numbered
+) -> None:
     theirs = {"__0_0.distcp", "notes.part", "run.new", "0123456-00000.part"}
-    ours = {"01234567-00000.part", "01234567-00002.distcp", "01234567-manifest.json.new", "01234567-00001.failed"}
+    ours = {
+        "01234567-00000.part",
+        "01234567-00002.distcp",
+        "01234567-manifest.json.new",
+        "01234567-00001.failed",
+    }
     for name in theirs | ours:
         (tmp_path / name).touch()
     two_ranks.save(tmp_path, 1)
     assert leftovers(tmp_path) == theirs
 
 
-def test_withdraw_when_the_manifest_is_damaged_then_nothing_is_removed(tmp_path: Path, two_ranks: Numbered) -> None:
+def test_withdraw_when_the_manifest_is_damaged_then_nothing_is_removed(
+    tmp_path: Path, two_ranks: Numbered
+) -> None:
     two_ranks.save(tmp_path, 1)
     save_id = read_manifest(tmp_path).save_id
     (tmp_path / "manifest.json").write_text("{")
@@ -337,15 +372,17 @@ def test_commit_when_a_file_was_cut_off_meanwhile_then_it_is_named_and_the_old_c
     os.truncate(tmp_path / file.name, 100)
     assert_says(
         refused(CheckpointError, lambda: saver.commit(part)),
-        f"Invalid file {tmp_path / file.name}: 100 bytes. Must have the {file.nbytes} bytes that its rank wrote. "
-        "Let nothing else write or remove there.",
+        f"Invalid file {tmp_path / file.name}: 100 bytes. Must have the {file.nbytes} bytes that "
+        "its rank wrote. Let nothing else write or remove there.",
     )
     saver.abandon()
     assert number_in(tmp_path, reader) == 1 and leftovers(tmp_path) == set()
 
 
 @pytest.mark.parametrize("twice", [True, False])
-def test_commit_when_ranks_wrote_the_same_elements_then_it_is_refused(tmp_path: Path, twice: bool) -> None:
+def test_commit_when_ranks_wrote_the_same_elements_then_it_is_refused(
+    tmp_path: Path, twice: bool
+) -> None:
     """Also where as many are missing as are there twice."""
     two = Numbered(World.of((Param("w", (4, 3)),), dp=2))
     by_rank = savings(two.world, tmp_path, new_save_id())

@@ -1,4 +1,5 @@
-"""Checksums of parts put together, and that of a rank's file, which is put together from what torch computed."""
+"""Checksums of parts put together, and that of a rank's file, which is put together from what torch
+computed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ TENSORS = {
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
-def test_joined_when_there_are_two_parts_then_it_is_the_checksum_of_both(before: bytes, after: bytes) -> None:
+def test_joined_when_there_are_two_parts_then_it_is_the_checksum_of_both(
+    before: bytes, after: bytes
+) -> None:
     assert joined(zlib.crc32(before), zlib.crc32(after), len(after)) == zlib.crc32(before + after)
 
 
@@ -53,14 +56,17 @@ def _written(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
     with disk.written(path) as file:
         writer = TensorWriter(path, file)
         for key, tensor in tensors.items():
-            writer.append(key, tensor, box=Box((), ()))  # there is none of an empty tensor, and the bytes have none
+            # there is none of an empty tensor, and the bytes have none
+            writer.append(key, tensor, box=Box((), ()))
     head = Manifest(save_id="", files=(), tensors={}, groups=(), inner="")
     return writer.part(head, "01234567").files[0]
 
 
 @pytest.mark.usefixtures("_by_torch")
 def test_file_when_it_holds_tensors_then_its_checksum_is_that_of_its_bytes(tmp_path: Path) -> None:
-    for number, tensors in enumerate((TENSORS, *({name: tensor} for name, tensor in TENSORS.items()))):
+    for number, tensors in enumerate(
+        (TENSORS, *({name: tensor} for name, tensor in TENSORS.items()))
+    ):
         path = tmp_path / f"{number}"
         record = _written(path, tensors)
         crc32 = zlib.crc32(path.read_bytes())
@@ -68,7 +74,9 @@ def test_file_when_it_holds_tensors_then_its_checksum_is_that_of_its_bytes(tmp_p
         assert crc_of_file(path) == crc32
 
 
-def test_file_when_another_reader_of_archives_checks_it_then_it_finds_no_fault(tmp_path: Path) -> None:
+def test_file_when_another_reader_of_archives_checks_it_then_it_finds_no_fault(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "file"
     _written(path, {"large": TENSORS["large"]})
     with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,5 @@
-"""One thing is broken in a checkpoint, a disk or a rank: it is named, nothing is executed, and the state stays."""
+"""One thing is broken in a checkpoint, a disk or a rank: it is named, nothing is executed, and the
+state stays."""
 
 from __future__ import annotations
 
@@ -30,12 +31,22 @@ from tests.support.fork_files import Trap, same
 from tests.support.refusals import assert_says
 from tests.support.simulated import Param, World
 from tests.support.spawn import RankError, run_ranks
-from tests.support.stored import TINY, Numbered, edit_manifest, leftovers, number_in, savings, snapshot
+from tests.support.stored import (
+    TINY,
+    Numbered,
+    edit_manifest,
+    leftovers,
+    number_in,
+    savings,
+    snapshot,
+)
 
 ONE_RANK = Group(None, 0, 1)
 DAMAGED = "Load an earlier checkpoint; this one was damaged after it was written."
 FILE_DAMAGED = "Load an earlier checkpoint; this file is damaged."
-OF_ANOTHER_MODEL = "Load a checkpoint of this model, or start from its weights with a new optimizer."
+OF_ANOTHER_MODEL = (
+    "Load a checkpoint of this model, or start from its weights with a new optimizer."
+)
 #: Whoever unpickles it makes a file in the current folder.
 EVIL = Trap("touch executed", os.system)
 Break = Callable[[Path], object]
@@ -107,17 +118,25 @@ def tensor_is(index: int, value: object) -> Break:
 
 
 def second_file_longer(nbytes: int) -> Break:
-    return lambda folder: os.truncate(files_of(folder)[1], files_of(folder)[1].stat().st_size + nbytes)
+    return lambda folder: os.truncate(
+        files_of(folder)[1], files_of(folder)[1].stat().st_size + nbytes
+    )
 
 
 def first_tensor_is(content: bytes) -> Break:
-    """Bytes in place of the tensor that is read first, with the sizes and checksums that belong to them."""
+    """Bytes in place of the tensor that is read first, with the sizes and checksums that belong to
+    them."""
 
     def replace(folder: Path) -> None:
         path = files_of(folder)[0]
 
         def change(body: dict[str, Any]) -> None:
-            chunks = [chunk for _, _, all_chunks in body["tensors"].values() for chunk in all_chunks if chunk[2] == 0]
+            chunks = [
+                chunk
+                for _, _, all_chunks in body["tensors"].values()
+                for chunk in all_chunks
+                if chunk[2] == 0
+            ]
             first = next(chunk for chunk in chunks if chunk[3] == 0)
             grown = len(content) - first[4]
             whole = content + path.read_bytes()[first[4] :]
@@ -145,28 +164,43 @@ def program_of_torchscript(folder: Path) -> None:
 
 
 def in_manifest(got: str) -> str:
-    return f"Invalid manifest FOLDER/manifest.json: {got} while reading it. Must follow docs/checkpoint.md. {DAMAGED}"
+    return (
+        f"Invalid manifest FOLDER/manifest.json: {got} while reading it. Must follow "
+        f"docs/checkpoint.md. {DAMAGED}"
+    )
 
 
 def of_version(version: object) -> tuple[Break, str]:
     return manifest_says(version=version), (
-        f"Invalid manifest FOLDER/manifest.json: format 'megatron_distopt' of version {version!r}. Must be "
-        "'megatron_distopt' of version 1 to 1. Load it with the version of megatron-distopt that wrote it."
+        f"Invalid manifest FOLDER/manifest.json: format 'megatron_distopt' of version {version!r}. "
+        "Must be 'megatron_distopt' of version 1 to 1. Load it with the version of "
+        "megatron-distopt that wrote it."
     )
 
 
 NO_NAME = "ValueError(\"'{}' is no file name\")"
 FIRST_TENSOR = "Invalid tensor 'main/norm' in FIRST: "
-NOT_TORCHS = FIRST_TENSOR + "it begins with {} and not as torch.save begins. Must be readable. " + FILE_DAMAGED
+NOT_TORCHS = (
+    FIRST_TENSOR
+    + "it begins with {} and not as torch.save begins. Must be readable. "
+    + FILE_DAMAGED
+)
 NO_TENSOR = FIRST_TENSOR + "more than a tensor. Must be one and execute nothing. " + FILE_DAMAGED
 OTHER_TENSOR = FIRST_TENSOR + "{}. Must be torch.float32 [2] as the manifest says. " + FILE_DAMAGED
-OUTSIDE = "ValueError('Box(offsets=(4, 0), sizes=(2, 3)) of main/w lies outside of its shape [5, 3]')"
-OVERLAP = "ValueError('Box(offsets=(0, 0), sizes=(2, 3)) and Box(offsets=(1, 0), sizes=(2, 1)) of main/w overlap')"
-#: What is done to the folder, and what the load says of it. FIRST and SECOND are the files of the two ranks.
+OUTSIDE = (
+    "ValueError('Box(offsets=(4, 0), sizes=(2, 3)) of main/w lies outside of its shape [5, 3]')"
+)
+OVERLAP = (
+    "ValueError('Box(offsets=(0, 0), sizes=(2, 3)) and Box(offsets=(1, 0), sizes=(2, 1)) of main/w "
+    "overlap')"
+)
+#: What is done to the folder, and what the load says of it. FIRST and SECOND are the files of the
+#: two ranks.
 BROKEN: dict[str, tuple[Break, str]] = {
     "a file is missing": (
         lambda folder: files_of(folder)[1].unlink(),
-        f"Invalid file SECOND: [Errno 2] No such file or directory: 'SECOND'. Must be readable. {DAMAGED}",
+        "Invalid file SECOND: [Errno 2] No such file or directory: 'SECOND'. Must be readable. "
+        f"{DAMAGED}",
     ),
     "a file is a byte shorter": (
         second_file_longer(-1),
@@ -179,18 +213,23 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "the manifest is a pickle in text": (
         manifest_is(pickle.dumps(EVIL, protocol=0)),
-        "Invalid manifest FOLDER/manifest.json: JSONDecodeError('Expecting value: line 1 column 1 (char 0)') while "
-        f"reading it. Must be one JSON document. {DAMAGED}",
+        "Invalid manifest FOLDER/manifest.json: JSONDecodeError('Expecting value: line 1 column 1 "
+        f"(char 0)') while reading it. Must be one JSON document. {DAMAGED}",
     ),
     "the manifest is a pickle": (
         manifest_is(pickle.dumps(EVIL, protocol=5)),
-        "Invalid checkpoint FOLDER: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte. "
-        "Must hold manifest.json. Load an earlier checkpoint, or start from the model's weights alone.",
+        "Invalid checkpoint FOLDER: 'utf-8' codec can't decode byte 0x80 in position 0: invalid "
+        "start byte. Must hold manifest.json. Load an earlier checkpoint, or start from the "
+        "model's weights alone.",
     ),
     **{f"version {version!r}": of_version(version) for version in (2, "1")},
     **{
         f"file name {name!r}": (file_renamed(name), in_manifest(NO_NAME.format(shown)))
-        for name, shown in {"../elsewhere": "../elsewhere", ".metadata": ".metadata", "": ""}.items()
+        for name, shown in {
+            "../elsewhere": "../elsewhere",
+            ".metadata": ".metadata",
+            "": "",
+        }.items()
     },
     "no dtype": (tensor_is(1, "load"), in_manifest("ValueError(\"'load' is no dtype\")")),
     "chunks overlap": (
@@ -198,20 +237,29 @@ BROKEN: dict[str, tuple[Break, str]] = {
         in_manifest(OVERLAP),
     ),
     "a chunk outside of the shape": (chunk_is(0, [4, 0]), in_manifest(OUTSIDE)),
-    "a chunk outside of the file": (chunk_is(4, 10**9), in_manifest("ValueError('main/w lies outside of NAME1')")),
-    "a chunk in file -1": (chunk_is(2, -1), in_manifest("ValueError('main/w lies outside of NAME2')")),
+    "a chunk outside of the file": (
+        chunk_is(4, 10**9),
+        in_manifest("ValueError('main/w lies outside of NAME1')"),
+    ),
+    "a chunk in file -1": (
+        chunk_is(2, -1),
+        in_manifest("ValueError('main/w lies outside of NAME2')"),
+    ),
     "a chunk is missing": (
         edited(lambda body: body["tensors"]["exp_avg/w"][2].pop(0)),
-        "Invalid tensor 'exp_avg/w' in checkpoint FOLDER: 9 elements of Box(offsets=(0, 0), sizes=(5, 3)). "
-        f"Must hold all 15, each once. {OF_ANOTHER_MODEL}",
+        "Invalid tensor 'exp_avg/w' in checkpoint FOLDER: 9 elements of Box(offsets=(0, 0), "
+        f"sizes=(5, 3)). Must hold all 15, each once. {OF_ANOTHER_MODEL}",
     ),
     "a moment is missing": (
         edited(lambda body: body["tensors"].pop("exp_avg_sq/norm")),
-        "Invalid state of 'norm' in checkpoint FOLDER: exp_avg besides the param. "
-        "Must hold exp_avg, exp_avg_sq for torch_fused. "
-        "Resume with the optimizer of the saved run, or start from its weights with a new optimizer.",
+        "Invalid state of 'norm' in checkpoint FOLDER: exp_avg besides the param. Must hold "
+        "exp_avg, exp_avg_sq for torch_fused. Resume with the optimizer of the saved run, or start "
+        "from its weights with a new optimizer.",
     ),
-    "a tensor is a pickle": (first_tensor_is(pickle.dumps(EVIL, protocol=2)), NOT_TORCHS.format("b'\\x80\\x02cp'")),
+    "a tensor is a pickle": (
+        first_tensor_is(pickle.dumps(EVIL, protocol=2)),
+        NOT_TORCHS.format("b'\\x80\\x02cp'"),
+    ),
     "a tensor in an older format of torch": (
         first_tensor_is(saved(EVIL, _use_new_zipfile_serialization=False)),
         NOT_TORCHS.format("b'\\x80\\x02\\x8a\\n'"),
@@ -219,7 +267,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "a tensor is an object": (first_tensor_is(saved(EVIL)), NO_TENSOR),
     "a tensor is a program": (program_of_torchscript, FIRST_TENSOR),
     "a tensor is a dict": (first_tensor_is(saved({"w": 1})), OTHER_TENSOR.format("dict")),
-    "a tensor has another shape": (first_tensor_is(saved(torch.zeros(3))), OTHER_TENSOR.format("torch.float32 [3]")),
+    "a tensor has another shape": (
+        first_tensor_is(saved(torch.zeros(3))),
+        OTHER_TENSOR.format("torch.float32 [3]"),
+    ),
 }
 
 
@@ -243,7 +294,9 @@ def test_load_when_one_thing_is_broken_then_it_is_named_and_nothing_is_executed(
     assert not (tmp_path / "executed").exists(), "the load has executed what a file says"
 
 
-def test_evil_when_unpickled_then_it_executes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evil_when_unpickled_then_it_executes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or the test above would prove nothing."""
     monkeypatch.chdir(tmp_path)
     pickle.loads(pickle.dumps(EVIL))
@@ -262,7 +315,9 @@ def test_load_and_save_when_metadata_is_a_malicious_pickle_then_it_is_not_read(
     assert (folder / ".metadata").read_bytes() != pickle.dumps(EVIL)
 
 
-def test_load_when_any_bit_of_a_file_is_flipped_then_the_file_is_named(folder: Path, running: World) -> None:
+def test_load_when_any_bit_of_a_file_is_flipped_then_the_file_is_named(
+    folder: Path, running: World
+) -> None:
     chance = random.Random(7)
     for path in files_of(folder):
         content = path.read_bytes()
@@ -273,12 +328,16 @@ def test_load_when_any_bit_of_a_file_is_flipped_then_the_file_is_named(folder: P
             path.write_bytes(flipped)
             found, wanted = f"{zlib.crc32(flipped):08x}", f"{zlib.crc32(content):08x}"
             text = refused(lambda: load(folder, running), running)
-            assert_says(text, f"Invalid file {path}: CRC-32 {found}. Must have CRC-32 {wanted}. {DAMAGED}")
+            assert_says(
+                text, f"Invalid file {path}: CRC-32 {found}. Must have CRC-32 {wanted}. {DAMAGED}"
+            )
         path.write_bytes(content)
     load(folder, World.of(TINY))
 
 
-def test_manifest_when_any_bit_is_flipped_then_it_is_refused_or_says_the_same(folder: Path, running: World) -> None:
+def test_manifest_when_any_bit_is_flipped_then_it_is_refused_or_says_the_same(
+    folder: Path, running: World
+) -> None:
     path = folder / "manifest.json"
     content, whole = path.read_bytes(), read_manifest(folder)
     chance, same = random.Random(8), 0
@@ -298,7 +357,16 @@ def test_manifest_when_any_bit_is_flipped_then_it_is_refused_or_says_the_same(fo
     assert "CRC-32" in refused(lambda: load(folder, running), running)
 
 
-DOCUMENTS = ("[" * 100_000, "[]", "{}", "null", '"a"', '{"format": 1, "version": 1, "body": 0}', "", '{"f')
+DOCUMENTS = (
+    "[" * 100_000,
+    "[]",
+    "{}",
+    "null",
+    '"a"',
+    '{"format": 1, "version": 1, "body": 0}',
+    "",
+    '{"f',
+)
 
 
 def test_manifest_when_it_is_another_document_then_it_is_refused() -> None:
@@ -310,28 +378,32 @@ def test_manifest_when_it_is_another_document_then_it_is_refused() -> None:
 OTHER_MODELS: dict[str, tuple[tuple[Param, ...], str]] = {
     "one more": (
         (*TINY, Param("bias", (2,))),
-        f"Invalid checkpoint FOLDER: without param 'bias'. Must hold the params of the run. {OF_ANOTHER_MODEL}",
+        "Invalid checkpoint FOLDER: without param 'bias'. Must hold the params of the run. "
+        f"{OF_ANOTHER_MODEL}",
     ),
     "one less": (
         TINY[:1],
-        "Invalid checkpoint FOLDER: 'norm', which the model does not have. Must hold the params of the run. "
-        + OF_ANOTHER_MODEL,
+        "Invalid checkpoint FOLDER: 'norm', which the model does not have. Must hold the params of "
+        "the run. " + OF_ANOTHER_MODEL,
     ),
     "another shape": (
         (Param("w", (3, 5)), TINY[1]),
-        "Invalid tensor 'main/w' in checkpoint FOLDER: of shape [5, 3]. Must have the shape [3, 5] of the run. "
-        + OF_ANOTHER_MODEL,
+        "Invalid tensor 'main/w' in checkpoint FOLDER: of shape [5, 3]. Must have the shape [3, 5] "
+        "of the run. " + OF_ANOTHER_MODEL,
     ),
     "other groups": (
         (TINY[0], Param("norm", (3,), dtype=torch.float32)),
-        "Invalid param groups in checkpoint FOLDER: 'w' and 'norm' in different groups. Must have been in groups of "
-        "equal options, because they are in one here. Build the optimizer with the param groups of the saved run.",
+        "Invalid param groups in checkpoint FOLDER: 'w' and 'norm' in different groups. Must have "
+        "been in groups of equal options, because they are in one here. Build the optimizer with "
+        "the param groups of the saved run.",
     ),
 }
 
 
 @pytest.mark.parametrize("case", OTHER_MODELS)
-def test_load_when_the_checkpoint_is_of_another_model_then_the_param_is_named(folder: Path, case: str) -> None:
+def test_load_when_the_checkpoint_is_of_another_model_then_the_param_is_named(
+    folder: Path, case: str
+) -> None:
     params, text = OTHER_MODELS[case]
     world = World.of(params)
     assert_says(refused(lambda: load(folder, world), world), text.replace("FOLDER", str(folder)))
@@ -366,7 +438,9 @@ class Sluggish(io.FileIO):
 def test_load_when_the_system_reads_less_than_it_was_asked_for_then_the_rest_is_read_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "open", lambda path, mode, buffering: Sluggish(path), raising=False)
+    monkeypatch.setattr(
+        tensor_file, "open", lambda path, mode, buffering: Sluggish(path), raising=False
+    )
     assert number_in(folder, World.of(TINY)) == 1
 
 
@@ -380,7 +454,10 @@ def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_check
     monkeypatch.setattr("megatron_distopt.checkpoint.save._SECONDS_TO_APPEAR", 0.0)
     two = Numbered(World.of(TINY, dp=2)).become(2)
     by_rank = savings(two.world, folder, new_save_id())
-    written = [each.write(contribution_of(rank.model)) for each, rank in zip(by_rank, two.world.ranks, strict=True)]
+    written = [
+        each.write(contribution_of(rank.model))
+        for each, rank in zip(by_rank, two.world.ranks, strict=True)
+    ]
     part = folder / f"{by_rank[0].save_id}-00001.part"
     assert part.exists()
     part.write_bytes(pickle.dumps(EVIL, protocol=0))
@@ -388,8 +465,8 @@ def test_save_when_a_part_is_a_pickle_then_nothing_is_executed_and_the_old_check
         by_rank[0].commit(written[0])
     assert_says(
         str(caught.value),
-        f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 ranks share. "
-        "Give a folder on a shared disk.",
+        f"Invalid checkpoint {folder}: no file of rank 1 to be seen. Must be on a disk that all 2 "
+        "ranks share. Give a folder on a shared disk.",
     )
     by_rank[0].abandon()
     assert not (tmp_path / "executed").exists()
@@ -403,7 +480,9 @@ def test_package_when_its_source_is_searched_then_nothing_unpickles_freely() -> 
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
-            assert called not in ("pickle.load", "pickle.loads", "torch.jit.load"), f"{file}:{node.lineno}"
+            assert called not in ("pickle.load", "pickle.loads", "torch.jit.load"), (
+                f"{file}:{node.lineno}"
+            )
             if called == "torch.load":
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 assert given.get("weights_only") == "True", f"{file}:{node.lineno}"
@@ -434,7 +513,9 @@ def test_save_when_the_folder_cannot_be_written_then_the_file_is_named(
     assert number_in(folder, World.of(TINY)) == 1 and leftovers(folder) == set()
 
 
-def test_save_when_the_folder_cannot_be_made_then_it_is_named(tmp_path: Path, running: World) -> None:
+def test_save_when_the_folder_cannot_be_made_then_it_is_named(
+    tmp_path: Path, running: World
+) -> None:
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "iter_0000001"
     assert_says(
@@ -499,7 +580,8 @@ def test_ranks_when_one_of_them_fails_or_dies_then_all_stop_and_the_old_checkpoi
     assert "[Errno 28] No space left on device. Must take 'main/" in second[1][1]
     for theirs, ours in zip(first, second, strict=False):
         assert theirs[1] in [
-            f"Invalid {what}: rank 1 refused with «{ours[1]}». Must pass on all 2 ranks. Mend what that rank reports."
+            f"Invalid {what}: rank 1 refused with «{ours[1]}». Must pass on all 2 ranks. Mend what "
+            "that rank reports."
             for what in ("load", "save")
         ]
     assert len(first) == 3 and "peer" in first[2][1]

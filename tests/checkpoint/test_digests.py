@@ -1,4 +1,5 @@
-"""Digests: the same however a param lies on ranks, and another one whenever a bit of it is another."""
+"""Digests: the same however a param lies on ranks, and another one whenever a bit of it is
+another."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.digests import GRADS, DigestKey, digest_of, local_digests
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor, Precision, as_plain
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
+    LowPrecisionTensor,
+    Precision,
+    as_plain,
+)
 from tests.checkpoint.test_reshard import LAYOUTS, MODEL
 from tests.support.simulated import KINDS, World
 
@@ -45,7 +50,9 @@ def test_digest_when_the_layout_is_another_then_it_is_the_same(name: str) -> Non
     state, grads = _of_world(World.of(MODEL, **LAYOUTS[name]))
     assert state == expected
     assert set(state) == {(kind, param.name) for kind in KINDS for param in MODEL}
-    assert grads == {(GRADS, name): value for (kind, name), value in expected.items() if kind == "main"}
+    assert grads == {
+        (GRADS, name): value for (kind, name), value in expected.items() if kind == "main"
+    }
 
 
 def _weight(dim: int, index: int) -> int:
@@ -76,7 +83,9 @@ def test_digest_when_a_tensor_is_cut_then_the_parts_add_up(dtype: torch.dtype) -
         cut = shape.index(84_000)
         both = [long.narrow(cut, 0, 70_001), long.narrow(cut, 70_001, 13_999)]
         offsets = [(0,) * long.dim(), tuple(70_001 * (dim == cut) for dim in range(long.dim()))]
-        parts = sum((digest_of(part, at) for part, at in zip(both, offsets, strict=True)), torch.tensor(0))
+        parts = sum(
+            (digest_of(part, at) for part, at in zip(both, offsets, strict=True)), torch.tensor(0)
+        )
         assert int(parts) % MODULUS == _digest(long)
 
 
@@ -116,7 +125,9 @@ CHANGED = {
 
 
 def test_digest_when_any_bit_or_place_differs_then_it_differs() -> None:
-    digests = {name: _digest(values) for name, values in CHANGED.items()} | {"as it was": _digest(VALUES)}
+    digests = {name: _digest(values) for name, values in CHANGED.items()} | {
+        "as it was": _digest(VALUES)
+    }
     assert len({*digests.values()}) == len(digests)
     square = VALUES[:, :5]
     assert _digest(square) != _digest(square.T)

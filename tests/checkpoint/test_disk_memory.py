@@ -1,4 +1,5 @@
-"""Host memory that a save and a load take beside the state: one tensor, however large the state is."""
+"""Host memory that a save and a load take beside the state: one tensor, however large the state
+is."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from megatron_distopt.comm import Group
 from tests.support.simulated import Param, World, small_model
 from tests.support.spawn import run_ranks
 
-#: Main params and two moments of 8 params of 2**20 elements: 96 MiB; the largest tensor has 4 of them.
+#: Main params and two moments of 8 params of 2**20 elements: 96 MiB; the largest tensor has 4 of
+#: them.
 NUM_PARAMS, TENSOR_NBYTES = 8, 4 << 20
 STATE_NBYTES = 3 * NUM_PARAMS * TENSOR_NBYTES
-#: A buffer of 1 MiB before the disk, a piece of 1 MiB for checksums, and the manifest's objects; a second tensor in
-#: memory would be 4 MiB more.
+#: A buffer of 1 MiB before the disk, a piece of 1 MiB for checksums, and the manifest's objects; a
+#: second tensor in memory would be 4 MiB more.
 SLACK_NBYTES = 3 << 20
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -26,7 +28,10 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 def status(field: str) -> int:
     """A field of /proc/self/status, in bytes."""
     text = Path("/proc/self/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{field}:")) * 1024
+    return (
+        next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{field}:"))
+        * 1024
+    )
 
 
 def extra_nbytes(action: Callable[[], object]) -> int:
@@ -40,12 +45,15 @@ def extra_nbytes(action: Callable[[], object]) -> int:
 
 
 def measure(rank: int, size: int, folder: Path) -> dict[str, int]:
-    """In a process of its own: nothing was allocated and freed before that could be used again unseen."""
-    # What is freed goes back to the system at once, so that it is counted again when it is needed again.
+    """In a process of its own: nothing was allocated and freed before that could be used again
+    unseen."""
+    # What is freed goes back to the system at once, so that it is counted again when it is needed
+    # again.
     assert ctypes.CDLL(None).mallopt(-3, 1 << 16) == 1, "M_MMAP_THRESHOLD"
     one_rank = Group(None, 0, 1)
     params = tuple(Param(f"w{number}", (1024, 1024), dim=0) for number in range(NUM_PARAMS - 1))
-    params += (Param("column", (1024, 1024), dim=1, stride=2),)  # its two parts do not lie in one piece
+    # its two parts do not lie in one piece
+    params += (Param("column", (1024, 1024), dim=1, stride=2),)
     small, world = World.of(small_model(1)), World.of(params)
     fresh = World.of(params, filled=False)
     save_checkpoint(folder / "small", small.ranks[0].model, one_rank)
@@ -69,7 +77,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return found
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a save holds more before torch 2.10")
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="a save holds more before torch 2.10"
+)
 @pytest.mark.parametrize("action", ["save", "save again", "load"])
 def test_memory_when_the_state_is_there_then_at_most_one_tensor_comes_on_top(
     measured: dict[str, int], action: str
@@ -77,6 +87,8 @@ def test_memory_when_the_state_is_there_then_at_most_one_tensor_comes_on_top(
     assert measured[action] <= TENSOR_NBYTES + SLACK_NBYTES < STATE_NBYTES / 10
 
 
-def test_memory_when_a_fresh_run_loads_then_the_moments_and_one_tensor_come_on_top(measured: dict[str, int]) -> None:
+def test_memory_when_a_fresh_run_loads_then_the_moments_and_one_tensor_come_on_top(
+    measured: dict[str, int],
+) -> None:
     moments_nbytes = 2 * NUM_PARAMS * TENSOR_NBYTES
     assert moments_nbytes <= measured["load fresh"] <= moments_nbytes + TENSOR_NBYTES + SLACK_NBYTES

@@ -1,4 +1,5 @@
-"""What a manifest says of param groups is checked before it is taken: values, types, and no param in two of them."""
+"""What a manifest says of param groups is checked before it is taken: values, types, and no param
+in two of them."""
 
 from __future__ import annotations
 
@@ -29,11 +30,23 @@ FAULTS: dict[str, tuple[tuple[Any, ...], Any, tuple[str, ...]]] = {
     "lr nan": (("groups", 0, "options", "lr"), math.nan, ("lr of param group 0", "nan", "finite")),
     "lr true": (("groups", 0, "options", "lr"), True, ("lr of param group 0", "True")),
     "eps a text": (("groups", 0, "options", "eps"), "x", ("eps of param group 0", "'x'", "number")),
-    "betas a number": (("groups", 0, "options", "betas"), 0.9, ("betas of param group 0", "0.9", "list")),
-    "a nan elsewhere": (("groups", 0, "options", "lr_mult"), math.nan, ("lr_mult of param group 0", "nan")),
+    "betas a number": (
+        ("groups", 0, "options", "betas"),
+        0.9,
+        ("betas of param group 0", "0.9", "list"),
+    ),
+    "a nan elsewhere": (
+        ("groups", 0, "options", "lr_mult"),
+        math.nan,
+        ("lr_mult of param group 0", "nan"),
+    ),
     "step negative": (("groups", 0, "step"), -5, ("step of param group 0", "-5", "at least 0")),
     "step a fraction": (("groups", 0, "step"), 7.5, ("step of param group 0", "7.5", "whole")),
-    "scalar a text": (("groups", 0, "scalars", "step"), ["ten", ""], ("step of param group 0", "'ten'", "number")),
+    "scalar a text": (
+        ("groups", 0, "scalars", "step"),
+        ["ten", ""],
+        ("step of param group 0", "'ten'", "number"),
+    ),
     "loss scale zero": (("loss_scale", "scale"), 0.0, ("scale", "0.0", "above 0")),
     "skipped negative": (("num_skipped",), -1, ("num_skipped", "-1", "at least 0")),
 }
@@ -72,7 +85,9 @@ def test_load_when_a_param_is_in_two_groups_then_refused_with_both(tmp_path: Pat
     assert repr(name) in text and "param groups 0 and 1" in text and "wd_mult" in text
 
 
-def test_file_of_torch_when_a_value_is_wrong_then_refused_by_load_and_convert(tmp_path: Path) -> None:
+def test_file_of_torch_when_a_value_is_wrong_then_refused_by_load_and_convert(
+    tmp_path: Path,
+) -> None:
     World.of(MODEL, dp=2).save(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "good.pt", "torch")
     state = torch.load(tmp_path / "good.pt", weights_only=True)
@@ -94,26 +109,37 @@ def test_save_when_a_value_would_be_refused_by_a_load_then_it_is_refused_first()
         contribution_of(rank.model)
 
 
-def test_save_when_more_overflows_came_than_are_tolerated_then_the_count_below_zero_travels(tmp_path: Path) -> None:
+def test_save_when_more_overflows_came_than_are_tolerated_then_the_count_below_zero_travels(
+    tmp_path: Path,
+) -> None:
     """As a Megatron counts, which goes on below 0 where the scale is at its least."""
     world = World.of(MODEL)
-    world.ranks[0].optimizer.loss_scale.load_state_dict({"scale": 1.0, "good_steps": 0, "tolerated": -3})
+    world.ranks[0].optimizer.loss_scale.load_state_dict(
+        {"scale": 1.0, "good_steps": 0, "tolerated": -3}
+    )
     world.save(tmp_path)
     other = World.of(MODEL, filled=False)
     other.load(tmp_path)
     assert other.ranks[0].optimizer.loss_scale.state_dict()["tolerated"] == -3
 
 
-def test_save_when_ranks_differ_in_an_option_of_a_param_then_the_commit_names_it(tmp_path: Path) -> None:
+def test_save_when_ranks_differ_in_an_option_of_a_param_then_the_commit_names_it(
+    tmp_path: Path,
+) -> None:
     world = World.of(MODEL, dp=2)
     world.ranks[1].optimizer.inner.param_groups[0]["lr"] = 0.5
-    with pytest.raises(CheckpointError, match=r"in param groups \d and \d, which differ in lr: 0.001 and 0.5"):
+    with pytest.raises(
+        CheckpointError, match=r"in param groups \d and \d, which differ in lr: 0.001 and 0.5"
+    ):
         world.save(tmp_path)
     assert not (tmp_path / "manifest.json").exists()
 
 
-def test_options_when_they_are_tensors_or_tables_then_they_travel_in_the_form_of_the_run(tmp_path: Path) -> None:
-    """torch lets a learning rate be a tensor, which a captured graph goes on reading: it is filled, not replaced."""
+def test_options_when_they_are_tensors_or_tables_then_they_travel_in_the_form_of_the_run(
+    tmp_path: Path,
+) -> None:
+    """torch lets a learning rate be a tensor, which a captured graph goes on reading: it is filled,
+    not replaced."""
     world = World.of(MODEL)
     for group in world.ranks[0].optimizer.inner.param_groups:
         group.update(lr=torch.tensor(0.25), schedule={"warmup": 10, "ends": (1.0, 2.0)})
@@ -127,7 +153,9 @@ def test_options_when_they_are_tensors_or_tables_then_they_travel_in_the_form_of
     assert [group["schedule"] for group in groups] == [{"warmup": 10, "ends": [1.0, 2.0]}] * 2
 
 
-def test_options_when_the_run_lacks_one_of_the_same_optimizer_then_it_gets_it(tmp_path: Path) -> None:
+def test_options_when_the_run_lacks_one_of_the_same_optimizer_then_it_gets_it(
+    tmp_path: Path,
+) -> None:
     """A scheduler that is made after the load finds `initial_lr`, as after torch's own."""
     world = World.of(MODEL)
     for group in world.ranks[0].optimizer.inner.param_groups:
@@ -135,7 +163,10 @@ def test_options_when_the_run_lacks_one_of_the_same_optimizer_then_it_gets_it(tm
     world.save(tmp_path)
     other = World.of(MODEL, filled=False)
     other.load(tmp_path)
-    assert [group["initial_lr"] for group in other.ranks[0].optimizer.inner.param_groups] == [0.5, 0.5]
+    assert [group["initial_lr"] for group in other.ranks[0].optimizer.inner.param_groups] == [
+        0.5,
+        0.5,
+    ]
 
 
 def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(
@@ -145,7 +176,9 @@ def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(
     world.ranks[0].optimizer.inner.param_groups[0]["hook"] = print
     with caplog.at_level(logging.WARNING):
         world.save(tmp_path)
-    assert "param group option 'hook' is a builtin_function_or_method and is not saved" in caplog.text
+    assert (
+        "param group option 'hook' is a builtin_function_or_method and is not saved" in caplog.text
+    )
     assert all("hook" not in group.options for group in read_manifest(tmp_path).groups)
     text = _refused(tmp_path)
     assert "hook of the params of group 0" in text and "builtin_function_or_method" in text
@@ -158,14 +191,19 @@ def test_options_when_no_file_keeps_one_then_the_run_must_have_its_own(
 def _first_layer_frozen(lr: float) -> tuple[torch.nn.Sequential, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(True)
     model[0].requires_grad_(False)
-    groups = [{"params": list(layer.parameters()), "lr": lr * (1 + number)} for number, layer in enumerate(model)]
+    groups = [
+        {"params": list(layer.parameters()), "lr": lr * (1 + number)}
+        for number, layer in enumerate(model)
+    ]
     groups.append({"params": [], "lr": lr * 3})
     return model, distribute(model, torch.optim.AdamW(groups))
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("form", ["folder", "file of torch"])
-def test_load_when_a_group_is_frozen_then_it_has_the_options_that_were_saved(form: str, tmp_path: Path) -> None:
+def test_load_when_a_group_is_frozen_then_it_has_the_options_that_were_saved(
+    form: str, tmp_path: Path
+) -> None:
     _, optimizer = _first_layer_frozen(0.5)
     optimizer.save(tmp_path / "saved")
     place = tmp_path / "saved"
@@ -176,8 +214,12 @@ def test_load_when_a_group_is_frozen_then_it_has_the_options_that_were_saved(for
 
     resumed.load(place)
 
-    assert [group["lr"] for group in resumed.param_groups] == [0.5, 1.0, 1.5], "options of the saved run"
-    assert not any(param in resumed.state for param in model[0].parameters()), "it has no state before it trains"
+    assert [group["lr"] for group in resumed.param_groups] == [0.5, 1.0, 1.5], (
+        "options of the saved run"
+    )
+    assert not any(param in resumed.state for param in model[0].parameters()), (
+        "it has no state before it trains"
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -185,7 +227,11 @@ def test_load_when_frozen_params_of_one_group_were_in_several_then_refused(tmp_p
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model[0].requires_grad_(False)
     params = [*model[0].parameters()]
-    groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "lr": 0.1}, {"params": model[1].parameters()}]
+    groups = [
+        {"params": params[:1], "lr": 0.5},
+        {"params": params[1:], "lr": 0.1},
+        {"params": model[1].parameters()},
+    ]
     distribute(model, torch.optim.AdamW(groups)).save(tmp_path)
     _, resumed = _first_layer_frozen(0.1)
 

@@ -1,4 +1,5 @@
-"""Which params of a checkpoint are which of the model: frozen ones, and names that wrappers have changed."""
+"""Which params of a checkpoint are which of the model: frozen ones, and names that wrappers have
+changed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from megatron_distopt.errors import CheckpointError
 from tests.support.simulated import KINDS, Param, World, element_numbers
 
 ALONE = Group(None, 0, 1)
-MODEL = (Param("layers.0.weight", (5, 3)), Param("layers.1.weight", (4, 2)), Param("scale", (3,), decays=False))
+MODEL = (
+    Param("layers.0.weight", (5, 3)),
+    Param("layers.1.weight", (4, 2)),
+    Param("scale", (3,), decays=False),
+)
 
 #: What wrappers make of a name.
 WRAPPED = {
@@ -36,7 +41,9 @@ def _load(folder: Path, world: World, **how: object) -> None:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
-def test_load_when_one_of_the_two_is_wrapped_then_every_param_is_found(wrapper: str, tmp_path: Path) -> None:
+def test_load_when_one_of_the_two_is_wrapped_then_every_param_is_found(
+    wrapper: str, tmp_path: Path
+) -> None:
     is_saved = wrapper != "DDP around torch.compile"
     saved, running = (_as(wrapper), MODEL) if is_saved else (MODEL, _as(wrapper))
     World.of(saved, dp=2).save(tmp_path)
@@ -53,7 +60,9 @@ def test_load_when_a_model_has_both_names_then_each_gets_its_own(tmp_path: Path)
     World.of(both, dp=2).save(tmp_path)
     world = World.of(both, filled=False)
     _load(tmp_path, world)
-    assert all(torch.equal(world.whole("main")[p.name], element_numbers(p, "main", p.shape)) for p in both)
+    assert all(
+        torch.equal(world.whole("main")[p.name], element_numbers(p, "main", p.shape)) for p in both
+    )
 
 
 def test_load_when_layers_are_frozen_then_their_state_is_left_in_the_file(tmp_path: Path) -> None:
@@ -61,7 +70,9 @@ def test_load_when_layers_are_frozen_then_their_state_is_left_in_the_file(tmp_pa
     world = World.of(MODEL[1:], filled=False)
     _load(tmp_path, world, frozen=frozenset({"layers.0.weight"}))
     assert all(
-        torch.equal(world.whole(kind)[param.name][...], element_numbers(_wrapped(param), kind, param.shape))
+        torch.equal(
+            world.whole(kind)[param.name][...], element_numbers(_wrapped(param), kind, param.shape)
+        )
         for kind in KINDS
         for param in MODEL[1:]
     )

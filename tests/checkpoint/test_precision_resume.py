@@ -27,13 +27,15 @@ PRECISIONS = {
 SIZES = (1, 2)
 #: Each precision is saved at one of the sizes.
 SAVED = tuple((name, SIZES[number % 2]) for number, name in enumerate(PRECISIONS))
-#: From a precision at a size to another: each into itself at the same size and into another one. What a checkpoint
-#: holds does not depend on where it goes, so not every pair is needed.
+#: From a precision at a size to another: each into itself at the same size and into another one.
+#: What a checkpoint holds does not depend on where it goes, so not every pair is needed.
 PAIRS = tuple(
-    (one, before, *SAVED[(number + step) % len(SAVED)]) for step in (0, 3) for number, (one, before) in enumerate(SAVED)
+    (one, before, *SAVED[(number + step) % len(SAVED)])
+    for step in (0, 3)
+    for number, (one, before) in enumerate(SAVED)
 )
-#: Relative errors that a precision allows: of main params and first moments to those of their block's largest, which
-#: are rounded to nearest when loaded.
+#: Relative errors that a precision allows: of main params and first moments to those of their
+#: block's largest, which are rounded to nearest when loaded.
 ERRORS = {
     "float32": 0.0,
     "remainder": 0.0,
@@ -58,7 +60,8 @@ def _train(model: Any, optimizer: Any, steps: range) -> list[float]:
 
 
 def _values(optimizer: Any) -> Values:
-    """Collective: everything that the state holds, by the number of the param and the kind; empty but on rank 0."""
+    """Collective: everything that the state holds, by the number of the param and the kind; empty
+    but on rank 0."""
     whole = optimizer.full_state_dict()
     return {
         str(number): {kind: value.clone() for kind, value in state.items() if kind != "step"}
@@ -71,7 +74,8 @@ def _groups() -> dict[int, Any]:
 
 
 def cross(rank: int, size: int, folder: str) -> dict[str, Any]:
-    """Saves every precision at every size, and loads all pairs; returns what was saved, loaded and trained on."""
+    """Saves every precision at every size, and loads all pairs; returns what was saved, loaded and
+    trained on."""
     groups, saved, losses = _groups(), dict[Any, Values](), dict[Any, list[float]]()
     for name, ranks in SAVED:
         if rank < ranks:
@@ -99,7 +103,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{} at {} to {} at {}".format(*pair))
-def test_load_when_precision_and_size_differ_then_values_are_as_the_new_one_rounds_them_and_training_goes_on(
+def test_load_when_precision_and_size_differ_then_rounded_anew_and_training_goes_on(
     found: dict[str, Any], pair: tuple[str, int, str, int]
 ) -> None:
     one, before, other, ranks = pair
@@ -110,7 +114,8 @@ def test_load_when_precision_and_size_differ_then_values_are_as_the_new_one_roun
         for kind, value in state.items():
             dtype = getattr(precision, f"{kind}_dtype", precision.main_params_dtype)
             is_kept = vars(PRECISIONS[one]) == vars(precision) and before == ranks
-            error = 0.0 if is_kept else ERRORS[dtype] * (2 if kind == "exp_avg_sq" else 1)  # the root is rounded
+            # the root is rounded
+            error = 0.0 if is_kept else ERRORS[dtype] * (2 if kind == "exp_avg_sq" else 1)
             difference = (loaded[number][kind].float() - value.float()).abs()
             assert float(difference.max()) <= error * float(value.abs().max()), (number, kind)
     expected, resumed = found["losses"][one, before], found["resumed"][pair]

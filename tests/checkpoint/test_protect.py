@@ -14,7 +14,12 @@ import torch.distributed as dist
 
 from megatron_distopt import distribute
 from megatron_distopt.checkpoint.protect import nodes as nodes_module
-from megatron_distopt.checkpoint.protect.nodes import Nodes, check_space, folder_of, is_removed_at_logout
+from megatron_distopt.checkpoint.protect.nodes import (
+    Nodes,
+    check_space,
+    folder_of,
+    is_removed_at_logout,
+)
 from megatron_distopt.checkpoint.protect.pace import Pace
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.protect.snapshots import held
@@ -40,15 +45,30 @@ class _Run:
     """A model that trains in bf16 with a scheduler, its node's memory below a folder."""
 
     def __init__(
-        self, folder: Path, layout: Sequence[int], group: Any = None, model: Any = None, **options: Any
+        self,
+        folder: Path,
+        layout: Sequence[int],
+        group: Any = None,
+        model: Any = None,
+        **options: Any,
     ) -> None:
         rank = dist.get_rank()
         memory = folder / f"node-{layout[rank]}"
-        self.rank, self.model = dist.get_rank(group), Params(default=torch.bfloat16) if model is None else model
-        adamw = torch.optim.AdamW(self.model.groups() if model is None else self.model.parameters(), lr=2.0**-6)
+        self.rank, self.model = (
+            dist.get_rank(group),
+            Params(default=torch.bfloat16) if model is None else model,
+        )
+        adamw = torch.optim.AdamW(
+            self.model.groups() if model is None else self.model.parameters(), lr=2.0**-6
+        )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1 / (1 + step))
         self.optimizer = distribute(
-            self.model, adamw, process_group=group, clip_grad=1.0, protect_folder=str(memory), **options
+            self.model,
+            adamw,
+            process_group=group,
+            clip_grad=1.0,
+            protect_folder=str(memory),
+            **options,
         )
         self.step = 0
 
@@ -93,18 +113,30 @@ def _of(folder: Path, node: str, step: int, rank: int, suffix: str = "distcp") -
     return path
 
 
-#: What happens to the memory of two nodes with snapshots of steps 4 and 6, and the step from which the run goes on.
+#: What happens to the memory of two nodes with snapshots of steps 4 and 6, and the step from which
+#: the run goes on.
 LOSSES: dict[str, tuple[Callable[[Path], object], int | None]] = {
     "nothing": (lambda folder: None, 6),
     "node 0": (lambda folder: shutil.rmtree(folder / "node-0"), 6),
     "node 1": (lambda folder: shutil.rmtree(folder / "node-1"), 6),
-    "both nodes": (lambda folder: [shutil.rmtree(folder / f"node-{node}") for node in (0, 1)], None),
+    "both nodes": (
+        lambda folder: [shutil.rmtree(folder / f"node-{node}") for node in (0, 1)],
+        None,
+    ),
     "a byte of one copy": (lambda folder: _damage(_of(folder, "node-1", 6, 3)), 6),
     "a record of one copy": (lambda folder: _of(folder, "node-0", 6, 0, "part").unlink(), 6),
-    "a byte of both": (lambda folder: [_damage(_of(folder, f"node-{node}", 6, 2)) for node in (0, 1)], 4),
-    "a record's bytes": (lambda folder: [_damage(_of(folder, f"node-{node}", 6, 2, "part")) for node in (0, 1)], 4),
+    "a byte of both": (
+        lambda folder: [_damage(_of(folder, f"node-{node}", 6, 2)) for node in (0, 1)],
+        4,
+    ),
+    "a record's bytes": (
+        lambda folder: [_damage(_of(folder, f"node-{node}", 6, 2, "part")) for node in (0, 1)],
+        4,
+    ),
     "both, of both snapshots": (
-        lambda folder: [_damage(_of(folder, f"node-{node}", step, 2)) for node in (0, 1) for step in (4, 6)],
+        lambda folder: [
+            _damage(_of(folder, f"node-{node}", step, 2)) for node in (0, 1) for step in (4, 6)
+        ],
         None,
     ),
     "one node, and a byte on the other": (
@@ -115,7 +147,8 @@ LOSSES: dict[str, tuple[Callable[[Path], object], int | None]] = {
 
 
 def _as_uninterrupted(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """By layout and loss the step from which the run went on, and whether it ended to the bit as without a loss."""
+    """By layout and loss the step from which the run went on, and whether it ended to the bit as
+    without a loss."""
     plain = _Run(folder / "none", LAYOUTS["one node"])
     plain.train(NUM_STEPS, protected=False)
     expected, found = plain.end(), dict[str, Any]()
@@ -124,7 +157,9 @@ def _as_uninterrupted(rank: int, size: int, folder: Path) -> dict[str, Any]:
         assert run.resume() is None, "nothing is there"
         run.train(7)
         run.end()
-        for loss, (lose, _) in LOSSES.items() if layout == "two nodes" else [("nothing", LOSSES["nothing"])]:
+        for loss, (lose, _) in (
+            LOSSES.items() if layout == "two nodes" else [("nothing", LOSSES["nothing"])]
+        ):
             kept = folder / f"{layout} {loss}"
             dist.barrier()
             if rank == 0:
@@ -165,7 +200,8 @@ def test_run_when_started_anew_on_nodes_of_any_number_then_it_ends_to_the_bit_as
 
 
 def _at_other_sizes(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """By the number of ranks, whether memory and a checkpoint of the same step lead to the same params."""
+    """By the number of ranks, whether memory and a checkpoint of the same step lead to the same
+    params."""
     numbers, found = LAYOUTS["two nodes"], dict[str, Any]()
     run = _Run(folder / "memory", numbers, protect_every=6)
     run.resume()
@@ -181,7 +217,9 @@ def _at_other_sizes(rank: int, size: int, folder: Path) -> dict[str, Any]:
         if rank == 0:
             shutil.copytree(folder / "memory", kept)
         dist.barrier(group)
-        one, other = (_Run(kept, numbers, group, **options) for options in ({"protect_every": 6}, {}))
+        one, other = (
+            _Run(kept, numbers, group, **options) for options in ({"protect_every": 6}, {})
+        )
         resumed = one.resume()
         other.optimizer.load(folder / "disk")
         other.scheduler.load_state_dict(state)
@@ -189,19 +227,25 @@ def _at_other_sizes(rank: int, size: int, folder: Path) -> dict[str, Any]:
         one.train(NUM_STEPS)
         other.train(NUM_STEPS, protected=False)
         is_equal = all(map(torch.equal, one.end(), other.end()))
-        found[str(count)] = (resumed and (resumed.step, resumed.state["rank"], resumed.is_same_size), is_equal)
+        found[str(count)] = (
+            resumed and (resumed.step, resumed.state["rank"], resumed.is_same_size),
+            is_equal,
+        )
     dist.barrier()
     return found
 
 
-def test_run_when_fewer_ranks_are_left_then_it_goes_on_to_the_bit_as_from_a_checkpoint(tmp_path: Path) -> None:
+def test_run_when_fewer_ranks_are_left_then_it_goes_on_to_the_bit_as_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     found = run_ranks(_at_other_sizes, SIZE, tmp_path)
     for count in (3, 2, 1):
         assert [each[str(count)] for each in found[:count]] == [((6, 0, False), True)] * count
 
 
 def _beside(rank: int, size: int, folder: Path) -> list[bool]:
-    """Running statistics, and a teacher that follows the model: whether both are back, and training goes on alike."""
+    """Running statistics, and a teacher that follows the model: whether both are back, and training
+    goes on alike."""
 
     class Taught(torch.nn.Module):
         def __init__(self) -> None:
@@ -236,7 +280,9 @@ def _beside(rank: int, size: int, folder: Path) -> list[bool]:
     return [torch.equal(states[0][name], states[1][name]) for name in states[0]]
 
 
-def test_run_when_training_changes_buffers_and_frozen_params_then_they_are_back_as_well(tmp_path: Path) -> None:
+def test_run_when_training_changes_buffers_and_frozen_params_then_they_are_back_as_well(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(_beside, SIZE, tmp_path) == [[True] * 9] * SIZE
 
 
@@ -275,7 +321,9 @@ def _refusals(rank: int, size: int, folder: Path) -> dict[str, str]:
     run.finish()
     run.optimizer.protect(4)
     run.finish()
-    said["nan"] = ", ".join(sorted(f"{each.step}: {ranks}" for each, ranks in held(folder / "c/node-0/0").items()))
+    said["nan"] = ", ".join(
+        sorted(f"{each.step}: {ranks}" for each, ranks in held(folder / "c/node-0/0").items())
+    )
     run.end()
     return said
 
@@ -303,15 +351,21 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_protect_when_used_wrongly_then_refused_on_all_ranks(refusals: list[dict[str, str]], case: str) -> None:
+def test_protect_when_used_wrongly_then_refused_on_all_ranks(
+    refusals: list[dict[str, str]], case: str
+) -> None:
     assert all(EXPECTED[case].lower() in said[case].lower() for said in refusals), refusals
 
 
-def test_snapshot_when_a_rank_has_a_nan_then_the_one_before_stays(refusals: list[dict[str, str]]) -> None:
+def test_snapshot_when_a_rank_has_a_nan_then_the_one_before_stays(
+    refusals: list[dict[str, str]],
+) -> None:
     assert refusals[0]["nan"].startswith("2: [0, 1]")
 
 
-def test_snapshot_when_it_is_of_another_model_then_not_taken(refusals: list[dict[str, str]]) -> None:
+def test_snapshot_when_it_is_of_another_model_then_not_taken(
+    refusals: list[dict[str, str]],
+) -> None:
     assert [said["other model"] for said in refusals] == ["None"] * 2
 
 
@@ -353,7 +407,11 @@ _NAMED = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3"}
     [
         (None, {}, "--rdzv-id NAME"),
         (None, {"TORCHELASTIC_RUN_ID": "none"}, "--rdzv-id NAME"),
-        ("/a", {**_NAMED, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+        (
+            "/a",
+            {**_NAMED, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        ),
     ],
 )
 def test_folder_when_a_job_cannot_be_found_again_then_refused(
@@ -379,7 +437,8 @@ def test_space_when_it_is_that_of_docker_then_says_what_to_type(
 
 
 @pytest.mark.parametrize(
-    ("text", "is_removed"), [("[Login]\n#RemoveIPC=no\n", True), ("RemoveIPC=no\n", False), ("RemoveIPC = yes\n", True)]
+    ("text", "is_removed"),
+    [("[Login]\n#RemoveIPC=no\n", True), ("RemoveIPC=no\n", False), ("RemoveIPC = yes\n", True)],
 )
 def test_logout_when_systemd_removes_memory_then_known(
     text: str, is_removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,9 @@
-"""A checkpoint written at one layout and read at another, all ranks in one process: the state as global tensors is the
-same to the bit.
+"""A checkpoint written at one layout and read at another, all ranks in one process: the state as
+global tensors is the same to the bit.
 
-The state says of every element which one it is (tests/support/simulated.py), so that one that lands elsewhere is seen.
-With real processes and training: test_megatron_2023_reshard.py and test_megatron_core_checkpoints.py in tests/hosts.
+The state says of every element which one it is (tests/support/simulated.py), so that one that lands
+elsewhere is seen. With real processes and training: test_megatron_2023_reshard.py and
+test_megatron_core_checkpoints.py in tests/hosts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 def _is_same_as_saved(world: World) -> bool:
     whole = {kind: world.whole(kind) for kind in KINDS}
     return all(
-        torch.equal(whole[kind][param.name], element_numbers(param, kind, param.padded_shape(world.tp)))
+        torch.equal(
+            whole[kind][param.name], element_numbers(param, kind, param.padded_shape(world.tp))
+        )
         for kind in KINDS
         for param in world.params
     )
@@ -68,7 +71,9 @@ def test_load_when_the_layout_is_another_then_every_element_is_in_its_place(
         assert {float(state["step"]) for state in optimizer.inner.state.values()} == {10.0}
         groups = zip(optimizer.inner.param_groups, optimizer.plan.groups, strict=True)
         assert all(group["lr"] == 1e-3 for group, plan in groups if plan.names)
-        assert all(torch.equal(run.model, run.main.to(run.model.dtype)) for run in optimizer.flat_params)
+        assert all(
+            torch.equal(run.model, run.main.to(run.model.dtype)) for run in optimizer.flat_params
+        )
 
 
 def test_checkpoint_when_read_by_torch_alone_then_it_holds_the_whole_tensors(
@@ -78,12 +83,18 @@ def test_checkpoint_when_read_by_torch_alone_then_it_holds_the_whole_tensors(
     dcp_to_torch_save(saved[name], tmp_path / "state.pt")
     found = torch.load(tmp_path / "state.pt", weights_only=True)
     tp = LAYOUTS[name]["tp"]
-    wanted = {f"{kind}/{p.name}": element_numbers(p, kind, p.padded_shape(tp)) for kind in KINDS for p in MODEL}
+    wanted = {
+        f"{kind}/{p.name}": element_numbers(p, kind, p.padded_shape(tp))
+        for kind in KINDS
+        for p in MODEL
+    }
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
-def test_load_when_the_vocabulary_has_more_padding_then_the_new_rows_keep_their_values(tmp_path: Path) -> None:
+def test_load_when_the_vocabulary_has_more_padding_then_the_new_rows_keep_their_values(
+    tmp_path: Path,
+) -> None:
     """37 rows are 40 on one tensor-parallel rank and 48 on four."""
     World.of(MODEL, dp=2).save(tmp_path)
     world = World.of(MODEL, tp=4)

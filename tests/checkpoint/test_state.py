@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 class Trained:
     """A model of `Params` with its optimizer."""
 
-    def __init__(self, config: DistOptConfig = CONFIG, dtype: torch.dtype = torch.float32, **how: Any) -> None:
+    def __init__(
+        self, config: DistOptConfig = CONFIG, dtype: torch.dtype = torch.float32, **how: Any
+    ) -> None:
         self.model = Params(default=dtype)
         self.optimizer = distribute(self.model, config, **how)
         self.steps_taken = 0
@@ -54,7 +56,9 @@ class Trained:
         return {"params": params, "state": copy.deepcopy(self.optimizer.state_dict())}
 
 
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, optimizer="torch.optim:Adagrad")], ids=["adam", "adagrad"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, replace(CONFIG, optimizer="torch.optim:Adagrad")], ids=["adam", "adagrad"]
+)
 def test_load_when_saved_before_the_first_step_then_it_trains_as_a_fresh_optimizer(
     config: DistOptConfig, tmp_path: Path
 ) -> None:
@@ -69,7 +73,8 @@ def test_load_when_saved_before_the_first_step_then_it_trains_as_a_fresh_optimiz
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("saved_by", "loaded_by"), [("torch_foreach", "torch_fused"), ("torch_foreach", "torch_foreach")]
+    ("saved_by", "loaded_by"),
+    [("torch_foreach", "torch_fused"), ("torch_foreach", "torch_foreach")],
 )
 def test_load_when_another_kernel_of_torchs_saved_it_then_it_trains_on(
     saved_by: str, loaded_by: str, dtype: torch.dtype, tmp_path: Path
@@ -81,20 +86,28 @@ def test_load_when_another_kernel_of_torchs_saved_it_then_it_trains_on(
         {name: param.detach() for name, param in first.model.named()},
     )
     for group in second.optimizer.param_groups:
-        assert (bool(group["fused"]), bool(group["foreach"])) == (loaded_by == "torch_fused", not group["fused"])
+        assert (bool(group["fused"]), bool(group["foreach"])) == (
+            loaded_by == "torch_fused",
+            not group["fused"],
+        )
     first.train(3)
     second.train(3)
     for (_, left), (_, right) in zip(first.model.named(), second.model.named(), strict=True):
-        # The two kernels round differently: some ulps of a value near 1, which a bf16 param can turn into one of its.
+        # The two kernels round differently: some ulps of a value near 1, which a bf16 param can
+        # turn into one of its.
         tolerance = 0.0 if saved_by == loaded_by else 1e-5 if dtype is torch.float32 else 2.0**-6
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
     assert all(float(state["step"]) == 6 for state in second.optimizer.state.values())
 
 
-def test_load_when_saved_by_another_kind_of_optimizer_then_refused_and_nothing_changes(tmp_path: Path) -> None:
+def test_load_when_saved_by_another_kind_of_optimizer_then_refused_and_nothing_changes(
+    tmp_path: Path,
+) -> None:
     Trained(replace(CONFIG, optimizer="sgd")).train(2).save(tmp_path)
     trained = Trained().train(1)
     before = trained.held()
-    with pytest.raises(CheckpointError, match=r"Must hold exp_avg, exp_avg_sq, .* for torch_foreach"):
+    with pytest.raises(
+        CheckpointError, match=r"Must hold exp_avg, exp_avg_sq, .* for torch_foreach"
+    ):
         trained.load(tmp_path, 0)
     assert same(trained.held(), before)

@@ -1,4 +1,5 @@
-"""The state in torch's format: one rank's is torch's own, several ranks' goes through torch.distributed.checkpoint."""
+"""The state in torch's format: one rank's is torch's own, several ranks' goes through
+torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.torch_state import ShardedValue
@@ -25,15 +30,19 @@ from tests.support.fork_files import same
 from tests.support.models import SHAPES, Params, exact_grads
 from tests.support.spawn import run_ranks
 
-# Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same wherever a tensor ends.
-CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_size=300)
+# Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same
+# wherever a tensor ends.
+CONFIG = DistOptConfig(
+    accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1, bucket_size=300
+)
 MIXED = {"wide.weight": torch.bfloat16, "norm.weight": torch.bfloat16, "scale": torch.bfloat16}
 #: A dtype of torch, and two forms that no dtype of torch has.
 LOW = {
     "bf16": replace(CONFIG, adam="auto", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"),
     "remainder": replace(CONFIG, adam="auto", main_params_dtype="remainder", exp_avg_dtype="int8"),
 }
-#: Classes of torch's: without a state, with one that begins in the first step, and with a loss scale that grows.
+#: Classes of torch's: without a state, with one that begins in the first step, and with a loss
+#: scale that grows.
 GIVEN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain": lambda params: torch.optim.SGD(params, lr=0.01),
     "dampened": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5, dampening=0.5),
@@ -43,14 +52,21 @@ GIVEN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _made(kind: DistOptConfig | str = CONFIG, *, steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
+def _made(
+    kind: DistOptConfig | str = CONFIG, *, steps: int = 0
+) -> tuple[Params, TorchDistributedOptimizer]:
     if isinstance(kind, str) and kind in GIVEN:
-        model, scaled = Params(default=torch.bfloat16), {"loss_scale": "dynamic", "growth_interval": 1}
+        model, scaled = (
+            Params(default=torch.bfloat16),
+            {"loss_scale": "dynamic", "growth_interval": 1},
+        )
         options: dict[str, Any] = scaled if kind == "scaled" else {}
         optimizer = distribute(model, GIVEN[kind](model.groups()), bucket_size=300, **options)
     else:
         model = Params(MIXED)
-        optimizer = distribute(model, LOW[kind] if isinstance(kind, str) else kind, param_groups=model.groups())
+        optimizer = distribute(
+            model, LOW[kind] if isinstance(kind, str) else kind, param_groups=model.groups()
+        )
     for step in range(steps):
         _train(model, optimizer, step)
     return model, optimizer
@@ -90,7 +106,9 @@ def _ours_in_fp32(steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
     return model, optimizer
 
 
-def _train_both(one: tuple[Params, Any], other: tuple[Params, Any], steps: Iterable[int] = (3, 4)) -> None:
+def _train_both(
+    one: tuple[Params, Any], other: tuple[Params, Any], steps: Iterable[int] = (3, 4)
+) -> None:
     """They are the same to the bit afterwards."""
     for step in steps:
         _train(*one, step)
@@ -129,7 +147,9 @@ def test_one_rank_when_torchs_adamw_is_loaded_by_ours_then_it_goes_on_bit_for_bi
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("is_first", [True, False])
-def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_on_bit_for_bit(is_first: bool) -> None:
+def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_on_bit_for_bit(
+    is_first: bool,
+) -> None:
     model, optimizer = _made(steps=2)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     other_model, other = _made()
@@ -143,7 +163,7 @@ def test_one_rank_when_model_and_optimizer_are_loaded_in_any_order_then_it_goes_
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank_when_other_weights_were_loaded_then_a_load_leaves_them_and_it_goes_on_from_them() -> None:
+def test_one_rank_when_other_weights_were_loaded_then_a_load_goes_on_from_them() -> None:
     _, optimizer = _made(steps=2)
     state = copy.deepcopy(optimizer.state_dict())
     model, other = _made()
@@ -170,12 +190,15 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
     optimizer.load_state_dict(reference.state_dict())
     _train_both((model, optimizer), (theirs, reference), (2, 3))
     ours, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
-    assert all(same({key: ours[number][key] for key in wanted[number]}, wanted[number]) for number in wanted)
+    assert all(
+        same({key: ours[number][key] for key in wanted[number]}, wanted[number])
+        for number in wanted
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", LOW)
-def test_one_rank_when_the_state_is_in_low_precision_then_torch_saves_its_values_and_it_computes_as_a_tensor(
+def test_one_rank_when_state_is_in_low_precision_then_torch_saves_its_values(
     name: str, tmp_path: Path
 ) -> None:
     _, optimizer = _made(name, steps=2)
@@ -197,10 +220,17 @@ def test_one_rank_when_the_state_is_in_low_precision_then_torch_saves_its_values
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_one_rank_when_a_flat_state_of_torchs_sgd_in_mixed_dtypes_is_loaded_then_it_goes_on(momentum: float) -> None:
-    models = [torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), torch.nn.LayerNorm(4)) for _ in range(2)]
+def test_one_rank_when_a_flat_state_of_torchs_sgd_in_mixed_dtypes_is_loaded_then_it_goes_on(
+    momentum: float,
+) -> None:
+    models = [
+        torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), torch.nn.LayerNorm(4))
+        for _ in range(2)
+    ]
     models[1].load_state_dict(models[0].state_dict())
-    theirs, given = (torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum) for model in models)
+    theirs, given = (
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum) for model in models
+    )
     ours = distribute(models[1], given)
     for step in range(2):
         for model, optimizer in zip(models, (theirs, ours), strict=True):
@@ -230,14 +260,32 @@ def test_state_when_read_by_param_then_it_is_live_and_cannot_be_replaced() -> No
 #: What is done to a good state, and what the error must name.
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
     "no groups": (lambda state: state.pop("param_groups"), ("param_groups",)),
-    "other groups": (lambda state: state["param_groups"].pop(), ("params by group", "[2]", "[2, 3]")),
-    "other shape": (lambda state: _put(state, "exp_avg", torch.zeros(3)), ("exp_avg of", "[3]", "[31, 17]")),
-    "one moment": (lambda state: state["state"][0].pop("exp_avg_sq"), ("exp_avg besides", "exp_avg_sq")),
+    "other groups": (
+        lambda state: state["param_groups"].pop(),
+        ("params by group", "[2]", "[2, 3]"),
+    ),
+    "other shape": (
+        lambda state: _put(state, "exp_avg", torch.zeros(3)),
+        ("exp_avg of", "[3]", "[31, 17]"),
+    ),
+    "one moment": (
+        lambda state: state["state"][0].pop("exp_avg_sq"),
+        ("exp_avg besides", "exp_avg_sq"),
+    ),
     "no count": (lambda state: state["state"][0].pop("step"), ("without step",)),
     "negative count": (lambda state: _put(state, "step", torch.tensor(-5.0)), ("step of", "-5")),
-    "lr nan": (lambda state: state["param_groups"][0].update(lr=float("nan")), ("lr of param group 0", "nan")),
-    "lr a text": (lambda state: state["param_groups"][1].update(lr="1e-3"), ("lr of param group 1", "1e-3")),
-    "betas of three": (lambda state: state["param_groups"][1].update(betas=(0.9, 0.9, 0.9)), ("betas", "type")),
+    "lr nan": (
+        lambda state: state["param_groups"][0].update(lr=float("nan")),
+        ("lr of param group 0", "nan"),
+    ),
+    "lr a text": (
+        lambda state: state["param_groups"][1].update(lr="1e-3"),
+        ("lr of param group 1", "1e-3"),
+    ),
+    "betas of three": (
+        lambda state: state["param_groups"][1].update(betas=(0.9, 0.9, 0.9)),
+        ("betas", "type"),
+    ),
     "no maxima": (lambda state: state["param_groups"][0].update(amsgrad=True), ("max_exp_avg_sq",)),
 }
 
@@ -263,13 +311,19 @@ def test_load_when_the_state_does_not_fit_then_refused_and_nothing_is_changed(fa
 
 
 def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str], object]:
-    """Saves in every way; returns the texts of what is refused, and what `_different` and `_asked_alone` return."""
+    """Saves in every way; returns the texts of what is refused, and what `_different` and
+    `_asked_alone` return."""
     model, optimizer = _made(steps=2)
     _separate(optimizer)
     state = get_optimizer_state_dict(model, optimizer)
     dcp.save({"optim": state}, checkpoint_id=root / "nested")
-    dcp.save({"optim": get_optimizer_state_dict(model, optimizer, options=FLAT)}, checkpoint_id=root / "flat")
-    offloaded = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    dcp.save(
+        {"optim": get_optimizer_state_dict(model, optimizer, options=FLAT)},
+        checkpoint_id=root / "flat",
+    )
+    offloaded = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(cpu_offload=True)
+    )
     dcp.save({"optim": offloaded}, checkpoint_id=root / "offloaded")
     future = dcp.async_save(
         {"optim": state}, checkpoint_id=root / "later", process_group=dist.new_group(backend="gloo")
@@ -283,8 +337,14 @@ def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str],
         assert full == {}
     for name in (*LOW, *GIVEN):
         _save_other(rank, name, root / name)
-    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    value = next(each["exp_avg"] for each in state["state"].values() if isinstance(each["exp_avg"], ShardedValue))
+    whole = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    value = next(
+        each["exp_avg"]
+        for each in state["state"].values()
+        if isinstance(each["exp_avg"], ShardedValue)
+    )
     assert copy.deepcopy(value).boxes == value.boxes and str(list(value.shape)) in repr(value)
     texts = {
         "torch.save": _text(lambda: torch.save(state, io.BytesIO())),
@@ -302,7 +362,8 @@ def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str],
 
 
 def _asked_alone(rank: int) -> object:
-    """What a dummy step of torch's would change, where rank 0 alone asks for the state of a class without one."""
+    """What a dummy step of torch's would change, where rank 0 alone asks for the state of a class
+    without one."""
     model, optimizer = _made("plain")
     calls: list[object] = []
     optimizer.register_step_post_hook(lambda *given: calls.append(given))
@@ -314,7 +375,9 @@ def _asked_alone(rank: int) -> object:
 def _save_other(rank: int, name: str, root: Path) -> None:
     _, other = _made(name, steps=2)
     gloo = dist.new_group(backend="gloo")
-    dcp.async_save({"optim": other.state_dict()}, checkpoint_id=root / "later", process_group=gloo).result()
+    dcp.async_save(
+        {"optim": other.state_dict()}, checkpoint_id=root / "later", process_group=gloo
+    ).result()
     full = other.full_state_dict()
     if rank == 0:
         torch.save(full, root / "full.pt")
@@ -371,7 +434,10 @@ def _by_name(full: dict[str, Any]) -> dict[str, Any]:
     """As torch's calls have it: names of params for numbers."""
     names = ["held." + name.replace(".", "_") for name in _in_groups()]
     state = {names[number]: dict(each) for number, each in full["state"].items()}
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in full["param_groups"]]
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]}
+        for group in full["param_groups"]
+    ]
     return {"state": state, "param_groups": groups}
 
 
@@ -417,12 +483,15 @@ def test_state_when_rank_0_alone_asks_for_it_then_torch_makes_no_step(
 
 
 @pytest.mark.usefixtures("refused")
-def test_full_state_when_16_bit_params_or_a_loss_scale_were_trained_then_it_has_what_they_go_on_from(
-    root: Path,
-) -> None:
+def test_full_state_when_16_bit_params_or_a_loss_scale_then_they_go_on_from_it(root: Path) -> None:
     full = {name: torch.load(root / name / "full.pt", weights_only=True) for name in GIVEN}
     assert all("main_param" in state for each in full.values() for state in each["state"].values())
-    scale = {"scale": 4 * DistOptConfig().initial_loss_scale, "good_steps": 0, "tolerated": 2, "num_skipped": 0}
+    scale = {
+        "scale": 4 * DistOptConfig().initial_loss_scale,
+        "good_steps": 0,
+        "tolerated": 2,
+        "num_skipped": 0,
+    }
     assert full["scaled"]["param_groups"][0]["dynamic_loss_scale"] == scale
 
 
@@ -451,9 +520,15 @@ def test_state_when_no_step_was_made_then_a_load_of_it_begins_anew() -> None:
 
 @pytest.mark.usefixtures("refused", "one_rank")
 @pytest.mark.parametrize("size", [1, 3])
-def test_load_when_the_number_of_ranks_is_another_then_every_way_gives_the_same_state(root: Path, size: int) -> None:
-    for rank, found in enumerate([_read(0, 1, root)] if size == 1 else run_ranks(_read, size, root)):
-        assert all(found.values()), f"rank {rank}: {[way for way, is_same in found.items() if not is_same]}"
+def test_load_when_the_number_of_ranks_is_another_then_every_way_gives_the_same_state(
+    root: Path, size: int
+) -> None:
+    for rank, found in enumerate(
+        [_read(0, 1, root)] if size == 1 else run_ranks(_read, size, root)
+    ):
+        assert all(found.values()), (
+            f"rank {rank}: {[way for way, is_same in found.items() if not is_same]}"
+        )
 
 
 def _different(rank: int, root: Path) -> list[str]:
@@ -486,7 +561,9 @@ def test_load_when_ranks_have_different_states_then_all_refuse_and_nothing_is_ch
 ) -> None:
     for rank, (_, (counts, shapes), _) in enumerate(refused):
         assert re.search(r"CheckpointError.*step 2 on rank 0 and 3 on rank 1", counts), counts
-        assert shapes.startswith(("RanksDisagreeError", "CheckpointError")[rank]) and "[3]" in shapes
+        assert (
+            shapes.startswith(("RanksDisagreeError", "CheckpointError")[rank]) and "[3]" in shapes
+        )
 
 
 @pytest.mark.usefixtures("one_rank")

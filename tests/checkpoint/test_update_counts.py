@@ -1,4 +1,5 @@
-"""Params of one group that were updated differently often, or never: saved at one layout, loaded at another."""
+"""Params of one group that were updated differently often, or never: saved at one layout, loaded at
+another."""
 
 from __future__ import annotations
 
@@ -84,11 +85,15 @@ def _check_same(world: World) -> None:
             kinds = {"main": piece.flat.main, **moments_of(rank.optimizer.inner, piece.flat.main)}
             assert set(kinds) == ({"main"} if _count_of(param.name) is None else set(KINDS))
             for kind, tensor in kinds.items():
-                wanted = element_numbers(param, kind, piece.placement.global_shape)[piece.piece.in_global.as_slices()]
+                wanted = element_numbers(param, kind, piece.placement.global_shape)[
+                    piece.piece.in_global.as_slices()
+                ]
                 assert torch.equal(piece.view(tensor), wanted), f"{kind} of {param.name}"
 
 
-@pytest.mark.parametrize(("here", "there"), [*zip(LAYOUTS, [*LAYOUTS][2:] + [*LAYOUTS][:2], strict=True)])
+@pytest.mark.parametrize(
+    ("here", "there"), [*zip(LAYOUTS, [*LAYOUTS][2:] + [*LAYOUTS][:2], strict=True)]
+)
 def test_load_when_params_have_counts_of_their_own_then_each_gets_its_own(
     here: str, there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +105,9 @@ def test_load_when_params_have_counts_of_their_own_then_each_gets_its_own(
         _check_same(world)
 
 
-def test_load_when_counts_are_alike_again_then_flat_params_stay_cut_and_right(tmp_path: Path) -> None:
+def test_load_when_counts_are_alike_again_then_flat_params_stay_cut_and_right(
+    tmp_path: Path,
+) -> None:
     World.of(MODEL, dp=2).save(tmp_path)
     world = _varied(dp=3)
     world.load(tmp_path)
@@ -145,7 +152,9 @@ def _counting_by_group() -> World:
     return world
 
 
-def test_load_when_the_inner_optimizer_counts_once_a_group_then_refused_with_both_names(tmp_path: Path) -> None:
+def test_load_when_the_inner_optimizer_counts_once_a_group_then_refused_with_both_names(
+    tmp_path: Path,
+) -> None:
     _varied().save(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         _counting_by_group().load(tmp_path)
@@ -167,12 +176,15 @@ def _train(model: Params, optimizer: Any, steps: range) -> None:
         optimizer.zero_grad()
         grads = _grads_of(step)
         params = [(name, param) for name, param in model.named() if name in grads]
-        torch.stack([(param.float() * grads[name]).sum() for name, param in params]).sum().backward()
+        torch.stack(
+            [(param.float() * grads[name]).sum() for name, param in params]
+        ).sum().backward()
         optimizer.step()
 
 
 def _resumed(rank: int, size: int, folder: Path) -> list[list[torch.Tensor]]:
-    """The first two ranks train and save, then all of them resume: params at both ends, where there are any."""
+    """The first two ranks train and save, then all of them resume: params at both ends, where there
+    are any."""
     groups, found = [dist.new_group([0, 1]), dist.new_group([*range(size)])], []
     for is_first, group in zip((True, False), groups, strict=True):
         if rank < (2 if is_first else size):
@@ -202,10 +214,15 @@ def _reference(steps: int) -> list[torch.Tensor]:
     return [param.detach() for _, param in model.named()]
 
 
-def test_resume_when_params_had_no_gradient_then_another_number_of_ranks_goes_on_as_torch(tmp_path: Path) -> None:
+def test_resume_when_params_had_no_gradient_then_another_number_of_ranks_goes_on_as_torch(
+    tmp_path: Path,
+) -> None:
     for rank, found in enumerate(run_ranks(_resumed, 3, tmp_path)):
         for params, steps in zip(found, (3, 5) if rank < 2 else (5,), strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(params, _reference(steps), strict=True))
+            assert all(
+                torch.equal(one, other)
+                for one, other in zip(params, _reference(steps), strict=True)
+            )
     counts = {name: group.step for group in read_manifest(tmp_path).groups for name in group.names}
     assert {name.removeprefix("held."): step for name, step in counts.items()} == {
         "wide_weight": 3, "wide_bias": 3, "deep_weight": 1, "scale": 3, "norm_weight": None,

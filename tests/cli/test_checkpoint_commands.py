@@ -27,12 +27,21 @@ def test_commands_when_the_terminal_has_a_width_then_no_line_is_wider(
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.chdir(tmp_path)
     (copied / read_manifest(copied).files[1].name).unlink()
-    rewritten(copied, groups=read_manifest(copied).groups[:1], about={"host": "megatron-core", "tensor_parallel": 2})
+    rewritten(
+        copied,
+        groups=read_manifest(copied).groups[:1],
+        about={"host": "megatron-core", "tensor_parallel": 2},
+    )
     shutil.copytree(saved, "saved")
     write_checkpoint(
-        Path("other"), changed(open_checkpoint(Path("saved") / ITERATION / "distrib_optim.distopt"), halved)
+        Path("other"),
+        changed(open_checkpoint(Path("saved") / ITERATION / "distrib_optim.distopt"), halved),
     )
-    for words in (["inspect", "copied"], ["verify", "copied"], ["diff", "saved/" + ITERATION, "other"]):
+    for words in (
+        ["inspect", "copied"],
+        ["verify", "copied"],
+        ["diff", "saved/" + ITERATION, "other"],
+    ):
         status, lines, _ = run(capsys, *words)
         assert max(map(len, lines)) <= width, words
         assert len(lines) > 10 and status == (words[0] != "inspect")
@@ -65,7 +74,9 @@ def test_convert_when_to_torch_then_any_command_takes_it_and_nothing_differs(
 def test_convert_when_it_needs_model_files_then_refused_and_nothing_written(
     whole: Path, tmp_path: Path, capsys: Output
 ) -> None:
-    status, lines, err = run(capsys, "convert", whole, tmp_path / "new", "--to", "gathered", "--dp", "4")
+    status, lines, err = run(
+        capsys, "convert", whole, tmp_path / "new", "--to", "gathered", "--dp", "4"
+    )
     assert (status, lines, list(tmp_path.iterdir())) == (1, [], [])
     assert str(whole) in err and "no model files" in err
 

@@ -16,7 +16,9 @@ from tests.support.checkpoint_commands import EMBEDDING, QKV, Output, cells, cha
 from tests.support.simulated import World, small_model
 
 
-def test_diff_when_written_at_other_sizes_then_equal_to_the_bit(whole: Path, tmp_path: Path, capsys: Output) -> None:
+def test_diff_when_written_at_other_sizes_then_equal_to_the_bit(
+    whole: Path, tmp_path: Path, capsys: Output
+) -> None:
     World.of(small_model(), dp=3, pp=2).save(tmp_path)
     status, lines, err = run(capsys, "diff", whole, tmp_path)
     assert (status, err) == (0, "")
@@ -42,10 +44,17 @@ def test_diff_when_everything_differs_then_largest_first_and_status_1(
 
     World.of(small_model(), tp=4, step=11, lr=5e-4).save(tmp_path)
     source = changed(open_checkpoint(tmp_path), different)
-    head = replace(source.head, num_skipped=1, loss_scale={"scale": 512.0, "good_steps": 0, "tolerated": 2})
-    renamed = {key.replace("scale", "other") if key == "exp_avg_sq/scale" else key: key for key in source.tensors}
+    head = replace(
+        source.head, num_skipped=1, loss_scale={"scale": 512.0, "good_steps": 0, "tolerated": 2}
+    )
+    renamed = {
+        key.replace("scale", "other") if key == "exp_avg_sq/scale" else key: key
+        for key in source.tensors
+    }
     infos = {key: source.tensors[old] for key, old in renamed.items()}
-    write_checkpoint(tmp_path, Source(head, infos, lambda key, box: source.read_box(renamed[key], box)))
+    write_checkpoint(
+        tmp_path, Source(head, infos, lambda key, box: source.read_box(renamed[key], box))
+    )
     status, lines, err = run(capsys, "diff", saved, tmp_path)
     conv, qkv = (open_checkpoint(whole).read(f"main/{name}") for name in ("conv.weight", QKV))
     apart = conv[0, 0, 2].item() + 16
@@ -84,29 +93,49 @@ def test_diff_when_hosts_name_params_differently_then_they_are_the_same(
     source = open_checkpoint(whole)
 
     def theirs(name: str) -> str:
-        for ours, other in (("embedding.", "language_model.embedding."), ("decoder.", "language_model.encoder.")):
+        for ours, other in (
+            ("embedding.", "language_model.embedding."),
+            ("decoder.", "language_model.encoder."),
+        ):
             name = name.replace(ours, other) if name.split("/")[-1].startswith(ours) else name
         return name.replace("linear_fc1", "dense_h_to_4h")
 
     renamed = {theirs(key): key for key in source.tensors}
-    groups = tuple(replace(group, names=tuple(map(theirs, group.names))) for group in source.head.groups)
+    groups = tuple(
+        replace(group, names=tuple(map(theirs, group.names))) for group in source.head.groups
+    )
     infos = {key: source.tensors[old] for key, old in renamed.items()}
-    other = Source(replace(source.head, groups=groups), infos, lambda key, box: source.read_box(renamed[key], box))
+    other = Source(
+        replace(source.head, groups=groups),
+        infos,
+        lambda key, box: source.read_box(renamed[key], box),
+    )
     write_checkpoint(tmp_path, other)
     assert f"main/language_model.{EMBEDDING}" in read_manifest(tmp_path).tensors
     assert run(capsys, "diff", whole, tmp_path)[0] == 0
 
 
-def test_diff_when_shapes_and_dtypes_do_not_fit_then_not_compared(whole: Path, tmp_path: Path, capsys: Output) -> None:
+def test_diff_when_shapes_and_dtypes_do_not_fit_then_not_compared(
+    whole: Path, tmp_path: Path, capsys: Output
+) -> None:
     source = open_checkpoint(whole)
 
     def other(key: str, tensor: Tensor) -> Tensor:
-        return tensor.t() if key == f"main/{QKV}" else tensor.bfloat16() if key.startswith("exp_avg/") else tensor
+        return (
+            tensor.t()
+            if key == f"main/{QKV}"
+            else tensor.bfloat16()
+            if key.startswith("exp_avg/")
+            else tensor
+        )
 
     write_checkpoint(tmp_path, changed(source, other))
     status, lines, _ = run(capsys, "diff", whole, tmp_path)
     assert status == 1
-    assert any(row[0].endswith(" and 19 more") and row[-1] == "float32 and bfloat16" for row in cells(lines))
+    assert any(
+        row[0].endswith(" and 19 more") and row[-1] == "float32 and bfloat16"
+        for row in cells(lines)
+    )
     assert [f"{QKV} (main)", "[24, 6] and [6, 24]: not compared"] in cells(lines)
 
 
@@ -119,7 +148,9 @@ def test_compare_when_bits_differ_and_values_do_not_then_it_counts_them() -> Non
     assert compare(torch.zeros(1), torch.ones(1)).relative == math.inf
 
 
-def test_diff_when_one_cannot_be_read_then_status_2(whole: Path, tmp_path: Path, capsys: Output) -> None:
+def test_diff_when_one_cannot_be_read_then_status_2(
+    whole: Path, tmp_path: Path, capsys: Output
+) -> None:
     status, lines, err = run(capsys, "diff", whole, tmp_path / "none")
     assert (status, lines) == (2, [])
     assert err.startswith("megatron-distopt: ") and str(tmp_path / "none") in err

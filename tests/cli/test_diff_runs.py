@@ -1,4 +1,5 @@
-"""`diff` of two runs that have logged digests: where they parted, and what of damaged or foreign files it says."""
+"""`diff` of two runs that have logged digests: where they parted, and what of damaged or foreign
+files it says."""
 
 from __future__ import annotations
 
@@ -29,11 +30,16 @@ def _start(
     facts: Mapping[int, Mapping[str, Any]] | None = None,
     params: tuple[str, ...] = PARAMS,
 ) -> Path:
-    """Appends a start of a run that was never trained: its digests are made of kind, param and step."""
+    """Appends a start of a run that was never trained: its digests are made of kind, param and
+    step."""
 
     def digests(step: int, kinds: Iterable[str]) -> list[str]:
         poked = {pair for each, pairs in (pokes or {}).items() if each <= step for pair in pairs}
-        return [f"{hash((kind, name, step, (kind, name) in poked)) % (1 << 64):x}" for kind in kinds for name in params]
+        return [
+            f"{hash((kind, name, step, (kind, name) in poked)) % (1 << 64):x}"
+            for kind in kinds
+            for name in params
+        ]
 
     def tensors(kinds: Iterable[str]) -> dict[str, Any]:
         return {"tensors": [[kind, name] for kind in kinds for name in params]}
@@ -46,9 +52,18 @@ def _start(
     ]
     for step in range(start + 1, stop + 1):
         if step % every == 0:
-            records.append({"step": step, **FACTS, **(facts or {}).get(step, {}), "digests": digests(step, KINDS)})
+            records.append(
+                {
+                    "step": step,
+                    **FACTS,
+                    **(facts or {}).get(step, {}),
+                    "digests": digests(step, KINDS),
+                }
+            )
     with path.open("a") as file:
-        file.write("\n" + "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+        file.write(
+            "\n" + "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        )
     return path
 
 
@@ -76,7 +91,9 @@ def test_diff_when_no_digest_differs_then_equal(
 ) -> None:
     status, found = document(capsys, "diff", first, _start(tmp_path / "other", **other))
     assert (status, found["is_equal"], found["parted"]) == (0, True, None)
-    assert found["only_in_first"] == [name for name in PARAMS if name not in other.get("params", PARAMS)]
+    assert found["only_in_first"] == [
+        name for name in PARAMS if name not in other.get("params", PARAMS)
+    ]
     assert found["common_steps"] == [step for step in range(7) if step % other.get("every", 1) == 0]
 
 
@@ -84,9 +101,27 @@ LATER = {4: [(kind, PARAMS[1]) for kind in KINDS], 5: _all(*KINDS)}
 PARTED: dict[str, tuple[dict[str, Any], int, int | None, dict[str, list[str]], str]] = {
     "a gradient": ({"pokes": LATER}, 4, 3, {kind: [PARAMS[1]] for kind in KINDS}, "data"),
     "the update": ({"pokes": {2: _all("main")}}, 2, 1, {"main": [*PARAMS]}, "update"),
-    "its options": ({"pokes": {2: _all("main")}, "facts": {2: {"lr": [0.2]}}}, 2, 1, {"main": [*PARAMS]}, "options"),
-    "the beginning": ({"pokes": {0: _all(*STATE)}}, 0, None, {kind: [*PARAMS] for kind in STATE}, "initial weights"),
-    "between": ({"every": 3, "pokes": LATER}, 6, 3, {kind: [*PARAMS] for kind in KINDS}, "steps 4 to 6"),
+    "its options": (
+        {"pokes": {2: _all("main")}, "facts": {2: {"lr": [0.2]}}},
+        2,
+        1,
+        {"main": [*PARAMS]},
+        "options",
+    ),
+    "the beginning": (
+        {"pokes": {0: _all(*STATE)}},
+        0,
+        None,
+        {kind: [*PARAMS] for kind in STATE},
+        "initial weights",
+    ),
+    "between": (
+        {"every": 3, "pokes": LATER},
+        6,
+        3,
+        {kind: [*PARAMS] for kind in KINDS},
+        "steps 4 to 6",
+    ),
     "a skipped step": ({"facts": {5: {"updated": False}}}, 5, 4, {}, "skipped"),
 }
 
@@ -108,12 +143,16 @@ def test_diff_when_runs_part_then_the_first_step_and_its_params_are_named(
     assert all(any(each in line for line in lines) for names in params.values() for each in names)
 
 
-def test_diff_when_a_run_was_resumed_then_the_last_start_counts(first: Path, tmp_path: Path, capsys: Output) -> None:
-    resumed = _start(tmp_path / "resumed", stop=5, pokes={4: _all(*KINDS)})  # parted, and begun again after step 3
+def test_diff_when_a_run_was_resumed_then_the_last_start_counts(
+    first: Path, tmp_path: Path, capsys: Output
+) -> None:
+    # parted, and begun again after step 3
+    resumed = _start(tmp_path / "resumed", stop=5, pokes={4: _all(*KINDS)})
     _start(resumed, start=3)
     status, found = document(capsys, "diff", first, resumed)
     assert (status, found["common_steps"]) == (0, [*range(7)])
-    _start(resumed, start=3, pokes={3: [("main", PARAMS[2])]})  # again, with other values than the run had there
+    # again, with other values than the run had there
+    _start(resumed, start=3, pokes={3: [("main", PARAMS[2])]})
     status, found = document(capsys, "diff", first, resumed)
     parted: Any = found["parted"]
     assert (status, parted["step"], parted["params"]) == (1, 3, {"main": [PARAMS[2]]})

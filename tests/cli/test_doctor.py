@@ -1,4 +1,5 @@
-"""Would training start here, and with what: the fork, this machine, the environment and the launch flags."""
+"""Would training start here, and with what: the fork, this machine, the environment and the launch
+flags."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from megatron_distopt.config import DistOptConfig, Switch
 from megatron_distopt.device import CPU
 from megatron_distopt.hosts.fork_source import GROUP, Survey, fork_at, survey
 from megatron_distopt.optimizer.accelerator import CUDA, Accelerator
-from tests.support.fork_trees import core, early_core, gathered_2023, neox, per_rank_2023, pre_distopt, write_tree
+from tests.support.fork_trees import (
+    core,
+    early_core,
+    gathered_2023,
+    neox,
+    per_rank_2023,
+    pre_distopt,
+    write_tree,
+)
 
 OURS = EntryPoint("distopt", "megatron_distopt.plugin.entry_point:distopt", GROUP)
 FLAG = "--use-distributed-optimizer"
@@ -27,11 +36,14 @@ Make = Callable[[Path], Path]
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable of ours, our entry point registered, the CPU named by torch (DeepSpeed takes seconds to ask)."""
+    """No variable of ours, our entry point registered, the CPU named by torch (DeepSpeed takes
+    seconds to ask)."""
     for variable in [name for name in os.environ if name.startswith("MEGATRON_DISTOPT")]:
         monkeypatch.delenv(variable)
     entries(monkeypatch, OURS)
-    monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(CPU, "torch"))
+    monkeypatch.setattr(
+        doctor_machine, "find_accelerator", lambda choice: Accelerator(CPU, "torch")
+    )
     yield
 
 
@@ -61,18 +73,30 @@ def says(text: str, *parts: str) -> bool:
 
 
 @pytest.mark.parametrize("make", [per_rank_2023, gathered_2023, core])
-def test_doctor_when_a_fork_is_supported_then_there_is_no_problem(make: Make, tmp_path: Path) -> None:
+def test_doctor_when_a_fork_is_supported_then_there_is_no_problem(
+    make: Make, tmp_path: Path
+) -> None:
     findings = diagnose(make(tmp_path))
     assert not problems(findings)
     assert of(findings, "source").text == str(tmp_path.resolve())
     assert of(findings, "get_megatron_optimizer").text.startswith("free in megatron/")
     assert [finding.section for finding in findings if finding.section == "trial"] == ["trial"]
-    subjects = {"generation", "get_megatron_optimizer", "DistributedOptimizer", "flag", "python", "torch", "torchrun"}
+    subjects = {
+        "generation",
+        "get_megatron_optimizer",
+        "DistributedOptimizer",
+        "flag",
+        "python",
+        "torch",
+        "torchrun",
+    }
     assert subjects <= {finding.subject for finding in findings}
 
 
 @pytest.mark.parametrize("make", [early_core, pre_distopt, neox])
-def test_doctor_when_a_generation_has_no_adapter_then_a_problem_with_what_to_do(make: Make, tmp_path: Path) -> None:
+def test_doctor_when_a_generation_has_no_adapter_then_a_problem_with_what_to_do(
+    make: Make, tmp_path: Path
+) -> None:
     generation = read(make(tmp_path)).generation
     findings = diagnose(tmp_path, FLAG)
     (text,) = problems(findings)
@@ -117,7 +141,12 @@ def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_
 ) -> None:
     monkeypatch.syspath_prepend(str(write_tree(tmp_path / "installed", {"ray.py": ""})))
     fork = per_rank_2023(tmp_path)
-    assert says(of(diagnose(tmp_path), "ray").text, "the host's own", "patch --apply", "worker_process_setup_hook")
+    assert says(
+        of(diagnose(tmp_path), "ray").text,
+        "the host's own",
+        "patch --apply",
+        "worker_process_setup_hook",
+    )
     write(plan_apply(fork_at(fork)))
     assert says(of(diagnose(tmp_path), "ray").text, "by the entry point")
     assert of(diagnose(tmp_path), "entry point").text.endswith("; the fork asks for it")
@@ -137,7 +166,11 @@ def test_doctor_when_patched_and_not_registered_then_a_problem_because_the_fork_
     ],
 )
 def test_doctor_when_variables_are_set_then_shows_and_checks_them(
-    variables: dict[str, str], status: Status, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str],
+    status: Status,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -145,7 +178,9 @@ def test_doctor_when_variables_are_set_then_shows_and_checks_them(
     assert found.status is status and text in found.text
 
 
-def test_doctor_when_torch_is_not_installed_then_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_when_torch_is_not_installed_then_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     (text,) = problems(diagnose(per_rank_2023(tmp_path)))
     assert "pip install torch" in text
@@ -183,8 +218,12 @@ def test_machine_when_apex_is_the_unrelated_project_of_that_name_then_it_says_so
     assert "not NVIDIA's but an unrelated project of that name from PyPI" in found.text
 
 
-def test_machine_when_the_backend_of_the_device_is_missing_then_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(CUDA, "torch"))
+def test_machine_when_the_backend_of_the_device_is_missing_then_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        doctor_machine, "find_accelerator", lambda choice: Accelerator(CUDA, "torch")
+    )
     monkeypatch.setattr(doctor_machine, "available_backends", lambda: ("gloo",))
     found = of(machine(), "process groups")
     assert found.status is Status.PROBLEM and says(found.text, "gloo", "nccl", CUDA)
@@ -199,7 +238,11 @@ def launch(words: str, found: Survey | None, switch: Switch = Switch.ON) -> list
     [
         (per_rank_2023, "--deepspeed", "Drop --deepspeed"),
         (per_rank_2023, "--DDP-impl torch", "Write --DDP-impl local"),
-        (per_rank_2023, "--no-contiguous-buffers-in-local-ddp", "Drop --no-contiguous-buffers-in-local-ddp"),
+        (
+            per_rank_2023,
+            "--no-contiguous-buffers-in-local-ddp",
+            "Drop --no-contiguous-buffers-in-local-ddp",
+        ),
         (per_rank_2023, "--use-fsdp", "Drop --use-fsdp"),
         (core, "--optimizer-cuda-graph", "Drop --optimizer-cuda-graph"),
     ],
@@ -220,12 +263,16 @@ def test_flags_when_they_conflict_then_a_problem_only_with_ours(
         (f"{FLAG} --distopt-nonfinite explode", "raise, skip, log"),
     ],
 )
-def test_flags_when_one_is_wrong_then_a_problem_that_names_the_nearest(word: str, nearest: str, tmp_path: Path) -> None:
+def test_flags_when_one_is_wrong_then_a_problem_that_names_the_nearest(
+    word: str, nearest: str, tmp_path: Path
+) -> None:
     (text,) = problems(launch(word, read(per_rank_2023(tmp_path))))
     assert says(text, word.split("=")[0].split()[-1], nearest)
 
 
-def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_required(tmp_path: Path) -> None:
+def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_required(
+    tmp_path: Path,
+) -> None:
     found = read(per_rank_2023(tmp_path))
     words = f"torchrun pretrain_gpt.py {FLAG} --DDP-impl local --distopt-adam auto"
     assert launch(words, found) == [ok("launch", FLAG, "given: this optimizer is used")]
@@ -234,4 +281,10 @@ def test_flags_when_ours_is_not_given_then_inert_or_a_problem_where_it_is_requir
     (required,) = problems(launch("--bf16", found, Switch.REQUIRE))
     assert says(required, "MEGATRON_DISTOPT=require", f"Add {FLAG}")
     off = launch(FLAG, found, Switch.OFF)
-    assert off == [noted("launch", FLAG, "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs")]
+    assert off == [
+        noted(
+            "launch",
+            FLAG,
+            "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs",
+        )
+    ]

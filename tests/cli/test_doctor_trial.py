@@ -1,4 +1,5 @@
-"""The doctor's trial: another Python installs the package into a fork and imports its training module."""
+"""The doctor's trial: another Python installs the package into a fork and imports its training
+module."""
 
 from __future__ import annotations
 
@@ -17,21 +18,38 @@ from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import Accelerator
 from tests.support.fork_trees import gathered_2023, write_tree
 
-TRAINING = "from megatron.optimizer import get_megatron_optimizer\nfrom megatron.arguments import parse_args\n"
-IMPORTS = (
-    "import sys\nfactory = get_megatron_optimizer\nassert type(factory).__module__.startswith('megatron_distopt')\n"
+TRAINING = (
+    "from megatron.optimizer import get_megatron_optimizer\nfrom megatron.arguments import "
+    "parse_args\n"
 )
-VISION = {"megatron/data/__init__.py": "", "megatron/data/vit_dataset.py": "import torchvision.transforms as T\n"}
+IMPORTS = (
+    "import sys\nfactory = get_megatron_optimizer\nassert "
+    "type(factory).__module__.startswith('megatron_distopt')\n"
+)
+VISION = {
+    "megatron/data/__init__.py": "",
+    "megatron/data/vit_dataset.py": "import torchvision.transforms as T\n",
+}
 
-#: What is changed in a copy of the fork, and a part of what is said about it; empty where it starts.
+#: What is changed in a copy of the fork, and a part of what is said about it; empty where it
+#: starts.
 COPIES: dict[str, tuple[dict[str, str], str]] = {
     "a package is missing": (
         {"megatron/training.py": f"import apex.absent\n{TRAINING}"},
         "NVIDIA apex from its sources",
     ),
-    "it exits with status 0": ({"megatron/training.py": f"{TRAINING}raise SystemExit(0)\n"}, "SystemExit: 0. "),
+    "it exits with status 0": (
+        {"megatron/training.py": f"{TRAINING}raise SystemExit(0)\n"},
+        "SystemExit: 0. ",
+    ),
     "what our adapter imports is gone": ({"megatron/model/module.py": ""}, "param_is_not_shared"),
-    "a fix is made": ({**VISION, "megatron/training.py": f"import megatron.data.vit_dataset\n{TRAINING}{IMPORTS}"}, ""),
+    "a fix is made": (
+        {
+            **VISION,
+            "megatron/training.py": f"import megatron.data.vit_dataset\n{TRAINING}{IMPORTS}",
+        },
+        "",
+    ),
 }
 
 
@@ -42,7 +60,9 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_DISTOPT_ACCELERATOR", "torch")  # DeepSpeed takes seconds to ask
     monkeypatch.setenv("RANK", "1")  # of a launcher, whose other rank is not there
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(doctor_machine, "find_accelerator", lambda choice: Accelerator(CPU, "torch"))
+    monkeypatch.setattr(
+        doctor_machine, "find_accelerator", lambda choice: Accelerator(CPU, "torch")
+    )
 
 
 def files_of(folder: Path) -> set[Path]:
@@ -62,7 +82,9 @@ def test_doctor_when_it_tries_a_copy_then_its_verdict_is_what_happens_and_nothin
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, said = COPIES[name]
-    fork = write_tree(gathered_2023(tmp_path / "fork"), {"megatron/training.py": TRAINING, **changes})
+    fork = write_tree(
+        gathered_2023(tmp_path / "fork"), {"megatron/training.py": TRAINING, **changes}
+    )
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     before = files_of(tmp_path)
@@ -83,26 +105,36 @@ def test_trial_when_the_import_hangs_then_given_up_and_what_it_started_is_ended(
         f"import subprocess, time\nother = subprocess.Popen(['sleep', '600'])\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(other.pid))\ntime.sleep(600)\n"
     )
-    monkeypatch.setattr(doctor_trial, "_CHILD", hanging)  # what comes before it takes long on a busy machine
+    # what comes before it takes long on a busy machine
+    monkeypatch.setattr(doctor_trial, "_CHILD", hanging)
     found = try_start(tmp_path, "megatron.training", timeout_s=1)
-    assert found.status is Status.PROBLEM and "within 1 s" in found.text and "--no-trial" in found.text
+    assert (
+        found.status is Status.PROBLEM and "within 1 s" in found.text and "--no-trial" in found.text
+    )
     other = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     deadline = time.monotonic() + 10
-    while other.exists() and other.read_text().rpartition(")")[2].split()[0] != "Z":  # an ended one may wait for init
+    # an ended one may wait for init
+    while other.exists() and other.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("variable", "value"), [("MEGATRON_DISTOPT_FIXES", "no"), ("MEGATRON_DISTOPT", "0")])
+@pytest.mark.parametrize(
+    ("variable", "value"), [("MEGATRON_DISTOPT_FIXES", "no"), ("MEGATRON_DISTOPT", "0")]
+)
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_doctor_when_fixes_are_needed_and_switched_off_then_a_problem_for_each(
     variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork = write_tree(gathered_2023(tmp_path), VISION)
-    (note,) = [each for each in doctor.diagnose(fork, [], has_trial=False) if each.subject == "host fix"]
+    (note,) = [
+        each for each in doctor.diagnose(fork, [], has_trial=False) if each.subject == "host fix"
+    ]
     assert note.status is Status.NOTE and "torchvision" in note.text
     monkeypatch.setenv(variable, value)
-    (problem,) = [each for each in doctor.diagnose(fork, [], has_trial=False) if each.subject == "host fix"]
+    (problem,) = [
+        each for each in doctor.diagnose(fork, [], has_trial=False) if each.subject == "host fix"
+    ]
     assert problem.status is Status.PROBLEM and "MEGATRON_DISTOPT_FIXES" in problem.text
 
 

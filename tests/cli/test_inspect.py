@@ -33,14 +33,26 @@ def test_inspect_when_asked_then_everything_in_one_look(whole: Path, capsys: Out
     ):
         assert row in shown
     assert "lr 0.001, betas [0.9, 0.999], eps 1e-08" in "\n".join(lines)
-    assert ["decoder.layers.0-3.mlp.linear_fc2.weight", "4 x [6, 16]", "96 elements", "4.5 KiB", "group 0"] in shown
+    assert [
+        "decoder.layers.0-3.mlp.linear_fc2.weight",
+        "4 x [6, 16]",
+        "96 elements",
+        "4.5 KiB",
+        "group 0",
+    ] in shown
     assert ["scale", "[1]", "1 element", "12 B", "group 1"] in shown
 
 
-def test_inspect_when_json_then_one_document_with_all_tensors(saved: Path, whole: Path, capsys: Output) -> None:
+def test_inspect_when_json_then_one_document_with_all_tensors(
+    saved: Path, whole: Path, capsys: Output
+) -> None:
     manifest = read_manifest(whole)
     status, found = document(capsys, "inspect", saved)
-    assert (status, found["checkpoint"], found["chosen"]) == (0, str(whole), f"the latest in {saved}")
+    assert (status, found["checkpoint"], found["chosen"]) == (
+        0,
+        str(whole),
+        f"the latest in {saved}",
+    )
     assert found["loss_scale"] == {"scale": 1024.0, "good_steps": 0.0, "tolerated": 2.0}
     assert [group["step"] for group in found["groups"]] == [10, 10]  # type: ignore[attr-defined]
     assert found["tensors"].keys() == manifest.tensors.keys()  # type: ignore[attr-defined]
@@ -67,7 +79,9 @@ def test_inspect_when_given_all_of_a_run_or_another_path_then_it_finds_the_check
         assert run(capsys, "inspect", saved / below) == same
 
 
-def test_inspect_when_files_are_not_whole_then_it_says_so_without_reading_them(copied: Path, capsys: Output) -> None:
+def test_inspect_when_files_are_not_whole_then_it_says_so_without_reading_them(
+    copied: Path, capsys: Output
+) -> None:
     first, second = read_manifest(copied).files[:2]
     (copied / first.name).unlink()
     (copied / second.name).write_bytes(b"short")
@@ -106,7 +120,9 @@ def test_inspect_when_the_latest_iteration_is_not_there_then_another_is_offered(
     assert_mentions(err, f"{tracker} says {text!r}", f"Write {tmp_path / 'iter_0000200'}.")
 
 
-def test_inspect_when_a_save_was_not_finished_then_what_to_do(saved: Path, tmp_path: Path, capsys: Output) -> None:
+def test_inspect_when_a_save_was_not_finished_then_what_to_do(
+    saved: Path, tmp_path: Path, capsys: Output
+) -> None:
     shutil.copytree(saved, tmp_path / "run")
     shutil.copytree(saved / ITERATION, tmp_path / "run" / "iter_0000200")
     unfinished = tmp_path / "run" / "iter_0000200" / "distrib_optim.distopt"
@@ -116,5 +132,7 @@ def test_inspect_when_a_save_was_not_finished_then_what_to_do(saved: Path, tmp_p
     for earlier in (str(tmp_path / "run" / ITERATION), "an earlier one"):
         status, lines, err = run(capsys, "inspect", tmp_path / "run")
         assert (status, lines) == (1, [])
-        assert_mentions(err, str(unfinished), "not finished", "4 .distcp files", "Wait", f"take {earlier}.")
+        assert_mentions(
+            err, str(unfinished), "not finished", "4 .distcp files", "Wait", f"take {earlier}."
+        )
         shutil.rmtree(tmp_path / "run" / ITERATION, ignore_errors=True)

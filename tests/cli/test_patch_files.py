@@ -17,7 +17,15 @@ import pytest
 from megatron_distopt.cli import patch
 from megatron_distopt.cli.patch import Edit, as_diff, find_block, plan_apply, plan_undo, write
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.hosts.fork_source import BEGIN, BLOCK, END, GROUP, fork_at, has_marker, intact_block
+from megatron_distopt.hosts.fork_source import (
+    BEGIN,
+    BLOCK,
+    END,
+    GROUP,
+    fork_at,
+    has_marker,
+    intact_block,
+)
 from tests.support.fork_trees import FACTORY_OF_2023, core, gathered_2023, per_rank_2023, write_tree
 from tests.support.refusals import assert_mentions
 
@@ -52,10 +60,15 @@ def refusal_of(action: Callable[[], object]) -> str:
     return str(error.value)
 
 
-def run(source: str, entries: Iterable[Any], monkeypatch: pytest.MonkeyPatch, *, is_old: bool = False) -> Any:
-    """Runs a patched file where those packages are installed, as Python 3.8 lists them or as ours does."""
+def run(
+    source: str, entries: Iterable[Any], monkeypatch: pytest.MonkeyPatch, *, is_old: bool = False
+) -> Any:
+    """Runs a patched file where those packages are installed, as Python 3.8 lists them or as ours
+    does."""
     entries = tuple(entries)
-    found: Any = {GROUP: entries, "other": ()} if is_old else importlib.metadata.EntryPoints(entries)
+    found: Any = (
+        {GROUP: entries, "other": ()} if is_old else importlib.metadata.EntryPoints(entries)
+    )
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda: found)
     scope: dict[str, Any] = {}
     exec(source, scope)
@@ -81,7 +94,7 @@ HOST = "def get_megatron_optimizer(model):\n    return 'host'\n"
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_block_when_packages_are_registered_then_they_wrap_in_order_of_names_and_none_leave_the_hosts_own(
+def test_block_when_packages_are_registered_then_they_wrap_in_order_of_names(
     is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = [Entry("b"), Entry("a"), Entry("b")]  # one may be listed twice
@@ -95,7 +108,11 @@ def test_block_when_packages_are_registered_then_they_wrap_in_order_of_names_and
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(per_rank_2023, FACTORY), (gathered_2023, FACTORY), (core, "megatron/core/optimizer/__init__.py")],
+    [
+        (per_rank_2023, FACTORY),
+        (gathered_2023, FACTORY),
+        (core, "megatron/core/optimizer/__init__.py"),
+    ],
 )
 def test_patch_when_applied_then_the_block_is_right_after_the_function(
     make: Callable[[Path], Path], name: str, tmp_path: Path
@@ -149,7 +166,8 @@ LAST = 1
 
 
 @pytest.mark.parametrize(
-    ("is_last", "newline", "has_final_newline"), [(False, "\n", True), (True, "\r\n", True), (True, "\n", False)]
+    ("is_last", "newline", "has_final_newline"),
+    [(False, "\n", True), (True, "\r\n", True), (True, "\n", False)],
 )
 def test_patch_when_the_fork_drifted_then_applied_and_undone_to_the_byte_by_the_command_and_by_git(
     is_last: bool, newline: str, has_final_newline: bool, tmp_path: Path
@@ -173,7 +191,9 @@ def test_patch_when_the_fork_drifted_then_applied_and_undone_to_the_byte_by_the_
     assert file.read_bytes() == before
 
 
-def test_patch_when_written_then_mode_and_links_stay_and_nothing_is_left_beside(tmp_path: Path) -> None:
+def test_patch_when_written_then_mode_and_links_stay_and_nothing_is_left_beside(
+    tmp_path: Path,
+) -> None:
     file = per_rank_2023(tmp_path) / FACTORY
     real = file.with_name("real.txt")
     os.chmod(file.rename(real), 0o640)
@@ -195,7 +215,9 @@ def test_patch_when_writing_fails_then_the_file_is_as_before_and_it_says_why(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(patch.os, "replace", fail)
-    assert_mentions(refusal_of(lambda: applied(tmp_path)), str(file.resolve()), "Permission denied", "on a copy")
+    assert_mentions(
+        refusal_of(lambda: applied(tmp_path)), str(file.resolve()), "Permission denied", "on a copy"
+    )
     assert (file.read_bytes(), sorted(os.listdir(file.parent))) == (before, names)
 
 
@@ -209,10 +231,17 @@ def test_patch_when_the_file_changes_after_the_plan_then_refused(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "edit",
-    [(BLOCK[6], BLOCK[6] + "  # mine"), (BEGIN + "\n", ""), (END + "\n", ""), (MARKED, MARKED + MARKED)],
+    [
+        (BLOCK[6], BLOCK[6] + "  # mine"),
+        (BEGIN + "\n", ""),
+        (END + "\n", ""),
+        (MARKED, MARKED + MARKED),
+    ],
     ids=["changed", "no begin", "no end", "twice"],
 )
-def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: tuple[str, str], tmp_path: Path) -> None:
+def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(
+    edit: tuple[str, str], tmp_path: Path
+) -> None:
     file = per_rank_2023(tmp_path) / FACTORY
     applied(tmp_path)
     file.write_text(file.read_text().replace(*edit))
@@ -225,7 +254,10 @@ def test_undo_when_the_block_was_edited_then_refused_and_nothing_changes(edit: t
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("model, no_weight", "chunks, no_weight"), (f"{FACTORY}:4", "(chunks, ", "(model, ", "docs/hosts.md")),
+        (
+            ("model, no_weight", "chunks, no_weight"),
+            (f"{FACTORY}:4", "(chunks, ", "(model, ", "docs/hosts.md"),
+        ),
         (
             ("(model)\n", "(model)\n\n\nfrom foreign import get_megatron_optimizer\n"),
             (f"{FACTORY}:8", "Take the other patcher out"),
@@ -244,12 +276,16 @@ def test_patch_when_the_patch_point_is_not_as_expected_then_refused_and_nothing_
     file = per_rank_2023(tmp_path) / FACTORY
     file.write_text(FACTORY_OF_2023.replace(*change))
     before = file.read_bytes()
-    assert_mentions(refusal_of(lambda: applied(tmp_path)), "megatron.optimizer.get_megatron_optimizer", *said)
+    assert_mentions(
+        refusal_of(lambda: applied(tmp_path)), "megatron.optimizer.get_megatron_optimizer", *said
+    )
     assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("file", PATCHES, ids=lambda file: file.parent.name)
-def test_shipped_patch_when_read_then_it_adds_what_the_command_adds_and_nothing_of_the_fork(file: Path) -> None:
+def test_shipped_patch_when_read_then_it_adds_what_the_command_adds_and_nothing_of_the_fork(
+    file: Path,
+) -> None:
     header, _, diff = file.read_text(encoding="utf-8").partition("--- a/")
     hunk = re.fullmatch(r"(\S+)\n\+\+\+ b/\1\n@@ -(\d+),0 \+(\d+),(\d+) @@\n(.*)", diff, re.DOTALL)
     assert hunk is not None
@@ -262,7 +298,7 @@ def test_shipped_patch_when_read_then_it_adds_what_the_command_adds_and_nothing_
     assert f"ends at line {line}," in header
 
 
-def test_shipped_patch_when_the_fork_is_a_real_one_then_it_is_the_commands_own_and_comes_out_again() -> None:
+def test_shipped_patch_when_the_fork_is_real_then_it_is_the_commands_own() -> None:
     if "MEGATRON_FORK" not in os.environ:
         pytest.skip("MEGATRON_FORK names no checkout of a fork")
     original = plan_apply(fork_at(Path(os.environ["MEGATRON_FORK"])))

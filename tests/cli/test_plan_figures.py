@@ -16,7 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.cli.plan_command import layout_of, plan_choice, plan_stage
-from megatron_distopt.cli.plan_model import AUTO, DTYPES, Choice, GptSizes, ParallelSizes, stage_params
+from megatron_distopt.cli.plan_model import (
+    AUTO,
+    DTYPES,
+    Choice,
+    GptSizes,
+    ParallelSizes,
+    stage_params,
+)
 from megatron_distopt.comm import shared_memory
 from megatron_distopt.hosts.torch.step import HEAD_NUMEL
 from megatron_distopt.optimizer.sharded import Memory
@@ -46,14 +53,25 @@ RUNS = {
 SHAPES = {
     "pp 2, tied": (GPT, ParallelSizes(dp=1, pp=2)),
     "as llama": (
-        replace(GPT, kv_heads=2, is_gated=True, is_rms=True, has_bias=False, is_tied=False, is_rotary=True),
+        replace(
+            GPT,
+            kv_heads=2,
+            is_gated=True,
+            is_rms=True,
+            has_bias=False,
+            is_tied=False,
+            is_rotary=True,
+        ),
         ParallelSizes(dp=1, tp=2),
     ),
     "as qwen": (
         replace(GPT, is_gated=True, is_rms=True, has_bias=False, has_qkv_bias=True, is_rotary=True),
         ParallelSizes(dp=2),
     ),
-    "experts, ep 2": (replace(GPT, experts=4, expert_ffn=48, is_gated=True, has_bias=False), ParallelSizes(dp=2, ep=2)),
+    "experts, ep 2": (
+        replace(GPT, experts=4, expert_ffn=48, is_gated=True, has_bias=False),
+        ParallelSizes(dp=2, ep=2),
+    ),
 }
 
 
@@ -67,7 +85,8 @@ class Used:
 
 
 class WireCounter(TorchDispatchMode):
-    """Counts what each rank sends: every operation of torch.distributed passes through the dispatcher."""
+    """Counts what each rank sends: every operation of torch.distributed passes through the
+    dispatcher."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -90,7 +109,8 @@ class WireCounter(TorchDispatchMode):
             return 0
         if name == "c10d::allreduce_":
             return 2 * sum(map(nbytes_of, args[0])) * share // self.size
-        whole = {"c10d::_reduce_scatter_base_": 1, "c10d::_allgather_base_": 0}[name]  # any other one is not expected
+        # any other one is not expected
+        whole = {"c10d::_reduce_scatter_base_": 1, "c10d::_allgather_base_": 0}[name]
         return nbytes_of(args[whole]) * share // self.size
 
 
@@ -107,7 +127,9 @@ def real_model(gpt: GptSizes, cut: ParallelSizes) -> torch.nn.Module:
 
     from tests.support import gpt as training
 
-    training.enter_layout(Case("distopt", tp=cut.tp, pp=cut.pp, dp=dist.get_world_size() // (cut.tp * cut.pp)))
+    training.enter_layout(
+        Case("distopt", tp=cut.tp, pp=cut.pp, dp=dist.get_world_size() // (cut.tp * cut.pp))
+    )
     if cut.ep > 1:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(expert_model_parallel_size=cut.ep)
@@ -139,7 +161,9 @@ def real_model(gpt: GptSizes, cut: ParallelSizes) -> torch.nn.Module:
     )
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(gpt.experts or None, normalization=normalization),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            gpt.experts or None, normalization=normalization
+        ),
         vocab_size=gpt.padded_vocab(cut.tp),
         max_sequence_length=gpt.seq,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -172,14 +196,16 @@ def used_by(choice: Choice) -> Used:
         torch.stack([(param.float() ** 2).sum() for param in model.parameters()]).sum().backward()
         with WireCounter(choice.cut.dp) as wire:
             optimizer.step()
-    # Which params have a gradient is told in the all-reduce of the statistics; no Megatron has to ask.
+    # Which params have a gradient is told in the all-reduce of the statistics; no Megatron has to
+    # ask.
     told = (HEAD_NUMEL + len([*model.parameters()])) * torch.float64.itemsize
     wire.sent["c10d::allreduce_"] -= 2 * told * (choice.cut.dp - 1) // choice.cut.dp
     return Used(optimizer.memory, dict(wire.sent), dict(wire.counts))
 
 
 def on_ranks(rank: int, size: int) -> dict[str, Any]:
-    """What ranks of one machine hand each other through memory nobody can count; messages carry the same."""
+    """What ranks of one machine hand each other through memory nobody can count; messages carry the
+    same."""
     shared_memory.may_share_memory = lambda: False
     found: dict[str, Any] = {name: used_by(choice) for name, choice in RUNS.items()}
     for name, (gpt, cut) in SHAPES.items():
@@ -204,14 +230,29 @@ def test_plan_when_compared_with_a_real_run_then_every_byte_is_there_and_on_the_
 ) -> None:
     plan, used = plan_stage(GPT, RUNS[name], 0, rank), real[rank][name]
     held = plan.footprint
-    assert (held.param_nbytes, held.grad_nbytes) == (used.memory.param_nbytes, used.memory.grad_nbytes)
-    assert (held.main_nbytes, held.moment_nbytes) == (used.memory.main_nbytes, used.memory.moment_nbytes)
+    assert (held.param_nbytes, held.grad_nbytes) == (
+        used.memory.param_nbytes,
+        used.memory.grad_nbytes,
+    )
+    assert (held.main_nbytes, held.moment_nbytes) == (
+        used.memory.main_nbytes,
+        used.memory.moment_nbytes,
+    )
     assert plan.sent_nbytes == sum(used.sent.values()) > 0
     assert plan.sent["all-reduce"].nbytes == used.sent["c10d::allreduce_"]
     assert plan.sent["all-reduce"].count == used.counts["c10d::allreduce_"] == 1
-    # Collectives of torch's, or messages, which carry the same: one each where a bucket fits into one message.
-    others = sum(number for op, number in used.counts.items() if op not in ("c10d::allreduce_", "c10d::recv_"))
-    assert others == plan.sent["reduce-scatter"].count + plan.sent["all-gather"].count == 2 * plan.num_buckets
+    # Collectives of torch's, or messages, which carry the same: one each where a bucket fits into
+    # one message.
+    others = sum(
+        number
+        for op, number in used.counts.items()
+        if op not in ("c10d::allreduce_", "c10d::recv_")
+    )
+    assert (
+        others
+        == plan.sent["reduce-scatter"].count + plan.sent["all-gather"].count
+        == 2 * plan.num_buckets
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -221,11 +262,14 @@ def test_stage_when_compared_with_megatron_core_then_names_shapes_and_order_are_
     gpt, cut = SHAPES[name]
     for rank in range(2):
         planned = stage_params(gpt, cut, rank if cut.pp > 1 else 0, "float32")
-        assert [(param.spec.name, param.spec.shape, param.is_expert) for param in planned] == real[rank][name]
+        assert [(param.spec.name, param.spec.shape, param.is_expert) for param in planned] == real[
+            rank
+        ][name]
 
 
 def calls_of(gpt: GptSizes, dp: int) -> int:
-    """Python and C functions that planning calls: a measure of work that no other process disturbs."""
+    """Python and C functions that planning calls: a measure of work that no other process
+    disturbs."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -246,8 +290,13 @@ def test_plan_when_there_are_more_ranks_then_it_costs_no_more() -> None:
     assert calls_of(gpt, 8192) <= calls_of(gpt, 2)
 
 
-def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_takes(one_rank: None) -> None:
-    gpt, choice = GptSizes(layers=8, hidden=256, vocab=1024, seq=64), Choice(ParallelSizes(dp=1), bucket_size=AUTO)
+def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_takes(
+    one_rank: None,
+) -> None:
+    gpt, choice = (
+        GptSizes(layers=8, hidden=256, vocab=1024, seq=64),
+        Choice(ParallelSizes(dp=1), bucket_size=AUTO),
+    )
     plan = plan_stage(gpt, choice, 0)
     model = module_of(plan)
     adam = torch.optim.AdamW(model.parameters())

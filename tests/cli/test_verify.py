@@ -16,10 +16,21 @@ from megatron_distopt.checkpoint import MANIFEST, read_manifest
 from megatron_distopt.checkpoint.manifest import Chunk, Manifest
 from megatron_distopt.checkpoint.source import open_checkpoint, write_checkpoint
 from megatron_distopt.cli.show import size_text
-from tests.support.checkpoint_commands import EMBEDDING, QKV, Output, cells, changed, document, rewritten, run
+from tests.support.checkpoint_commands import (
+    EMBEDDING,
+    QKV,
+    Output,
+    cells,
+    changed,
+    document,
+    rewritten,
+    run,
+)
 
 
-def test_verify_when_all_is_well_then_what_was_checked_and_status_0(whole: Path, capsys: Output) -> None:
+def test_verify_when_all_is_well_then_what_was_checked_and_status_0(
+    whole: Path, capsys: Output
+) -> None:
     manifest = read_manifest(whole)
     status, lines, err = run(capsys, "verify", whole)
     checked = {row[1]: row[2] for row in cells(lines) if row[0] == "ok"}
@@ -41,7 +52,9 @@ def chunk_of(manifest: Manifest, key: str, at: int = 0) -> Chunk:
     return manifest.tensors[key].chunks[at]
 
 
-def test_verify_when_a_byte_of_a_value_changed_then_file_and_param_are_named(copied: Path, capsys: Output) -> None:
+def test_verify_when_a_byte_of_a_value_changed_then_file_and_param_are_named(
+    copied: Path, capsys: Output
+) -> None:
     manifest = read_manifest(copied)
     chunk = chunk_of(manifest, f"exp_avg/{QKV}")
     file = manifest.files[chunk.file]
@@ -85,23 +98,40 @@ def wanted_bytes(folder: Path, key: str, chunk: Chunk) -> bytes:
     return bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
 
 
-def test_verify_when_files_are_missing_and_short_then_their_params_are_named(copied: Path, capsys: Output) -> None:
+def test_verify_when_files_are_missing_and_short_then_their_params_are_named(
+    copied: Path, capsys: Output
+) -> None:
     manifest = read_manifest(copied)
     short, missing = manifest.files[0], manifest.files[2]
     (copied / missing.name).unlink()
     (copied / short.name).write_bytes((copied / short.name).read_bytes()[:1000])
     found = problems(capsys, copied)
-    assert found[0][2].startswith(f"{short.name} has 1,000 bytes, not {short.nbytes:,}; it has a part of ")
-    start = found.index(["problem", "files", f"{missing.name} is missing; it has a part of 13 params:"])
-    assert found[start + 1] == ["decoder.layers.0.input_layernorm.weight (main, exp_avg, exp_avg_sq)"]
-    assert found[start + 9 :] == [["and 5 more: --json has all"], ["2 problems: load an earlier checkpoint"]]
+    assert found[0][2].startswith(
+        f"{short.name} has 1,000 bytes, not {short.nbytes:,}; it has a part of "
+    )
+    start = found.index(
+        ["problem", "files", f"{missing.name} is missing; it has a part of 13 params:"]
+    )
+    assert found[start + 1] == [
+        "decoder.layers.0.input_layernorm.weight (main, exp_avg, exp_avg_sq)"
+    ]
+    assert found[start + 9 :] == [
+        ["and 5 more: --json has all"],
+        ["2 problems: load an earlier checkpoint"],
+    ]
     status, outcome = document(capsys, "verify", copied)
     listed = outcome["problems"]
-    assert (status, outcome["is_whole"], [each["subject"] for each in listed]) == (1, False, [short.name, missing.name])  # type: ignore[attr-defined]
+    assert (status, outcome["is_whole"], [each["subject"] for each in listed]) == (
+        1,
+        False,
+        [short.name, missing.name],
+    )  # type: ignore[attr-defined]
     assert f"main/{EMBEDDING}" in listed[1]["keys"]  # type: ignore[index]
 
 
-def test_verify_when_a_value_is_not_finite_then_its_place_in_the_whole_tensor(copied: Path, capsys: Output) -> None:
+def test_verify_when_a_value_is_not_finite_then_its_place_in_the_whole_tensor(
+    copied: Path, capsys: Output
+) -> None:
     def spoiled(key: str, tensor: Tensor) -> Tensor:
         if key == f"main/{QKV}":
             tensor[7, 2] = math.nan
@@ -117,7 +147,9 @@ def test_verify_when_a_value_is_not_finite_then_its_place_in_the_whole_tensor(co
     assert verdict == "2 problems: load an earlier checkpoint"
 
 
-def test_verify_when_an_element_is_in_no_file_then_its_tensor_is_named(copied: Path, capsys: Output) -> None:
+def test_verify_when_an_element_is_in_no_file_then_its_tensor_is_named(
+    copied: Path, capsys: Output
+) -> None:
     tensors = dict(read_manifest(copied).tensors)
     tensors["exp_avg/conv.weight"] = replace(tensors["exp_avg/conv.weight"], shape=(5, 4, 5))
     rewritten(copied, tensors=tensors)
@@ -126,10 +158,17 @@ def test_verify_when_an_element_is_in_no_file_then_its_tensor_is_named(copied: P
     assert verdict == ["1 problem: load an earlier checkpoint"]
 
 
-def test_verify_when_the_manifest_is_damaged_then_that_is_the_problem(copied: Path, capsys: Output) -> None:
-    """What else is refused of one, such as a param in two groups, is in test_damage.py and test_group_values.py."""
+def test_verify_when_the_manifest_is_damaged_then_that_is_the_problem(
+    copied: Path, capsys: Output
+) -> None:
+    """What else is refused of one, such as a param in two groups, is in test_damage.py and
+    test_group_values.py."""
     (copied / MANIFEST).write_text("{}", encoding="utf-8")
     ((status, area, text), verdict) = problems(capsys, copied)
-    assert (status, area, verdict) == ("problem", "manifest", ["1 problem: load an earlier checkpoint"])
+    assert (status, area, verdict) == (
+        "problem",
+        "manifest",
+        ["1 problem: load an earlier checkpoint"],
+    )
     assert f"Invalid manifest {copied / MANIFEST}: KeyError('format')" in text
     assert text.endswith(" Load an earlier checkpoint; this one was damaged after it was written.")

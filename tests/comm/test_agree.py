@@ -1,4 +1,5 @@
-"""Ranks that must agree, and meet before their first collective: three ranks, and a group of one."""
+"""Ranks that must agree, and meet before their first collective: three ranks, and a group of
+one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distopt.comm import Field, Group, carrier_of, compare, exchange, meet, raise_together, show_presence
+from megatron_distopt.comm import (
+    Field,
+    Group,
+    carrier_of,
+    compare,
+    exchange,
+    meet,
+    raise_together,
+    show_presence,
+)
 from megatron_distopt.errors import ConfigError
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
@@ -37,11 +47,17 @@ def _foreign(rank: int, everyone: Group, record: object) -> Raised:
 
 def _together(everyone: Group, errors: dict[int, Exception]) -> Raised:
     error = errors.get(everyone.rank)
-    return raised(lambda: raise_together(lambda: everyone.rank if error is None else _fail(error), everyone))
+    return raised(
+        lambda: raise_together(lambda: everyone.rank if error is None else _fail(error), everyone)
+    )
 
 
 def _compare(everyone: Group, *fields: tuple[str, ...]) -> Raised:
-    return raised(lambda: compare([Field(f"field {index}", items) for index, items in enumerate(fields)], everyone))
+    return raised(
+        lambda: compare(
+            [Field(f"field {index}", items) for index, items in enumerate(fields)], everyone
+        )
+    )
 
 
 def _agree(rank: int, everyone: Group) -> dict[str, Any]:
@@ -67,9 +83,13 @@ def _agree(rank: int, everyone: Group) -> dict[str, Any]:
 
 
 def meetings(rank: int, size: int) -> dict[str, str]:
-    """Rank 2 is the one that is different; what has been shown stays in the store from case to case."""
+    """Rank 2 is the one that is different; what has been shown stays in the store from case to
+    case."""
     found: dict[str, str] = {}
-    everyone, seconds = Group.of(), {"SECONDS_TO_MEET": 1.8, "SECONDS_TO_SHOW": 0.5, "SECONDS_TO_LOOK": 0.1}
+    everyone, seconds = (
+        Group.of(),
+        {"SECONDS_TO_MEET": 1.8, "SECONDS_TO_SHOW": 0.5, "SECONDS_TO_LOOK": 0.1},
+    )
     pair, odd = dist.new_group([0, 2]), rank == 2
 
     def case(name: str, of_rank_2: Callable[[], object] = bool) -> None:
@@ -94,10 +114,17 @@ def meetings(rank: int, size: int) -> dict[str, str]:
         case("slow", lambda: meet(everyone) if time.sleep(1.3) is None else None)
         case("without the flag", lambda: meet(everyone, "no flag"))
         case("all come", lambda: meet(everyone))
-        for name, reason in {"some of them": "", "some of them, one does without": "no flag" if odd else ""}.items():
-            _, found[name] = raised(lambda why=reason: meet(Group.of(pair), why)) if rank != 1 else NOTHING
+        for name, reason in {
+            "some of them": "",
+            "some of them, one does without": "no flag" if odd else "",
+        }.items():
+            _, found[name] = (
+                raised(lambda why=reason: meet(Group.of(pair), why)) if rank != 1 else NOTHING
+            )
         undo()
-    found["undone"] = "" if dist.init_process_group.__module__.startswith("torch.") else "not undone"
+    found["undone"] = (
+        "" if dist.init_process_group.__module__.startswith("torch.") else "not undone"
+    )
     return found
 
 
@@ -106,7 +133,8 @@ REMAKES = hasattr(torch.Tensor, "grad_dtype")
 
 
 class _Remade(dist.ProcessGroup):
-    """What slime and miles put around a group, to destroy it between two phases and to make it again."""
+    """What slime and miles put around a group, to destroy it between two phases and to make it
+    again."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
@@ -118,21 +146,27 @@ def _known(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args = tuple(each.group if isinstance(each, _Remade) else each for each in args)
-        return function(*args, **{key: each.group if key == "group" else each for key, each in kwargs.items()})
+        return function(
+            *args, **{key: each.group if key == "group" else each for key, each in kwargs.items()}
+        )
 
     return call
 
 
 def _remake() -> dict[str, Any]:
     wrapped = _Remade(dist.new_group())
-    found: dict[str, Any] = {"unknown group": raised(lambda: carrier_of(torch.device("cpu"), Group(wrapped, 0, SIZE)))}
+    found: dict[str, Any] = {
+        "unknown group": raised(lambda: carrier_of(torch.device("cpu"), Group(wrapped, 0, SIZE)))
+    }
     with ExitStack() as stack:
         for name in ("get_rank", "get_world_size", "get_backend", "all_gather_object"):
             stack.enter_context(mock.patch.object(dist, name, _known(getattr(dist, name))))
         found["remade"] = []
         for _ in range(2):
             group = Group.of(wrapped)
-            found["remade"].append((carrier_of(torch.device("cpu"), group), exchange(group.rank, group)))
+            found["remade"].append(
+                (carrier_of(torch.device("cpu"), group), exchange(group.rank, group))
+            )
             dist.destroy_process_group(wrapped.group)
             wrapped.group = None
             found["destroyed group"] = raised(lambda: Group.of(wrapped))
@@ -145,7 +179,11 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     return {
         **_agree(rank, everyone),
         **(_remake() if REMAKES else {}),
-        "alone": (exchange("mine", alone), _together(alone, {0: ValueError("own")}), _compare(alone, (f"of {rank}",))),
+        "alone": (
+            exchange("mine", alone),
+            _together(alone, {0: ValueError("own")}),
+            _compare(alone, (f"of {rank}",)),
+        ),
         **meetings(rank, size),
     }
 
@@ -165,13 +203,18 @@ def test_group_when_a_framework_destroys_it_and_makes_it_again_then_it_works_or_
 ) -> None:
     assert by_rank(found, "remade") == [[("gloo", [0, 1, 2])] * 2] * SIZE
     for of_rank in found:
-        for name, says in (("unknown group", "patch of torch.distributed"), ("destroyed group", "groups again")):
+        for name, says in (
+            ("unknown group", "patch of torch.distributed"),
+            ("destroyed group", "groups again"),
+        ):
             kind, text = of_rank[name]
             assert kind == "ConfigError"
             assert says in text
 
 
-def test_exchange_when_all_ranks_are_in_it_then_everybodys_value_by_rank(found: list[dict[str, Any]]) -> None:
+def test_exchange_when_all_ranks_are_in_it_then_everybodys_value_by_rank(
+    found: list[dict[str, Any]],
+) -> None:
     assert by_rank(found, "exchanged") == [[("value", 0), ("value", 1), ("value", 2)]] * SIZE
     assert by_rank(found, "after all of it") == [[0, 1, 2]] * SIZE
 
@@ -183,10 +226,14 @@ def test_exchange_when_a_rank_is_in_a_foreign_one_then_the_others_name_it(
     first, foreign, last = by_rank(found, f"foreign {record}")
     assert (foreign, first) == (NOTHING, last)
     assert first[0] == "RanksDisagreeError"
-    assert_mentions(first[1], "rank 1 does not run megatron_distopt here", "the same flags and variables")
+    assert_mentions(
+        first[1], "rank 1 does not run megatron_distopt here", "the same flags and variables"
+    )
 
 
-def test_raise_together_when_all_pass_then_each_has_its_own_value(found: list[dict[str, Any]]) -> None:
+def test_raise_together_when_all_pass_then_each_has_its_own_value(
+    found: list[dict[str, Any]],
+) -> None:
     assert by_rank(found, "all pass") == [0, 1, 2]
 
 
@@ -199,7 +246,7 @@ def test_raise_together_when_all_pass_then_each_has_its_own_value(found: list[di
         ("two fail", 1, "first", {1: ("OSError", "first"), 2: ("ValueError", "second")}),
     ],
 )
-def test_raise_together_when_a_rank_raises_anything_then_it_gets_its_own_and_the_others_the_first_text(
+def test_raise_together_when_a_rank_raises_then_the_others_get_the_first_text(
     name: str, rank: int, text: str, own: dict[int, Raised], found: list[dict[str, Any]]
 ) -> None:
     for number, error in enumerate(by_rank(found, name)):
@@ -229,11 +276,15 @@ def test_compare_when_ranks_differ_then_all_name_the_first_difference_and_the_mi
         assert_mentions(text, f"field {field}", got, "all 3 ranks", f"Start rank(s) {odd} with")
 
 
-def test_compare_when_all_fields_are_equal_then_nothing_is_raised(found: list[dict[str, Any]]) -> None:
+def test_compare_when_all_fields_are_equal_then_nothing_is_raised(
+    found: list[dict[str, Any]],
+) -> None:
     assert by_rank(found, "equal") == [NOTHING] * SIZE
 
 
-def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(found: list[dict[str, Any]]) -> None:
+def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(
+    found: list[dict[str, Any]],
+) -> None:
     assert by_rank(found, "alone") == [(["mine"], ("ValueError", "own"), NOTHING)] * SIZE
 
 
@@ -242,24 +293,32 @@ def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(found:
 
 def _names(rank: int, reason: str, size: int = SIZE) -> str:
     return (
-        f"Invalid start-up: megatron_distopt is not used on rank {rank} ({reason}). Must be used on all {size} ranks "
-        "or on none. Start every rank with the package installed and with the same flags and variables."
+        f"Invalid start-up: megatron_distopt is not used on rank {rank} ({reason}). Must be used "
+        f"on all {size} ranks or on none. Start every rank with the package installed and with the "
+        "same flags and variables."
     )
 
 
-@pytest.mark.parametrize("name", ["all come, nobody has shown anything", "slow", "all come", "some of them", "undone"])
+@pytest.mark.parametrize(
+    "name", ["all come, nobody has shown anything", "slow", "all come", "some of them", "undone"]
+)
 def test_meeting_when_all_come_then_they_go_on(found: list[dict[str, Any]], name: str) -> None:
     assert [each[name] for each in found] == [""] * SIZE
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("nobody knows why", "not here after 2 seconds"), ("absent", "not loaded"), ("without the flag", "no flag")],
+    [
+        ("nobody knows why", "not here after 2 seconds"),
+        ("absent", "not loaded"),
+        ("without the flag", "no flag"),
+    ],
 )
 def test_meeting_when_a_rank_is_missing_then_the_others_name_it_with_the_reason(
     found: list[dict[str, Any]], name: str, reason: str
 ) -> None:
-    # A store in a file waits for whole seconds. Absent: rank 2 comes after 1.8, when the others have looked once.
+    # A store in a file waits for whole seconds. Absent: rank 2 comes after 1.8, when the others
+    # have looked once.
     assert [each[name] for each in found[:2]] == [_names(2, reason)] * 2
     assert found[2][name] in ("", _names(2, reason))
 
@@ -268,7 +327,9 @@ def test_meeting_when_a_rank_is_switched_off_then_named(found: list[dict[str, An
     assert found[0]["switched off"] in (_names(2, "no use"), _names(2, "MEGATRON_DISTOPT=0"))
 
 
-def test_meeting_when_some_meet_then_messages_have_the_launchers_numbers(found: list[dict[str, Any]]) -> None:
+def test_meeting_when_some_meet_then_messages_have_the_launchers_numbers(
+    found: list[dict[str, Any]],
+) -> None:
     assert found[0]["some of them, one does without"] == _names(2, "no flag", size=2)
     assert found[2]["some of them, one does without"] == ""
 

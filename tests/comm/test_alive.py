@@ -1,4 +1,5 @@
-"""Signs of life with real processes: which ranks end, with which message and how soon, and which must not.
+"""Signs of life with real processes: which ranks end, with which message and how soon, and which
+must not.
 
 All ranks of a fixture run at the same time, because most of a case is waiting.
 """
@@ -31,7 +32,8 @@ from tests.support.spawn import run_ranks, start_from_server
 #: A busy machine lets a process wait for a core for a second and a half.
 TIMEOUT = 2.4
 INTERVAL = TIMEOUT / 12
-#: TIMEOUT and four intervals by design; a busy machine takes longer, and a rank that notices nothing hangs.
+#: TIMEOUT and four intervals by design; a busy machine takes longer, and a rank that notices
+#: nothing hangs.
 SECONDS_TO_NOTICE = 3 * TIMEOUT
 
 
@@ -119,7 +121,8 @@ class End:
 HANG = [partial(hang, sender) for sender in range(4)]
 QUICK = {
     "killed": Job((HANG[2], kill, HANG[0])),
-    # Nobody waits for the limit; a machine that stands still for as long as the others have would come before.
+    # Nobody waits for the limit; a machine that stands still for as long as the others have would
+    # come before.
     "crashed": Job((HANG[2], crash, HANG[0]), timeout=4 * TIMEOUT),
     "ended": Job((train, end, train)),
     "busy": Job((compute_in_python, wait_in_store)),
@@ -141,7 +144,8 @@ LONG = {
 }
 
 
-#: A store looks up the name of a new client and serves nobody meanwhile: where no server answers, a second and not 5.
+#: A store looks up the name of a new client and serves nobody meanwhile: where no server answers, a
+#: second and not 5.
 QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
@@ -153,12 +157,19 @@ def run_rank(folder: Path, job: Job, rank: int, port: int) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(not job.is_store_of_rank_0)
     torch.set_num_threads(1)
     size, store = len(job.acts), dist.TCPStore("127.0.0.1", port, is_master=False)
-    if job.is_store_of_rank_0:  # at a port of its own, which the other ranks learn from the test's store
-        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    # at a port of its own, which the other ranks learn from the test's store
+    if job.is_store_of_rank_0:
+        own = (
+            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            if rank == 0
+            else None
+        )
         if own is not None:
             store.set("port", str(own.port))
         store = own or dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore(str(folder), store), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(str(folder), store), rank=rank, world_size=size
+    )
     del store
     signs = LifeSigns(Group.of(), job.timeout)
     warnings = {signs.start(), signs.start()}
@@ -172,12 +183,17 @@ def run_rank(folder: Path, job: Job, rank: int, port: int) -> None:
 
 def run_jobs(root: Path, jobs: Mapping[str, Job]) -> dict[str, list[End]]:
     with mock.patch.dict(os.environ, QUICK_NAMES):
-        servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in jobs]
+        servers = [
+            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in jobs
+        ]
     processes: dict[BaseProcess, tuple[str, int]] = {}
     for server, (name, job) in zip(servers, jobs.items(), strict=True):
         (root / name).mkdir()
         for rank in range(len(job.acts)):
-            processes[start_from_server(1, run_rank, root / name, job, rank, server.port)] = name, rank
+            processes[start_from_server(1, run_rank, root / name, job, rank, server.port)] = (
+                name,
+                rank,
+            )
     ended_at = _ends(list(processes), seconds=100.0)
     ends: dict[str, dict[int, End]] = {name: {} for name in jobs}
     for process, (name, rank) in processes.items():
@@ -225,12 +241,16 @@ def test_dead_rank_when_others_hang_in_a_collective_then_all_of_them_name_it_and
     assert killed.code == -signal.SIGKILL
     for end in (first, last):
         assert_noticed(
-            end, rf"rank 1 on {re.escape(os.uname().nodename)} showed no life for [23]\.\d s.*protect_timeout"
+            end,
+            rf"rank 1 on {re.escape(os.uname().nodename)} showed no life for [23]\.\d s"
+            ".*protect_timeout",
         )
         assert end.seconds > TIMEOUT - INTERVAL
 
 
-def test_rank_when_it_ends_by_an_exception_then_others_name_it_at_once(quick: dict[str, list[End]]) -> None:
+def test_rank_when_it_ends_by_an_exception_then_others_name_it_at_once(
+    quick: dict[str, list[End]],
+) -> None:
     first, crashed, last = quick["crashed"]
     assert crashed.code == 1
     for end in (first, last):
@@ -242,10 +262,14 @@ def test_rank_when_it_ends_by_an_exception_then_others_name_it_at_once(quick: di
 def test_ranks_when_one_ended_in_an_orderly_way_or_is_busy_then_nobody_ends_them(
     quick: dict[str, list[End]], case: str
 ) -> None:
-    assert [(end.code, "ends itself" in end.text) for end in quick[case]] == [(0, False)] * len(quick[case])
+    assert [(end.code, "ends itself" in end.text) for end in quick[case]] == [(0, False)] * len(
+        quick[case]
+    )
 
 
-def test_store_when_its_process_dies_then_all_ranks_say_so_and_end(quick: dict[str, list[End]]) -> None:
+def test_store_when_its_process_dies_then_all_ranks_say_so_and_end(
+    quick: dict[str, list[End]],
+) -> None:
     for end in quick["store killed"][1:]:
         assert_noticed(end, r"torch's store did not answer for 2\.4 s")
 
@@ -281,11 +305,17 @@ def test_others_when_a_rank_is_lost_then_all_of_them_say_which_and_end(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["stopped shortly", "all stopped", "computes", "all but one ended", "first ended"])
-def test_ranks_when_none_is_lost_then_all_end_by_themselves(long: dict[str, list[End]], case: str) -> None:
+@pytest.mark.parametrize(
+    "case", ["stopped shortly", "all stopped", "computes", "all but one ended", "first ended"]
+)
+def test_ranks_when_none_is_lost_then_all_end_by_themselves(
+    long: dict[str, list[End]], case: str
+) -> None:
     assert [end.code for end in long[case]] == [0] * len(long[case])
 
 
 @pytest.mark.long
-def test_rank_when_its_log_is_held_by_the_main_thread_then_it_ends_all_the_same(long: dict[str, list[End]]) -> None:
+def test_rank_when_its_log_is_held_by_the_main_thread_then_it_ends_all_the_same(
+    long: dict[str, list[End]],
+) -> None:
     assert [end.code for end in long["log held"]] == [1, -signal.SIGKILL, 1]

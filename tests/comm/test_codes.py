@@ -1,6 +1,8 @@
-"""Sums over several nodes: who is on which node, each node's sum sent once, 8 bits that are unbiased, and exemptions.
+"""Sums over several nodes: who is on which node, each node's sum sent once, 8 bits that are
+unbiased, and exemptions.
 
-One spawn of five ranks, which also form smaller groups. A node is simulated by the number of a network namespace.
+One spawn of five ranks, which also form smaller groups. A node is simulated by the number of a
+network namespace.
 """
 
 from __future__ import annotations
@@ -46,8 +48,11 @@ STEPS = 32
 CODED_NODES = ("1+1", "2+1", "1+1+1", "2+2", "2+2+1", "3+2")
 
 
-def _group(members: Members, rank: int, *, is_allowed: bool = True, is_simulated: bool = True) -> Group | None:
-    """A new group of the ranks of these nodes, of which this rank knows its node before the first collective."""
+def _group(
+    members: Members, rank: int, *, is_allowed: bool = True, is_simulated: bool = True
+) -> Group | None:
+    """A new group of the ranks of these nodes, of which this rank knows its node before the first
+    collective."""
     ranks = sorted(each for node in members for each in node)
     handle = dist.new_group(ranks)
     if rank not in ranks:
@@ -85,7 +90,9 @@ def _reference(members: Members, numel: int, owner: int, dtype: torch.dtype) -> 
     sums = {}
     for node in members:
         carrier = owner if node is home else node[home.index(owner) % len(node)]
-        total = _in_order([_values(rank, numel * sum(map(len, members))) for rank in _ring(node, carrier)])
+        total = _in_order(
+            [_values(rank, numel * sum(map(len, members))) for rank in _ring(node, carrier)]
+        )
         sums[node] = total if node is home else total.to(dtype).float()
     return _in_order([sums[node] for node in _ring(members, home)])
 
@@ -99,9 +106,13 @@ def _sums(group: Group, members: Members, rank: int) -> dict[str, bool]:
                 shard = bucket.view(group.size, -1)[group.rank]
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(pairwise, "SCRATCH_NBYTES", nbytes)
-                    reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype), overlapped=overlapped).wait()
+                    reduce_scatter(
+                        bucket, shard, group, Reduction(reduce_dtype=dtype), overlapped=overlapped
+                    ).wait()
                     gathered = torch.full((group.size, NUMEL), rank, dtype=dtype)
-                    all_gather(gathered.view(-1), gathered[group.rank], group, overlapped=overlapped).wait()
+                    all_gather(
+                        gathered.view(-1), gathered[group.rank], group, overlapped=overlapped
+                    ).wait()
                 wanted = _reference(members, NUMEL, rank, dtype).view(group.size, -1)[group.rank]
                 ranks = sorted(each for node in members for each in node)
                 assert [set(row.tolist()) for row in gathered] == [{each} for each in ranks]
@@ -113,10 +124,14 @@ def _sums(group: Group, members: Members, rank: int) -> dict[str, bool]:
 class _Coded:
     """Gradients of `PARAMS` over a group, reduced in 8 bits."""
 
-    def __init__(self, group: Group, rank: int, bucket_size: int | None = None, *, overlapped: bool = False) -> None:
+    def __init__(
+        self, group: Group, rank: int, bucket_size: int | None = None, *, overlapped: bool = False
+    ) -> None:
         specs = [ParamSpec(name, numel) for name, numel in PARAMS]
         layout = lay_out(specs, num_shards=group.size, bucket_size=bucket_size, alignment_numel=128)
-        self.buffer = ShardedBuffer(layout, group.rank, torch.zeros(layout.numel), torch.zeros(layout.numel))
+        self.buffer = ShardedBuffer(
+            layout, group.rank, torch.zeros(layout.numel), torch.zeros(layout.numel)
+        )
         self.group, self.rank, self.step = group, rank, 0
         how = Reduction(reduce_dtype=torch.int8, coded=CODED)
         self._communicator = Communicator(group, how, overlap_grads=overlapped)
@@ -145,19 +160,27 @@ class _Coded:
 
 def _grads(rank: int) -> dict[str, Tensor]:
     """On a grid, so that sums over ranks are exact."""
-    return {name: (_values(rank + 7 * number, numel) * 64).round() / 64 for number, (name, numel) in enumerate(PARAMS)}
+    return {
+        name: (_values(rank + 7 * number, numel) * 64).round() / 64
+        for number, (name, numel) in enumerate(PARAMS)
+    }
 
 
 def _scale_of(values: Tensor) -> Tensor:
     """By element, the scale of its block, or twice as much."""
     blocks = torch.nn.functional.pad(values.abs(), (0, -values.numel() % 128)).view(-1, 128)
-    return (blocks.amax(1) / 127).log2().ceil().exp2().mul(2).repeat_interleave(128)[: values.numel()]
+    return (
+        (blocks.amax(1) / 127).log2().ceil().exp2().mul(2).repeat_interleave(128)[: values.numel()]
+    )
 
 
 def _in_8_bits(group: Group, members: Members, rank: int) -> dict[str, Any]:
     ranks = sorted(each for node in members for each in node)
     exact = {name: _in_order([_grads(each)[name] for each in ranks]) for name, _ in PARAMS}
-    by_node = [{name: _in_order([_grads(each)[name] for each in node]) for name, _ in PARAMS} for node in members]
+    by_node = [
+        {name: _in_order([_grads(each)[name] for each in node]) for name, _ in PARAMS}
+        for node in members
+    ]
     bound = {name: _in_order([_scale_of(sums[name]) for sums in by_node]) for name, _ in PARAMS}
     found: dict[str, Any] = {}
     coded = _Coded(group, rank)
@@ -170,13 +193,18 @@ def _in_8_bits(group: Group, members: Members, rank: int) -> dict[str, Any]:
         for name in mean:
             mean[name] += sums[name] / STEPS
     found["bounded"] = all(
-        bool(((sums[name] - exact[name]).abs() <= bound[name]).all()) for sums in seen for name in exact
+        bool(((sums[name] - exact[name]).abs() <= bound[name]).all())
+        for sums in seen
+        for name in exact
     )
-    found["exempted"] = all(torch.equal(sums[name], exact[name]) for sums in seen for name in EXEMPTED)
+    found["exempted"] = all(
+        torch.equal(sums[name], exact[name]) for sums in seen for name in EXEMPTED
+    )
     found["tail"] = all(torch.equal(sums["last"][-11:], exact["last"][-11:]) for sums in seen)
     found["rounds"] = not torch.equal(seen[0]["first"], exact["first"])
     found["differs by step"] = not torch.equal(seen[0]["first"], seen[1]["first"])
-    # Errors of a mean of STEPS are spread like those of one by 1 / sqrt(STEPS); over elements they cancel further.
+    # Errors of a mean of STEPS are spread like those of one by 1 / sqrt(STEPS); over elements they
+    # cancel further.
     errors = torch.cat([((mean[name] - exact[name]) / bound[name]) for name in ("first", "last")])
     found["mean error"], found["spread"] = float(errors.mean()), float(errors.std())
     for name, size in BUCKET_SIZES.items():
@@ -195,7 +223,11 @@ def _in_8_bits(group: Group, members: Members, rank: int) -> dict[str, Any]:
 def _with_nan(coded: _Coded, rank: int, ranks: list[int]) -> list[int]:
     """Elements that are NaN afterwards, by where the last rank alone has inf or NaN."""
     found = []
-    for name, place, value in (("first", 200, torch.inf), ("last", 5000, torch.nan), ("router.weight", 7, torch.inf)):
+    for name, place, value in (
+        ("first", 200, torch.inf),
+        ("last", 5000, torch.nan),
+        ("router.weight", 7, torch.inf),
+    ):
         grads = _grads(rank)
         if rank == ranks[-1]:
             grads[name][place] = value
@@ -212,14 +244,18 @@ def _bytes(group: Group, rank: int) -> dict[str, float]:
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("int8", torch.int8)):
         sent, original = [0], pairwise.send
 
-        def counted(tensor: Tensor, *args: Any, sent: list[int] = sent, original: Any = original) -> Any:
+        def counted(
+            tensor: Tensor, *args: Any, sent: list[int] = sent, original: Any = original
+        ) -> Any:
             sent[0] += tensor.numel() * tensor.element_size()
             return original(tensor, *args)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pairwise, "send", counted)
             bucket = _values(rank, layout.numel)
-            codes = partial(AsCodes, runs_of(layout, 0, frozenset("a")), 0) if name == "int8" else None
+            codes = (
+                partial(AsCodes, runs_of(layout, 0, frozenset("a")), 0) if name == "int8" else None
+            )
             shard = bucket.view(group.size, -1)[group.rank]
             reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype, codes=codes))
             whole = torch.full((layout.numel,), float(group.rank), dtype=torch.bfloat16)
@@ -231,21 +267,33 @@ def _bytes(group: Group, rank: int) -> dict[str, float]:
 
 def about(group: Group, members: Members, rank: int, *, is_coded: bool) -> dict[str, Any]:
     """Collective: what a group does whose ranks are on these nodes."""
-    found: dict[str, Any] = {"members": nodes_of(group).members, "sums": _sums(group, members, rank)}
+    found: dict[str, Any] = {
+        "members": nodes_of(group).members,
+        "sums": _sums(group, members, rank),
+    }
     if is_coded:
         found |= {"int8": _in_8_bits(group, members, rank), "bytes": _bytes(group, rank)}
     return found
 
 
 def between_namespaces() -> None:
-    """Collective of five ranks, two on each of two nodes and one on a third: checks groups of some of them."""
+    """Collective of five ranks, two on each of two nodes and one on a third: checks groups of some
+    of them."""
     rank = dist.get_rank()
-    for members in (((0, 1), (2, 3), (4,)), ((0,), (2,), (4,)), ((0, 1), (2,)), ((0, 1), (2, 3)), ((0,), (4,))):
+    for members in (
+        ((0, 1), (2, 3), (4,)),
+        ((0,), (2,), (4,)),
+        ((0, 1), (2,)),
+        ((0, 1), (2, 3)),
+        ((0,), (4,)),
+    ):
         group = _group(members, rank, is_simulated=False)
         if group is not None:
             found = about(group, members, rank, is_coded=True)
             ranks = sorted(each for node in members for each in node)
-            assert found["members"] == tuple(tuple(map(ranks.index, node)) for node in members), found["members"]
+            assert found["members"] == tuple(tuple(map(ranks.index, node)) for node in members), (
+                found["members"]
+            )
             assert all(found["sums"].values()), found["sums"]
             _assert_right(found["int8"])
             os.write(1, f"right on {'+'.join(str(len(node)) for node in members)}\n".encode())
@@ -259,7 +307,10 @@ def _all(rank: int, size: int) -> dict[str, Any]:
             found[name] = about(group, members, rank, is_coded=name in CODED_NODES)
     group = _group(NODES["2+2"], rank, is_allowed=rank != 1)
     if group is not None:
-        found["one forbids"] = {"members": nodes_of(group).members, "sums": _sums(group, ((0,), (1,), (2, 3)), rank)}
+        found["one forbids"] = {
+            "members": nodes_of(group).members,
+            "sums": _sums(group, ((0,), (1,), (2, 3)), rank),
+        }
     return found
 
 
@@ -273,12 +324,16 @@ def _of(found: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_nodes_when_ranks_can_map_each_other_then_they_are_on_one(name: str, found: list[dict[str, Any]]) -> None:
+def test_nodes_when_ranks_can_map_each_other_then_they_are_on_one(
+    name: str, found: list[dict[str, Any]]
+) -> None:
     for each in _of(found, name):
         assert each["members"] == tuple(sorted(NODES[name], key=min))
 
 
-def test_nodes_when_a_rank_forbids_shared_memory_then_it_is_a_node_of_its_own(found: list[dict[str, Any]]) -> None:
+def test_nodes_when_a_rank_forbids_shared_memory_then_it_is_a_node_of_its_own(
+    found: list[dict[str, Any]],
+) -> None:
     for each in _of(found, "one forbids"):
         assert each["members"] == ((0,), (1,), (2, 3))
         assert all(each["sums"].values()) and each["sums"]
@@ -307,7 +362,8 @@ def _assert_right(coded: dict[str, Any]) -> None:
     for size in BUCKET_SIZES:
         for overlapped in (False, True):
             assert coded[f"equal {size} {overlapped}"], (size, overlapped)
-    # 8,003 elements of 32 steps each: a mean error of 1/sqrt(256096) of a spread below 1/2, four times over.
+    # 8,003 elements of 32 steps each: a mean error of 1/sqrt(256096) of a spread below 1/2, four
+    # times over.
     assert abs(coded["mean error"]) < 0.004, coded["mean error"]
     assert coded["spread"] < 0.5 / STEPS**0.5, coded["spread"]
     # The block of an element that is coded, the element alone where it is exempted.
@@ -319,5 +375,10 @@ def test_bytes_when_nodes_have_several_ranks_then_sums_and_params_are_sent_once(
     name: str, factor: float, found: list[dict[str, Any]]
 ) -> None:
     for each in _of(found, name):
-        # Of 6, 4 and 3 bytes an element a rank sends half alone, and a quarter where the node has two ranks.
-        assert each["bytes"] == {"fp32": 6 * factor, "bf16": 4 * factor, "int8": (3 + 1 / 128) * factor}
+        # Of 6, 4 and 3 bytes an element a rank sends half alone, and a quarter where the node has
+        # two ranks.
+        assert each["bytes"] == {
+            "fp32": 6 * factor,
+            "bf16": 4 * factor,
+            "int8": (3 + 1 / 128) * factor,
+        }

@@ -21,7 +21,9 @@ def group(one_rank: None) -> Group:
 
 def _buffer(names: str) -> ShardedBuffer:
     """One with a bucket for each param."""
-    layout = lay_out([ParamSpec(name, 4) for name in names], num_shards=1, bucket_size=1, alignment_numel=1)
+    layout = lay_out(
+        [ParamSpec(name, 4) for name in names], num_shards=1, bucket_size=1, alignment_numel=1
+    )
     return ShardedBuffer(layout, 0, torch.ones(layout.numel), torch.zeros(layout.numel))
 
 
@@ -38,7 +40,10 @@ class Steps:
     def __post_init__(self) -> None:
         self.buffer = _buffer("abc")
         self.communicator = Communicator(
-            self.group, Reduction(self.divide_by), overlap_grads=True, num_microbatches=lambda: self.microbatches
+            self.group,
+            Reduction(self.divide_by),
+            overlap_grads=True,
+            num_microbatches=lambda: self.microbatches,
         )
         self.communicator.add([self.buffer], [self.buffer])
 
@@ -52,14 +57,18 @@ class Steps:
         return found
 
 
-def test_bucket_when_the_first_step_has_shown_the_order_then_each_goes_with_its_last_gradient(group: Group) -> None:
+def test_bucket_when_the_first_step_has_shown_the_order_then_each_goes_with_its_last_gradient(
+    group: Group,
+) -> None:
     steps = Steps(group)
     assert steps.begun("cab") == [0, 0, 0]
     assert steps.begun("cab") == [1, 2, 3]
     assert steps.begun("abc") == [0, 0, 3]  # in the order that was agreed upon
 
 
-def test_bucket_when_the_number_of_microbatches_changes_then_the_new_one_counts(group: Group) -> None:
+def test_bucket_when_the_number_of_microbatches_changes_then_the_new_one_counts(
+    group: Group,
+) -> None:
     steps = Steps(group, microbatches=2)
     steps.begun("abcabc")
     steps.microbatches = 3
@@ -68,13 +77,17 @@ def test_bucket_when_the_number_of_microbatches_changes_then_the_new_one_counts(
     assert steps.begun("abc") == [1, 2, 3]
 
 
-def test_bucket_when_a_gradient_comes_twice_in_a_microbatch_then_the_second_one_counts(group: Group) -> None:
+def test_bucket_when_a_gradient_comes_twice_in_a_microbatch_then_the_second_one_counts(
+    group: Group,
+) -> None:
     steps = Steps(group, microbatches=2)
     steps.begun("abbcabbc")
     assert steps.begun("abbcabbc") == [0, 0, 0, 0, 1, 1, 2, 3]
 
 
-def test_bucket_when_a_gradient_does_not_come_in_every_microbatch_then_it_goes_at_the_end(group: Group) -> None:
+def test_bucket_when_a_gradient_does_not_come_in_every_microbatch_then_it_goes_at_the_end(
+    group: Group,
+) -> None:
     steps = Steps(group, microbatches=2)
     steps.begun("abcac")
     assert steps.begun("abcac") == [0, 0, 0, 1, 2]  # b last, and nobody waits for it
@@ -98,7 +111,9 @@ def test_gradient_when_its_bucket_is_under_way_then_refused(group: Group) -> Non
         steps.communicator.grad_arrived("a")
 
 
-def test_deferred_when_a_bucket_is_not_under_way_then_it_goes_at_the_end_from_then_on(group: Group) -> None:
+def test_deferred_when_a_bucket_is_not_under_way_then_it_goes_at_the_end_from_then_on(
+    group: Group,
+) -> None:
     steps = Steps(group)
     steps.communicator.grad_arrived("b")
     steps.communicator.defer("b")
@@ -113,10 +128,16 @@ def test_deferred_when_a_bucket_is_under_way_then_refused(group: Group) -> None:
     steps.begun("abc")
     steps.communicator.grad_arrived("a")
     steps.communicator.defer("c")
-    assert_mentions(refused(LayoutError, lambda: steps.communicator.defer("a")), "'a'", "overlap_grad_reduce=False")
+    assert_mentions(
+        refused(LayoutError, lambda: steps.communicator.defer("a")),
+        "'a'",
+        "overlap_grad_reduce=False",
+    )
 
 
-def test_buffers_when_they_are_added_while_others_are_under_way_then_each_bucket_is_reduced_once(group: Group) -> None:
+def test_buffers_when_they_are_added_while_others_are_under_way_then_each_bucket_is_reduced_once(
+    group: Group,
+) -> None:
     steps = Steps(group, divide_by=4)
     steps.begun("abc")
     steps.communicator.grad_arrived("a")
@@ -144,7 +165,9 @@ def test_param_when_its_gather_failed_then_every_wait_for_it_fails(
 ) -> None:
     begin, failing = communicator.all_gather, iter([False, True])
     monkeypatch.setattr(
-        communicator, "all_gather", lambda *args, **more: _Failing() if next(failing) else begin(*args, **more)
+        communicator,
+        "all_gather",
+        lambda *args, **more: _Failing() if next(failing) else begin(*args, **more),
     )
     overlapped, buffer = Communicator(group, overlap_params=True), _buffer("ab")
     overlapped.add([buffer], [buffer])

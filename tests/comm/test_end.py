@@ -1,7 +1,8 @@
-"""The end of a process without `destroy_process_group`: regular, by an exception, and with a collective under way.
+"""The end of a process without `destroy_process_group`: regular, by an exception, and with a
+collective under way.
 
-One process imports torch and forks for both ranks of all cases at once, because most of a case is waiting. A fork comes
-to its end as any interpreter does, with handlers and finalizers.
+One process imports torch and forks for both ranks of all cases at once, because most of a case is
+waiting. A fork comes to its end as any interpreter does, with handlers and finalizers.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def destroy_but_hold_one():
     held = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(8), group=held, async_op=True)
     dist.destroy_process_group()
-    assert any(path.read_text() == "pt_gloo_runloop\\n" for path in Path("/proc/self/task").glob("*/comm")), "no thread"
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert "pt_gloo_runloop\\n" in names, "no thread"
     pause = pending.sleep
     pending.sleep = lambda seconds: (print("waits for gloo", flush=True), pause(seconds))
 
@@ -143,13 +145,25 @@ def _ended(folder: Path, cases: Sequence[tuple[str, str]]) -> list[list[Ended]]:
     for each in folders:
         each.mkdir(parents=True)
     words = [word for each, case in zip(folders, cases, strict=True) for word in (str(each), *case)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM, *words], env=environ, timeout=300, check=True)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, *words],
+        env=environ,
+        timeout=300,
+        check=True,
+    )
     return [[_read(each, rank) for rank in range(2)] for each in folders]
 
 
 def _read(folder: Path, rank: int) -> Ended:
-    status, out, error = ((folder / f"{name}{rank}").read_text() for name in ("status", "out", "error"))
+    status, out, error = (
+        (folder / f"{name}{rank}").read_text() for name in ("status", "out", "error")
+    )
     return Ended(int(status), out, error)
 
 
@@ -166,7 +180,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return dict(zip(CASES, _ended(tmp_path_factory.mktemp("ended"), CASES), strict=True))
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gloo's thread has no name before torch 2.10")
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="gloo's thread has no name before torch 2.10"
+)
 def test_end_when_groups_are_left_open_or_outlive_torchs_then_status_0(ended: Found) -> None:
     for rank in ended[REGULAR]:
         assert (rank.status, rank.out) == (0, "handlers ran\n"), rank.error
@@ -174,7 +190,9 @@ def test_end_when_groups_are_left_open_or_outlive_torchs_then_status_0(ended: Fo
         assert (rank.status, rank.out) == (0, "waits for gloo\nhandlers ran\n"), rank.error
 
 
-def test_end_when_a_collective_of_gloo_was_not_waited_for_then_no_rank_is_aborted(ended: Found) -> None:
+def test_end_when_a_collective_of_gloo_was_not_waited_for_then_no_rank_is_aborted(
+    ended: Found,
+) -> None:
     """See [Note: gloo lets go of tensors late]."""
     assert [rank.status for rank in ended[GLOO]] == [0] * 2, ended[GLOO]
 
@@ -182,12 +200,13 @@ def test_end_when_a_collective_of_gloo_was_not_waited_for_then_no_rank_is_aborte
 def test_end_when_the_program_raises_then_status_1_and_its_error(ended: Found) -> None:
     for rank in ended[RAISES]:
         assert (rank.status, rank.out) == (1, "handlers ran\n")
-        error, _, _ = rank.error.partition("nanobind: leaked")  # Triton's objects, because they are frozen
+        # Triton's objects, because they are frozen
+        error, _, _ = rank.error.partition("nanobind: leaked")
         assert error.rstrip().endswith("RuntimeError: the program's own")
 
 
 @pytest.mark.parametrize("mode", ALONE)
-def test_end_when_one_rank_raises_inside_a_collective_that_no_other_comes_to_then_it_does_not_wait_for_them(
+def test_end_when_one_rank_raises_in_a_collective_then_it_does_not_wait_for_others(
     ended: Found, mode: str
 ) -> None:
     first, second = ended[ALONE[mode]]

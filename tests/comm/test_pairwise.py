@@ -1,6 +1,8 @@
-"""Collectives from pair to pair: bit for bit what gloo's own give, whatever the sizes, through memory or as messages.
+"""Collectives from pair to pair: bit for bit what gloo's own give, whatever the sizes, through
+memory or as messages.
 
-One spawn of three ranks, of which two also form a group; and one for each way in which a rank can be lost.
+One spawn of three ranks, of which two also form a group; and one for each way in which a rank can
+be lost.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from tests.support.spawn import RankError, run_ranks
 RANKS = 3
 MEMBERS = {3: (0, 1, 2), 2: (0, 2)}
 DTYPES = (torch.float32, torch.bfloat16)
-#: Elements of a shard, and bytes of memory for what arrives: in one part, in many, with a short one at the end.
+#: Elements of a shard, and bytes of memory for what arrives: in one part, in many, with a short one
+#: at the end.
 SIZES = {
     "one part": (1000, 1 << 20),
     "one element": (1, 1 << 20),
@@ -54,7 +57,11 @@ def _sum_in_order(parts: list[Tensor], owner: int) -> Tensor:
 
 
 def _reduced(
-    group: Group, members: tuple[int, ...], numel: int, dtype: torch.dtype, reduce: Callable[..., Any]
+    group: Group,
+    members: tuple[int, ...],
+    numel: int,
+    dtype: torch.dtype,
+    reduce: Callable[..., Any],
 ) -> bool:
     buckets = [_bucket(rank, group.size * numel, dtype) for rank in members]
     mine = buckets[group.rank].clone()
@@ -63,7 +70,8 @@ def _reduced(
     dist.all_reduce(gloos, group=group.handle)
     reduce(mine, group)
     wanted = _sum_in_order([bucket[own] for bucket in buckets], group.rank)
-    # gloo cuts a buffer at multiples of 8 bytes: where a shard ends elsewhere, some elements go around otherwise.
+    # gloo cuts a buffer at multiples of 8 bytes: where a shard ends elsewhere, some elements go
+    # around otherwise.
     return torch.equal(mine[own], wanted) and (numel % 8 > 0 or torch.equal(mine[own], gloos[own]))
 
 
@@ -103,7 +111,9 @@ def _cases(rank: int, numel: int, name: str, found: dict[str, Any]) -> None:
         group = Group.of(handles[number])
         for dtype in DTYPES:
             about = f"{number} ranks, {name}, {dtype}"
-            found["right"][f"sum {about}"] = _reduced(group, members, numel, dtype, pairwise.reduce_scatter)
+            found["right"][f"sum {about}"] = _reduced(
+                group, members, numel, dtype, pairwise.reduce_scatter
+            )
             found["right"][f"gather {about}"] = _gathered(group, members, numel, dtype)
         found["way"][f"{number} ranks, {name}"] = _way_of(group)
     dist.barrier()
@@ -117,7 +127,8 @@ def _way_of(group: Group) -> str:
 
 
 def _apart(rank: int) -> dict[str, tuple[str, bool]]:
-    """The way that is taken where one rank alone cannot share memory, and whether the sum is right."""
+    """The way that is taken where one rank alone cannot share memory, and whether the sum is
+    right."""
     faults: dict[str, tuple[str, Callable[..., Any]]] = {
         "network": ("_network", lambda: 1),
         "descriptors": ("_new_segment", lambda secret: -1),
@@ -142,14 +153,19 @@ def _apart(rank: int) -> dict[str, tuple[str, bool]]:
 
 
 def _permitted(rank: int) -> list[tuple[str, bool]]:
-    """The way of one group as all ranks allow memory, forbid it, and allow it again, with sums under way meanwhile."""
+    """The way of one group as all ranks allow memory, forbid it, and allow it again, with sums
+    under way meanwhile."""
     group, found = Group.of(dist.new_group()), []
     for is_allowed in (True, False, True):
         shared_memory.allow_shared_memory(group, is_allowed)
         bucket = _bucket(rank, RANKS * 50_000, torch.float32)
         own = bucket.view(RANKS, -1)[rank]
         wanted = _sum_in_order(
-            [_bucket(each, RANKS * 50_000, torch.float32).view(RANKS, -1)[rank] for each in range(RANKS)], rank
+            [
+                _bucket(each, RANKS * 50_000, torch.float32).view(RANKS, -1)[rank]
+                for each in range(RANKS)
+            ],
+            rank,
         )
         pending = reduce_scatter(bucket, own, group, overlapped=True)
         time.sleep(0.02 * rank)
@@ -191,7 +207,9 @@ def _forbidden(*about: int) -> Any:
 def _overlapped(group: Group, rank: int) -> bool:
     """Several under way at once, with a collective of the caller between them."""
     numels = (100_000, 3, 70_000, 8)
-    buckets = [[_bucket(each, size * RANKS, torch.float32) for each in range(RANKS)] for size in numels]
+    buckets = [
+        [_bucket(each, size * RANKS, torch.float32) for each in range(RANKS)] for size in numels
+    ]
     pending = []
     for numel, by_rank in zip(numels, buckets, strict=True):
         own = by_rank[rank][rank * numel : (rank + 1) * numel]
@@ -210,7 +228,8 @@ def _late_read(read: Callable[..., Tensor], seconds: float, rank: int) -> Tensor
 
 
 def _raced(rank: int) -> list[bool]:
-    """Many small turns; in each round another rank is late, first with its own part and then with reading."""
+    """Many small turns; in each round another rank is late, first with its own part and then with
+    reading."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "SHARED_NBYTES", 64)
         group = Group.of(dist.new_group())
@@ -221,7 +240,9 @@ def _raced(rank: int) -> list[bool]:
             for lane, read in reads:
                 patch.setattr(lane, "read", partial(_late_read, read, late * 2e-3))
             time.sleep(late * 5e-3)
-            right.append(_reduced(group, MEMBERS[RANKS], 16, torch.float32, pairwise.reduce_scatter))
+            right.append(
+                _reduced(group, MEMBERS[RANKS], 16, torch.float32, pairwise.reduce_scatter)
+            )
             right.append(_gathered(group, MEMBERS[RANKS], 64, torch.float32))
     return [*right, len(reads) == 2]
 
@@ -268,7 +289,8 @@ def test_pairwise_when_groups_end_then_nothing_is_kept_of_them(found: list[dict[
 
 
 @pytest.mark.parametrize(
-    "fault", ["option", "network", "descriptors", "permission", "secret", "file size", "address space"]
+    "fault",
+    ["option", "network", "descriptors", "permission", "secret", "file size", "address space"],
 )
 def test_pairwise_when_one_rank_cannot_share_memory_then_all_take_messages(
     fault: str, found: list[dict[str, Any]]
@@ -291,7 +313,8 @@ def test_begin_when_it_fails_then_waiting_raises_it(found: list[dict[str, Any]])
 
 
 def _lost(rank: int, size: int, how: str, file: str) -> None:
-    """Rank 1 takes part once, and then no more; it is there until rank 0 has found out, or ends at once."""
+    """Rank 1 takes part once, and then no more; it is there until rank 0 has found out, or ends at
+    once."""
     handle = dist.new_group(timeout=timedelta(seconds=1))
     group, store = Group.of(handle), dist.distributed_c10d._get_default_store()
     bucket = torch.ones(2 * 8)
@@ -315,15 +338,29 @@ def _lost(rank: int, size: int, how: str, file: str) -> None:
 def test_pairwise_when_a_rank_ends_then_the_others_are_told_who(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="no result on ranks"):
         run_ranks(_lost, 2, "ended", str(tmp_path / "text"))
-    assert_mentions((tmp_path / "text").read_text(), "rank 1 has ended", "Read what rank 1 wrote last")
+    assert_mentions(
+        (tmp_path / "text").read_text(), "rank 1 has ended", "Read what rank 1 wrote last"
+    )
 
 
-def test_message_when_a_rank_ended_before_it_began_then_the_others_are_told_who(tmp_path: Path) -> None:
+def test_message_when_a_rank_ended_before_it_began_then_the_others_are_told_who(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(RankError, match="no result on ranks"):
         run_ranks(_lost, 2, "gone", str(tmp_path / "text"))
-    assert_mentions((tmp_path / "text").read_text(), "lost rank 1", "Look for the rank whose error is the first one")
+    assert_mentions(
+        (tmp_path / "text").read_text(),
+        "lost rank 1",
+        "Look for the rank whose error is the first one",
+    )
 
 
-def test_pairwise_when_a_rank_does_not_come_then_the_timeout_of_the_group_holds(tmp_path: Path) -> None:
+def test_pairwise_when_a_rank_does_not_come_then_the_timeout_of_the_group_holds(
+    tmp_path: Path,
+) -> None:
     run_ranks(_lost, 2, "late", str(tmp_path / "text"))
-    assert_mentions((tmp_path / "text").read_text(), "rank 1 did not come within 1 s", "Read what rank 1 wrote last")
+    assert_mentions(
+        (tmp_path / "text").read_text(),
+        "rank 1 did not come within 1 s",
+        "Read what rank 1 wrote last",
+    )

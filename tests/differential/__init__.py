@@ -1,1 +1,2 @@
-"""Training programs drawn at random, run with `distribute` on real ranks and without it in one process."""
+"""Training programs drawn at random, run with `distribute` on real ranks and without it in one
+process."""

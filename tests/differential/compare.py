@@ -1,4 +1,5 @@
-"""Tells how a program went with us: equal to the reference, refused by an error of ours on all ranks, or a failure."""
+"""Tells how a program went with us: equal to the reference, refused by an error of ours on all
+ranks, or a failure."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 
-#: Sums over ranks and kernels for flat params round in another order than torch's: some 1e-7 of a gradient below 1 in
-#: every step. The programs' eps of 1e-2 and lr of at most 0.05 keep that from growing, 10 steps add it up. What a
-#: program does wrongly is of the order of lr times weight decay times a weight, 1e-4, or more.
+#: Sums over ranks and kernels for flat params round in another order than torch's: some 1e-7 of a
+#: gradient below 1 in every step. The programs' eps of 1e-2 and lr of at most 0.05 keep that from
+#: growing, 10 steps add it up. What a program does wrongly is of the order of lr times weight decay
+#: times a weight, 1e-4, or more.
 FP32_TOLERANCE = 2e-5
 
 
@@ -29,23 +31,30 @@ class Outcome:
 class Tolerance:
     """How far a value may lie from the reference's."""
 
-    # of the mantissa of the model's coarsest dtype. A main param that differs by rounding may be rounded to the other
-    # neighbour in the model, and what the model computes then differs by as much.
+    # of the mantissa of the model's coarsest dtype. A main param that differs by rounding may be
+    # rounded to the other neighbour in the model, and what the model computes then differs by as
+    # much.
     bits: int
 
     def allows(self, ours: float, theirs: float) -> bool:
         if math.isnan(theirs) or math.isinf(theirs):
             return math.isnan(ours) or ours == theirs
         unit = 0.0 if self.bits >= 23 else 3 * 2.0**-self.bits
-        # What a program fills and adds makes weights of a quarter, and rounding there outlives what is taken off later.
-        return abs(ours - theirs) <= FP32_TOLERANCE * (1 + abs(theirs)) + unit * max(abs(theirs), 2.0**-2)
+        # What a program fills and adds makes weights of a quarter, and rounding there outlives what
+        # is taken off later.
+        return abs(ours - theirs) <= FP32_TOLERANCE * (1 + abs(theirs)) + unit * max(
+            abs(theirs), 2.0**-2
+        )
 
 
 BITS = {"float32": 23, "float16": 10, "bfloat16": 7, "mixed": 7}
 
 
 def judge(
-    ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]], dtype: str, may_refuse: bool
+    ours: Sequence[dict[str, Any] | None],
+    theirs: Sequence[dict[str, Any]],
+    dtype: str,
+    may_refuse: bool,
 ) -> Outcome:
     """Compares the ranks of one phase.
 
@@ -62,12 +71,19 @@ def judge(
         return Outcome("failed", f"the reference itself raised:\n{faults[0]}")
     ended = sorted({(rank or {"end": "stuck"})["end"] for rank in ours})
     must_refuse = any(rank["end"] != "finished" for rank in theirs)
-    if ended == ["refused"] or _only_waited_for(ours, theirs) or (may_refuse and _lost_at_the_end(ours, theirs)):
+    if (
+        ended == ["refused"]
+        or _only_waited_for(ours, theirs)
+        or (may_refuse and _lost_at_the_end(ours, theirs))
+    ):
         difference = _differences([_trained_on(rank) for rank in ours], theirs, dtype, prefix=True)
         if difference:
-            return Outcome("failed", f"refused, but after it was wrong already: {difference}\n{_ends(ours)}")
+            return Outcome(
+                "failed", f"refused, but after it was wrong already: {difference}\n{_ends(ours)}"
+            )
         refused = [rank for rank in ours if rank and rank["end"] == "refused"]
-        first = min(refused, key=lambda rank: rank["class"] == "RanksDisagreeError")  # rather the cause than who waited
+        # rather the cause than who waited
+        first = min(refused, key=lambda rank: rank["class"] == "RanksDisagreeError")
         text = f"{first['class']}: {first['text']}"
         if not may_refuse and not must_refuse:
             return Outcome("failed", f"refused though it promises to work: {text}")
@@ -77,44 +93,66 @@ def judge(
     if must_refuse:
         return Outcome("failed", f"finished, where the reference {theirs[0]['end']}")
     difference = _differences(ours, theirs, dtype)
-    return Outcome("failed", difference) if difference else Outcome("equal", is_exact=_is_exact(ours, theirs))
+    return (
+        Outcome("failed", difference)
+        if difference
+        else Outcome("equal", is_exact=_is_exact(ours, theirs))
+    )
 
 
 def _raised_as(rank: dict[str, Any], traceback: str) -> bool:
     """Whether the program failed by the error that plain torch raises."""
     if rank["end"] != "raised":
         return False
-    found, wanted = (re.sub("0x[0-9a-f]+", "", text.strip().splitlines()[-1]) for text in (rank["text"], traceback))
+    found, wanted = (
+        re.sub("0x[0-9a-f]+", "", text.strip().splitlines()[-1])
+        for text in (rank["text"], traceback)
+    )
     return found == wanted
 
 
 def _trained_on(rank: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Of a rank that only heard of another's error: what it looked at behind its last step was trained on by nobody.
+    """Of a rank that only heard of another's error: what it looked at behind its last step was
+    trained on by nobody.
 
-    It may be a gradient that its own program has written, which it reads while the others are told not to.
+    It may be a gradient that its own program has written, which it reads while the others are told
+    not to.
     """
     if rank is None or rank.get("class") != "RanksDisagreeError":
         return rank
-    steps = [number for number, (label, _) in enumerate(rank["seen"]) if label == "result of the step"]
+    steps = [
+        number for number, (label, _) in enumerate(rank["seen"]) if label == "result of the step"
+    ]
     return {**rank, "seen": rank["seen"][: steps[-1] + 1 if steps else 0]}
 
 
-def _only_waited_for(ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]]) -> bool:
-    """Whether the ranks that were not refused had ended before others waited for them, as in the reference."""
+def _only_waited_for(
+    ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]]
+) -> bool:
+    """Whether the ranks that were not refused had ended before others waited for them, as in the
+    reference."""
     ends = [(rank or {"end": "stuck"})["end"] for rank in ours]
     if not set(ends) <= {"refused", "finished"}:
         return False
     pairs = list(zip(ends, (rank["end"] for rank in theirs), strict=True))
-    return "refused" in ends and all((mine == "finished") is (other == "finished") for mine, other in pairs)
+    return "refused" in ends and all(
+        (mine == "finished") is (other == "finished") for mine, other in pairs
+    )
 
 
-def _lost_at_the_end(ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]]) -> bool:
-    """Whether all errors say that a rank is gone, and those that are gone had carried out their whole program.
+def _lost_at_the_end(
+    ours: Sequence[dict[str, Any] | None], theirs: Sequence[dict[str, Any]]
+) -> bool:
+    """Whether all errors say that a rank is gone, and those that are gone had carried out their
+    whole program.
 
-    A rank without data in the last backward has nothing left to do, so that nobody can tell it that the others wait.
+    A rank without data in the last backward has nothing left to do, so that nobody can tell it that
+    the others wait.
     """
     pairs = list(zip(ours, theirs, strict=True))
-    gone = [(mine, other) for mine, other in pairs if mine and mine["end"] == "finished" == other["end"]]
+    gone = [
+        (mine, other) for mine, other in pairs if mine and mine["end"] == "finished" == other["end"]
+    ]
     told = [mine for mine in ours if mine and mine.get("class") == "RanksDisagreeError"]
     is_whole = all(len(mine["seen"]) == len(other["seen"]) for mine, other in gone)
     return bool(gone) and bool(told) and len(gone) + len(told) == len(pairs) and is_whole
@@ -124,23 +162,33 @@ def _ends(ours: Sequence[dict[str, Any] | None]) -> str:
     lines = []
     for rank, given in enumerate(ours):
         result = given or {"end": "stuck", "text": "did not end in time"}
-        lines.append(f"rank {rank} {result['end']}: {result.get('class', '')} {result.get('text', '')}")
+        lines.append(
+            f"rank {rank} {result['end']}: {result.get('class', '')} {result.get('text', '')}"
+        )
     return "\n".join(lines)
 
 
-def _differences(ours: Sequence[Any], theirs: Sequence[Any], dtype: str, prefix: bool = False) -> str:
+def _differences(
+    ours: Sequence[Any], theirs: Sequence[Any], dtype: str, prefix: bool = False
+) -> str:
     """The first value that differs, in words; empty where none does."""
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for place, ((label, value), (wanted_label, wanted)) in enumerate(
             zip(mine["seen"], other["seen"], strict=False)
         ):
             if label != wanted_label:
-                return f"rank {rank} recorded {label!r} as number {place} where {wanted_label!r} was expected"
+                return (
+                    f"rank {rank} recorded {label!r} as number {place} where {wanted_label!r} was "
+                    "expected"
+                )
             found = difference(value, wanted, Tolerance(BITS[dtype]))
             if found:
                 return f"rank {rank}, {label}: {found}"
         if not prefix and len(mine["seen"]) != len(other["seen"]):
-            return f"rank {rank} recorded {len(mine['seen'])} values, the reference {len(other['seen'])}"
+            return (
+                f"rank {rank} recorded {len(mine['seen'])} values, the reference "
+                f"{len(other['seen'])}"
+            )
     return ""
 
 
@@ -164,20 +212,33 @@ def difference(ours: Any, theirs: Any, tolerance: Tolerance) -> str:
 
 
 def _tensor_difference(ours: Any, theirs: torch.Tensor, tolerance: Tolerance) -> str:
-    if not isinstance(ours, torch.Tensor) or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+    if not isinstance(ours, torch.Tensor) or (ours.shape, ours.dtype) != (
+        theirs.shape,
+        theirs.dtype,
+    ):
         return f"got {ours!r}, expected {theirs!r}"
-    pairs = list(zip(ours.double().flatten().tolist(), theirs.double().flatten().tolist(), strict=True))
+    pairs = list(
+        zip(ours.double().flatten().tolist(), theirs.double().flatten().tolist(), strict=True)
+    )
     wrong = [pair for pair in pairs if not tolerance.allows(*pair)]
     if not wrong:
         return ""
-    worst = max(wrong, key=lambda pair: abs(pair[0] - pair[1]) if math.isfinite(pair[0]) else math.inf)
-    return f"{len(wrong)} of {len(pairs)} elements differ, most {worst[0]:.8g} where {worst[1]:.8g} is expected"
+    worst = max(
+        wrong, key=lambda pair: abs(pair[0] - pair[1]) if math.isfinite(pair[0]) else math.inf
+    )
+    return (
+        f"{len(wrong)} of {len(pairs)} elements differ, most {worst[0]:.8g} where {worst[1]:.8g} "
+        "is expected"
+    )
 
 
 def _is_exact(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     return all(
         len(mine["seen"]) == len(other["seen"])
-        and all(_same(value, wanted) for (_, value), (_, wanted) in zip(mine["seen"], other["seen"], strict=True))
+        and all(
+            _same(value, wanted)
+            for (_, value), (_, wanted) in zip(mine["seen"], other["seen"], strict=True)
+        )
         for mine, other in zip(ours, theirs, strict=True)
     )
 

@@ -13,7 +13,16 @@ from tests.differential.idioms import IDIOMS, Place, Refusable
 from tests.differential.programs import Action, Iteration, Microbatch, Phase, Program, allowed
 from tests.differential.scripts import GROUPS, OPTIMIZERS, SCHEDULERS, ZERO
 
-_KINDS = ("Perceptron", "Tied", "OwnParams", "Branching", "Normed", "Convolution", "PartlyFrozen", "Recurrent")
+_KINDS = (
+    "Perceptron",
+    "Tied",
+    "OwnParams",
+    "Branching",
+    "Normed",
+    "Convolution",
+    "PartlyFrozen",
+    "Recurrent",
+)
 _KINDS += ("WeightNormed", "Strided", "Hollow")
 #: Modules that torch computes in fp16 on every CPU.
 _IN_FP16 = ("Perceptron", "Tied", "OwnParams", "Branching", "PartlyFrozen")
@@ -50,7 +59,11 @@ def _sometimes(one_in: int) -> st.SearchStrategy[bool]:
 def _seldom(values: tuple[Any, ...], one_in: int) -> st.SearchStrategy[Any]:
     """None, or one of the values. Shrinks to None."""
     return st.integers(0, one_in * len(values) - 1).map(
-        lambda number: values[number - (one_in - 1) * len(values)] if number >= (one_in - 1) * len(values) else None
+        lambda number: (
+            values[number - (one_in - 1) * len(values)]
+            if number >= (one_in - 1) * len(values)
+            else None
+        )
     )
 
 
@@ -62,7 +75,8 @@ def programs(draw: st.DrawFn) -> Program:
     start = draw(_actions(program, Place.START, daring))
     ready = draw(_actions(program, Place.READY, daring))
     phases = tuple(
-        dataclasses.replace(phase, iterations=draw(_iterations(program, daring))) for phase in program.phases
+        dataclasses.replace(phase, iterations=draw(_iterations(program, daring)))
+        for phase in program.phases
     )
     drawn = dataclasses.replace(program, start=start, ready=ready, phases=phases)
     leaves_out = any(each.step == "not on one rank" for each in drawn.iterations)
@@ -70,7 +84,8 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def _simple(program: Program) -> Program:
-    """Without what else is collective, or differs by rank: how far ranks are apart shows in the next step."""
+    """Without what else is collective, or differs by rank: how far ranks are apart shows in the
+    next step."""
     simple = (
         dataclasses.replace(each, weights=(), grads=(), after=(), zero="optimizer")
         for each in program.phases[0].iterations
@@ -83,12 +98,15 @@ def _simple(program: Program) -> Program:
 def _frames(draw: st.DrawFn, daring: bool) -> Program:
     """A program of which only the iterations and actions are missing."""
     kind = draw(st.sampled_from(_KINDS))
-    dtypes = ("float32", "float32", "bfloat16", "mixed") + (("float16",) if kind in _IN_FP16 else ())
+    dtypes = ("float32", "float32", "bfloat16", "mixed") + (
+        ("float16",) if kind in _IN_FP16 else ()
+    )
     dtype = draw(st.sampled_from(dtypes))
     sizes = st.sampled_from((2, 3, 1, 4, 2))
     groups = draw(st.sampled_from(tuple(GROUPS)))
     optimizer = draw(st.sampled_from(tuple(OPTIMIZERS)))
-    if optimizer == "Counting":  # of 16-bit params the reference has copies of the groups, which it writes anew
+    # of 16-bit params the reference has copies of the groups, which it writes anew
+    if optimizer == "Counting":
         dtype = "float32"
     num_phases = st.sampled_from((1, 1, 1, 2))
     phases = [Phase(draw(sizes)) for _ in range(draw(num_phases))]
@@ -111,7 +129,8 @@ def _frames(draw: st.DrawFn, daring: bool) -> Program:
 
 @st.composite
 def _options(draw: st.DrawFn, dtype: str, optimizer: str) -> tuple[tuple[str, Any], ...]:
-    # Going uphill (maximize) makes of the rounding of a 16-bit gradient another curve within ten steps.
+    # Going uphill (maximize) makes of the rounding of a 16-bit gradient another curve within ten
+    # steps.
     may_round = dtype != "float32" and optimizer != "Adam amsgrad"
     drawn: dict[str, Any] = {
         "overlap_grad_reduce": draw(_sometimes(3)) or None,
@@ -124,10 +143,18 @@ def _options(draw: st.DrawFn, dtype: str, optimizer: str) -> tuple[tuple[str, An
         "reduce_dtype": draw(_seldom(("bfloat16",), 12)) if dtype == "float32" else None,
         "grads_in_fp32": draw(_seldom((False,), 3)) if may_round else None,
         # Without a loss scale fp16 is refused at the start.
-        "loss_scale": draw(st.sampled_from((8.0, "dynamic")) if dtype == "float16" else _seldom((8.0, "dynamic"), 8)),
+        "loss_scale": draw(
+            st.sampled_from((8.0, "dynamic"))
+            if dtype == "float16"
+            else _seldom((8.0, "dynamic"), 8)
+        ),
     }
     if drawn["loss_scale"] == "dynamic":
-        drawn |= {"initial_loss_scale": 64.0, "growth_interval": 2, "hysteresis": draw(st.sampled_from((1, 2)))}
+        drawn |= {
+            "initial_loss_scale": 64.0,
+            "growth_interval": 2,
+            "hysteresis": draw(st.sampled_from((1, 2))),
+        }
     return tuple((name, value) for name, value in drawn.items() if value is not None)
 
 
@@ -143,11 +170,17 @@ def _iteration(draw: st.DrawFn, program: Program, daring: bool) -> Iteration:
     steps += () if program.grad_scaler else ("closure",)
     steps += () if program.grad_scaler or scaled else ("twice",)
     steps += ("not on one rank",) if daring else ()
-    zeros = [name for name in ZERO if not (scaled and name in ("kept", "zero_ of each", "model, not to None"))]
+    zeros = [
+        name
+        for name in ZERO
+        if not (scaled and name in ("kept", "zero_ of each", "model, not to None"))
+    ]
     return Iteration(
         weights=draw(_actions(program, Place.WEIGHTS, daring)),
         microbatches=tuple(draw(st.lists(_microbatch(program, daring), min_size=1, max_size=3))),
-        no_sync=not ((daring or not program.option.get("overlap_grad_reduce")) and draw(_sometimes(4))),
+        no_sync=not (
+            (daring or not program.option.get("overlap_grad_reduce")) and draw(_sometimes(4))
+        ),
         grads=draw(_actions(program, Place.GRADS, daring)),
         step=draw(st.sampled_from(steps)),
         after=draw(_actions(program, Place.AFTER, daring)),
@@ -157,7 +190,9 @@ def _iteration(draw: st.DrawFn, program: Program, daring: bool) -> Iteration:
 
 @st.composite
 def _microbatch(draw: st.DrawFn, program: Program, daring: bool) -> Microbatch:
-    copes = program.option.get("nonfinite") == "skip" or program.option.get("loss_scale") == "dynamic"
+    copes = (
+        program.option.get("nonfinite") == "skip" or program.option.get("loss_scale") == "dynamic"
+    )
     return Microbatch(
         entry=draw(st.sampled_from(("model", "model", "model", "forward", "loss"))),
         # A GradScaler that has scaled nothing fails by itself.

@@ -1,7 +1,7 @@
 """What training scripts do between the calls of a training loop: the alphabet of the programs.
 
-Each idiom is a few lines of plain torch. They use `model`, `optimizer`, `rank`, `size`, `world`, and `{n}`, a small
-number of the program that tells which param, rank or value is meant.
+Each idiom is a few lines of plain torch. They use `model`, `optimizer`, `rank`, `size`, `world`,
+and `{n}`, a small number of the program that tells which param, rank or value is meant.
 """
 
 from __future__ import annotations
@@ -46,14 +46,20 @@ class Idiom:
     text: str  # of the lines
     refusable: Refusable = Refusable.NEVER  # see `Refusable`
     kinds: tuple[str, ...] = ()  # the models that have what the lines need; all where empty
-    dtypes: tuple[str, ...] = ()  # the dtypes of models for which the lines are right; all where empty
-    # further requirements on the program: "one phase", "betas", "no loss scale", "no scheduler" (torch's own fail
-    # where a group is added), "not reentrant" (torch refuses such a backward), "not drawn" for those that other
-    # idioms cannot stand beside
+    # the dtypes of models for which the lines are right; all where empty
+    dtypes: tuple[str, ...] = ()
+    # further requirements on the program: "one phase", "betas", "no loss scale", "no scheduler"
+    # (torch's own fail where a group is added), "not reentrant" (torch refuses such a backward),
+    # "not drawn" for those that other idioms cannot stand beside
     needs: tuple[str, ...] = ()
 
 
-_START, _WEIGHTS, _GRADS, _AFTER = (Place.START,), (Place.READY, Place.WEIGHTS), (Place.GRADS,), (Place.AFTER,)
+_START, _WEIGHTS, _GRADS, _AFTER = (
+    (Place.START,),
+    (Place.READY, Place.WEIGHTS),
+    (Place.GRADS,),
+    (Place.AFTER,),
+)
 _ANY = (*_WEIGHTS, *_AFTER)
 _UNIFORM = ("float32", "bfloat16")
 _FIXED, _SEVERAL, _OVERLAP = Refusable.ALWAYS, Refusable.SEVERAL_RANKS, Refusable.OVERLAP
@@ -63,7 +69,8 @@ _CHANGED_WEIGHTS = {
         _ANY,
         """
         state = model.state_dict()
-        state.update({{name: noise(p.shape, {n}, 1).to(p.dtype) / 2 for name, p in model.named_parameters()}})
+        for name, p in model.named_parameters():
+            state[name] = noise(p.shape, {n}, 1).to(p.dtype) / 2
         model.load_state_dict(state)
         """,
     ),
@@ -76,7 +83,8 @@ _CHANGED_WEIGHTS = {
     ),
     "init": Idiom(
         _ANY,
-        "torch.nn.init.uniform_(pick(model, {n}), -0.5, 0.5, generator=torch.Generator().manual_seed({n}))",
+        "torch.nn.init.uniform_(pick(model, {n}), -0.5, 0.5, "
+        "generator=torch.Generator().manual_seed({n}))",
         # torch has no uniform_ for fp16 on every CPU.
         dtypes=("float32", "bfloat16", "mixed"),
     ),
@@ -84,7 +92,9 @@ _CHANGED_WEIGHTS = {
     "data_clamp": Idiom(_ANY, "for p in model.parameters():\n    p.data.clamp_(-0.2, 0.2)"),
     "data_fill_before": Idiom(_START, "pick(model, {n}).data.fill_(0.25)"),
     "new_data": Idiom(_ANY, "p = pick(model, {n})\np.data = noise(p.shape, {n}, 4).to(p.dtype)"),
-    "new_data_same_values": Idiom(_ANY, "for p in model.parameters():\n    p.data = p.data.clone()"),
+    "new_data_same_values": Idiom(
+        _ANY, "for p in model.parameters():\n    p.data = p.data.clone()"
+    ),
     "vector_to_parameters": Idiom(
         _ANY,
         """
@@ -102,13 +112,25 @@ _CHANGED_WEIGHTS = {
         """,
         # torch converts gradients that are there as well; here they are not to be touched.
         _SEVERAL,
-        kinds=("Perceptron", "Tied", "Convolution", "Recurrent", "Branching", "OwnParams", "PartlyFrozen"),
+        kinds=(
+            "Perceptron",
+            "Tied",
+            "Convolution",
+            "Recurrent",
+            "Branching",
+            "OwnParams",
+            "PartlyFrozen",
+        ),
         dtypes=("float32", "bfloat16", "float16"),
     ),
     "one_element": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).view(-1)[:1] = 0.25"),
-    "all_times": Idiom(_ANY, "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.75)"),
+    "all_times": Idiom(
+        _ANY, "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.75)"
+    ),
     "add_to_weight": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).add_(0.125)"),
-    "foreach_weights": Idiom(_ANY, "with torch.no_grad():\n    torch._foreach_mul_(list(model.parameters()), 0.5)"),
+    "foreach_weights": Idiom(
+        _ANY, "with torch.no_grad():\n    torch._foreach_mul_(list(model.parameters()), 0.5)"
+    ),
     "alias_of_data": Idiom(
         _ANY,
         """
@@ -180,10 +202,16 @@ _CHANGED_MODULES = {
         kinds=("Perceptron", "Normed", "Recurrent", "Branching", "OwnParams", "PartlyFrozen"),
     ),
     "tied_by_data": Idiom(
-        _WEIGHTS, "model.side.layer.weight.data = model.middle[1].layer.weight.data", _FIXED, kinds=("Branching",)
+        _WEIGHTS,
+        "model.side.layer.weight.data = model.middle[1].layer.weight.data",
+        _FIXED,
+        kinds=("Branching",),
     ),
     "untied": Idiom(
-        _WEIGHTS, "model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())", _FIXED, kinds=("Tied",)
+        _WEIGHTS,
+        "model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())",
+        _FIXED,
+        kinds=("Tied",),
     ),
     "parametrization_removed": Idiom(
         (Place.WEIGHTS,),
@@ -201,15 +229,20 @@ _CHANGED_MODULES = {
         needs=("not drawn",),
     ),
     "other_dtype": Idiom(_WEIGHTS, "model.to(torch.float64)", _FIXED, dtypes=("float32",)),
-    "other_module_buffers": Idiom(_START, 'model.register_buffer("extra", torch.zeros(2 + rank))', _FIXED),
+    "other_module_buffers": Idiom(
+        _START, 'model.register_buffer("extra", torch.zeros(2 + rank))', _FIXED
+    ),
     "other_frozen_params": Idiom(
         _START,
-        'model.register_parameter("extra", torch.nn.Parameter(torch.zeros(2 + rank), requires_grad=False))',
+        'model.register_parameter("extra", torch.nn.Parameter(torch.zeros(2 + rank), '
+        "requires_grad=False))",
         _FIXED,
     ),
     "lazy_layer": Idiom(_START, "model.lazy = torch.nn.LazyLinear(3)", _FIXED),
     "integer_param": Idiom(
-        _START, "model.integer = torch.nn.Parameter(torch.arange(3) + rank, requires_grad=False)", needs=("not drawn",)
+        _START,
+        "model.integer = torch.nn.Parameter(torch.arange(3) + rank, requires_grad=False)",
+        needs=("not drawn",),
     ),
     "freeze": Idiom(
         _ANY,
@@ -230,12 +263,19 @@ _CHANGED_MODULES = {
 _AS_AN_OPTIMIZER = {
     "lr": Idiom(_ANY, 'for group in optimizer.param_groups:\n    group["lr"] *= 0.5'),
     "lr_of_last_group": Idiom(_ANY, 'optimizer.param_groups[-1]["lr"] = 0.005'),
-    "weight_decay": Idiom(_ANY, 'for group in optimizer.param_groups:\n    group["weight_decay"] = 0.2'),
-    "betas": Idiom(_ANY, 'for group in optimizer.param_groups:\n    group["betas"] = (0.5, 0.75)', needs=("betas",)),
+    "weight_decay": Idiom(
+        _ANY, 'for group in optimizer.param_groups:\n    group["weight_decay"] = 0.2'
+    ),
+    "betas": Idiom(
+        _ANY,
+        'for group in optimizer.param_groups:\n    group["betas"] = (0.5, 0.75)',
+        needs=("betas",),
+    ),
     "add_param_group_frozen": Idiom(
         (Place.WEIGHTS,),
         """
-        if not any(p is model.side.layer.weight for group in optimizer.param_groups for p in group["params"]):
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p is model.side.layer.weight for p in held):
             model.side.requires_grad_(True)
             optimizer.add_param_group({{"params": list(model.side.parameters()), "lr": 0.01}})
         """,
@@ -258,7 +298,8 @@ _AS_AN_OPTIMIZER = {
         """
         optimizer.release()
         optimizer.zero_grad()
-        optimizer = world.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.002, eps=1e-2))
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.002, eps=1e-2)
+        optimizer = world.distribute(model, adamw)
         """,
         needs=("not drawn",),
     ),
@@ -266,7 +307,8 @@ _AS_AN_OPTIMIZER = {
         _ANY,
         """
         names = {{p: name for name, p in model.named_parameters()}}
-        world.see("groups", [[names.get(p) for p in group["params"]] for group in optimizer.param_groups])
+        groups = optimizer.param_groups
+        world.see("groups", [[names.get(p) for p in group["params"]] for group in groups])
         """,
     ),
     "state_dict_back": Idiom(_ANY, "optimizer.load_state_dict(optimizer.state_dict())"),
@@ -281,7 +323,9 @@ _AS_AN_OPTIMIZER = {
         _SEVERAL,
     ),
     "state_through_torch": Idiom(
-        _ANY, "before = list(counted)\nworld.through_torch(model, optimizer, {n})\ncounted[:] = before  # of hooks"
+        _ANY,
+        "before = list(counted)\nworld.through_torch(model, optimizer, {n})\ncounted[:] = before  "
+        "# of hooks",
     ),
     "optimizer_deepcopy": Idiom(_ANY, "copy.deepcopy(optimizer)", _FIXED),
     "optimizer_pickle": Idiom(_ANY, "pickle.dumps(optimizer)", _FIXED),
@@ -301,7 +345,9 @@ _AS_AN_OPTIMIZER = {
     ),
     "repr": Idiom(_ANY, 'world.see("repr", type(repr(optimizer)).__name__)'),
     "last_step": Idiom(
-        _AFTER, 'world.see("updated", bool(optimizer.last_step and optimizer.last_step.updated))', needs=("stepped",)
+        _AFTER,
+        'world.see("updated", bool(optimizer.last_step and optimizer.last_step.updated))',
+        needs=("stepped",),
     ),
 }
 
@@ -320,7 +366,16 @@ _COPIES_AND_READS = {
         twin = pickle.loads(pickle.dumps(model))
         world.see("twin", twin(batch(rank, 51, {n})))
         """,
-        kinds=("Perceptron", "Normed", "Tied", "Convolution", "Recurrent", "Branching", "OwnParams", "Strided"),
+        kinds=(
+            "Perceptron",
+            "Normed",
+            "Tied",
+            "Convolution",
+            "Recurrent",
+            "Branching",
+            "OwnParams",
+            "Strided",
+        ),
     ),
     "evaluate": Idiom(
         _ANY,
@@ -332,7 +387,8 @@ _COPIES_AND_READS = {
         """,
     ),
     "evaluate_loss": Idiom(
-        _ANY, 'with torch.inference_mode():\n    world.see("evaluated", model.loss(batch(7, 53, {n})))'
+        _ANY,
+        'with torch.inference_mode():\n    world.see("evaluated", model.loss(batch(7, 53, {n})))',
     ),
     "see_weights": Idiom(_ANY, 'world.see("weights", list(model.parameters()))'),
     "see_state_dict": Idiom(_ANY, 'world.see("weights", model.state_dict())'),
@@ -361,19 +417,27 @@ _COPIES_AND_READS = {
         world.see("saved alone", file.tell() < 3000 + 4 * pick(model, {n}).numel())
         """,
     ),
-    "weight_norm": Idiom(_ANY, 'world.see("norm", sum(float(p.detach().float().norm()) for p in model.parameters()))'),
+    "weight_norm": Idiom(
+        _ANY, 'world.see("norm", sum(float(p.detach().float().norm()) for p in model.parameters()))'
+    ),
 }
 
 _GRADIENTS = {
-    "grad_before": Idiom(_START, "for p in model.parameters():\n    p.grad = torch.full_like(p, 0.125)"),
-    "backward_before": Idiom(_START, "model(batch(rank, 54, {n})).backward()", needs=("no loss scale",)),
+    "grad_before": Idiom(
+        _START, "for p in model.parameters():\n    p.grad = torch.full_like(p, 0.125)"
+    ),
+    "backward_before": Idiom(
+        _START, "model(batch(rank, 54, {n})).backward()", needs=("no loss scale",)
+    ),
     "zero_grad": Idiom(_WEIGHTS, "optimizer.zero_grad()"),
-    "clip_grad_norm": Idiom(_GRADS, 'world.see("norm", optimizer.clip_grad_norm_(0.25))', needs=("no loss scale",)),
+    "clip_grad_norm": Idiom(
+        _GRADS, 'world.see("norm", optimizer.clip_grad_norm_(0.25))', needs=("no loss scale",)
+    ),
     "clip_grad_norm_of_torch": Idiom(
         _GRADS,
         """
         world.average_now()
-        # In the dtype of the gradients, which is that of the params where a program has assigned them all.
+        # In the dtype of the gradients: that of the params where a program has assigned them all.
         world.see("norm", float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)))
         """,
         _SEVERAL,
@@ -386,10 +450,16 @@ _GRADIENTS = {
         needs=("no loss scale",),
     ),
     "grad_written": Idiom(
-        _GRADS, "p = pick(model, {n})\np.grad = grad_like(p, {n}, rank)", _OVERLAP, needs=("no loss scale",)
+        _GRADS,
+        "p = pick(model, {n})\np.grad = grad_like(p, {n}, rank)",
+        _OVERLAP,
+        needs=("no loss scale",),
     ),
     "grad_written_all": Idiom(
-        _GRADS, "for p in model.parameters():\n    p.grad = grad_like(p, {n}, rank)", _OVERLAP, needs=("no loss scale",)
+        _GRADS,
+        "for p in model.parameters():\n    p.grad = grad_like(p, {n}, rank)",
+        _OVERLAP,
+        needs=("no loss scale",),
     ),
     "grad_by_autograd": Idiom(
         _GRADS,
@@ -414,14 +484,17 @@ _GRADIENTS = {
         _GRADS,
         """
         trained = [p for p in model.parameters() if p.requires_grad]
-        found = torch.autograd.grad(model(batch(rank, 58, {n})), trained, allow_unused=True, create_graph=True)
+        loss = model(batch(rank, 58, {n}))
+        found = torch.autograd.grad(loss, trained, allow_unused=True, create_graph=True)
         sum(grad.float().square().sum() for grad in found if grad is not None).backward()
         """,
         _OVERLAP,
         needs=("no loss scale", "not reentrant", "not compiled"),
     ),
     "grad_dropped": Idiom(_GRADS, "pick(model, {n}).grad = None", _OVERLAP),
-    "grad_dropped_on_one_rank": Idiom(_GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None", _OVERLAP),
+    "grad_dropped_on_one_rank": Idiom(
+        _GRADS, "if rank == {n} % size:\n    pick(model, {n}).grad = None", _OVERLAP
+    ),
     "grads_scaled": Idiom(
         _GRADS,
         """
@@ -440,18 +513,24 @@ _GRADIENTS = {
         """,
         _SEVERAL,
     ),
-    "grad_is_none": Idiom((*_GRADS, *_AFTER), 'world.see("no grad", [p.grad is None for p in model.parameters()])'),
+    "grad_is_none": Idiom(
+        (*_GRADS, *_AFTER), 'world.see("no grad", [p.grad is None for p in model.parameters()])'
+    ),
     "full_grad": Idiom(
         (*_GRADS,),
         """
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in held if p.requires_grad]
         world.see("grad", optimizer.full_grad(trained[{n} % len(trained)]))
         """,
     ),
-    "param_hook": Idiom(_ANY, "pick(model, {n}).register_hook(lambda grad: grad * 2)", needs=("not compiled",)),
+    "param_hook": Idiom(
+        _ANY, "pick(model, {n}).register_hook(lambda grad: grad * 2)", needs=("not compiled",)
+    ),
     "param_hook_before": Idiom(_START, "pick(model, {n}).register_hook(lambda grad: grad * 2)"),
     "accumulated_hook": Idiom(
-        (*_START, *_WEIGHTS), 'pick(model, {n}).register_post_accumulate_grad_hook(Note(counted, "accumulated"))'
+        (*_START, *_WEIGHTS),
+        'pick(model, {n}).register_post_accumulate_grad_hook(Note(counted, "accumulated"))',
     ),
     "accumulated_hook_edits": Idiom(
         (*_START, *_WEIGHTS),

@@ -53,7 +53,8 @@ class Note:
 
 
 class Counting(torch.optim.Optimizer):
-    """Writes into its param groups: how often it has updated, and the part of the lr to which that warms it up."""
+    """Writes into its param groups: how often it has updated, and the part of the lr to which that
+    warms it up."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "step": 0, "warmed": 0.0})
@@ -66,11 +67,14 @@ class Counting(torch.optim.Optimizer):
             for param in (each for each in group["params"] if each.grad is not None):
                 state = self.state[param]
                 state["sum"] = state.get("sum", torch.zeros_like(param)) * 0.5 + param.grad
-                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(state["sum"] * group["lr"] * group["warmed"])
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                    state["sum"] * group["lr"] * group["warmed"]
+                )
 
 
 class Trained(nn.Module):
-    """What all models have: a loss by itself, an entry beside `forward`, a branch, activation checkpointing."""
+    """What all models have: a loss by itself, an entry beside `forward`, a branch, activation
+    checkpointing."""
 
     #: Whether backward computes the middle of the model again, and how.
     recompute: str | None = None
@@ -112,7 +116,9 @@ class Perceptron(Trained):
     def __init__(self) -> None:
         super().__init__()
         self.first = Cast(nn.Linear(WIDTH, HIDDEN))
-        self.middle = nn.Sequential(Cast(nn.LayerNorm(HIDDEN)), nn.GELU(), Cast(nn.Linear(HIDDEN, HIDDEN)), nn.GELU())
+        self.middle = nn.Sequential(
+            Cast(nn.LayerNorm(HIDDEN)), nn.GELU(), Cast(nn.Linear(HIDDEN, HIDDEN)), nn.GELU()
+        )
         self.last = Cast(nn.Linear(HIDDEN, 5))
 
     def outputs(self, x: Tensor) -> Tensor:
@@ -266,6 +272,8 @@ def make(kind: type[Trained], dtype: str, seed: int) -> Trained:
     model = kind()
     model.to(torch.bfloat16 if dtype == "mixed" else getattr(torch, dtype))
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d) or (dtype == "mixed" and isinstance(module, nn.LayerNorm)):
+        if isinstance(module, nn.BatchNorm1d) or (
+            dtype == "mixed" and isinstance(module, nn.LayerNorm)
+        ):
             module.float()
     return model

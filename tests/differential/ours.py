@@ -1,4 +1,5 @@
-"""The same programs with `megatron_distopt.distribute`: the only file of these tests that knows how it is called."""
+"""The same programs with `megatron_distopt.distribute`: the only file of these tests that knows how
+it is called."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 import megatron_distopt
@@ -44,7 +48,8 @@ class OurWorld:
         return values
 
     def average_now(self) -> None:
-        """Nothing: what the program does with `p.grad` next has to work by itself, or be refused."""
+        """Nothing: what the program does with `p.grad` next has to work by itself, or be
+        refused."""
 
     def through_torch(self, model: nn.Module, optimizer: Any, way: int) -> None:
         """Collective: takes the state out in one of torch's formats, and loads it."""
@@ -63,25 +68,38 @@ class OurWorld:
         return megatron_distopt.distribute(model, optimizer, **options)
 
 
-def run_our_rank(phase: Callable[[Any], None], rank: int, size: int, folder: Path, number: int) -> dict[str, Any]:
+def run_our_rank(
+    phase: Callable[[Any], None], rank: int, size: int, folder: Path, number: int
+) -> dict[str, Any]:
     """Runs one phase of a program on this rank of a gloo group of `size` processes.
 
     Args:
         number: of the phase; its processes find each other in a file of this name.
 
     Returns:
-        What it saw, and how it ended: "finished", "refused" with the class and text of an error of ours, or "raised".
+        What it saw, and how it ended: "finished", "refused" with the class and text of an error of
+            ours, or "raised".
     """
     torch.set_num_threads(1)
-    store, limit = dist.FileStore(str(folder / f"store{number}"), size), timedelta(seconds=SECONDS_IN_A_COLLECTIVE)
+    store, limit = (
+        dist.FileStore(str(folder / f"store{number}"), size),
+        timedelta(seconds=SECONDS_IN_A_COLLECTIVE),
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     world = OurWorld(rank, size, folder)
-    faulthandler.dump_traceback_later(SECONDS_IN_A_COLLECTIVE, file=(folder / f"stuck{rank}").open("w"))
+    faulthandler.dump_traceback_later(
+        SECONDS_IN_A_COLLECTIVE, file=(folder / f"stuck{rank}").open("w")
+    )
     try:
         phase(world)
     except DistOptError as error:
         # Other classes that the error came from do not matter: a user sees this one.
-        return {"seen": world.seen, "end": "refused", "class": type(error).__name__, "text": str(error)}
+        return {
+            "seen": world.seen,
+            "end": "refused",
+            "class": type(error).__name__,
+            "text": str(error),
+        }
     except BaseException:  # noqa: BLE001 - anything but an error of ours is what these tests look for
         return {"seen": world.seen, "end": "raised", "text": traceback.format_exc()}
     finally:

@@ -1,12 +1,14 @@
-"""Processes for programs, forked from two that have imported everything: a program costs a fraction of a second.
+"""Processes for programs, forked from two that have imported everything: a program costs a fraction
+of a second.
 
-[Note: two nurseries] Rank 0 is forked from another process than the other ranks: its strings have other hashes, so
-that whatever goes by the order of a set goes wrong here and not at a user's. The reference runs in a process of its own
-too: nothing that a program with us leaves behind can reach it.
+[Note: two nurseries] Rank 0 is forked from another process than the other ranks: its strings have
+other hashes, so that whatever goes by the order of a set goes wrong here and not at a user's. The
+reference runs in a process of its own too: nothing that a program with us leaves behind can reach
+it.
 
-[Note: several programs in a process] The first step in a process costs more than all that a program does, so programs
-of one phase run one after the other in the same processes. One that does not end equal there is run again by itself,
-with all that were behind it.
+[Note: several programs in a process] The first step in a process costs more than all that a program
+does, so programs of one phase run one after the other in the same processes. One that does not end
+equal there is run again by itself, with all that were behind it.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ from tests.differential.programs import Program
 from tests.differential.scripts import namespace_of, program_text
 from tests.support.spawn import start_from_server
 
-#: Ranks that outlive this did not end. A phase takes a tenth of it, also on a machine that does other things.
+#: Ranks that outlive this did not end. A phase takes a tenth of it, also on a machine that does
+#: other things.
 SECONDS_A_PHASE = 60.0
-#: What the other ranks get to raise an error as well, once one has: they find out when they wait for it.
+#: What the other ranks get to raise an error as well, once one has: they find out when they wait
+#: for it.
 SECONDS_TO_FOLLOW = 30.0
-#: How long a rank that raised stays. Others are told of its error by then; those that wait for it see it end.
+#: How long a rank that raised stays. Others are told of its error by then; those that wait for it
+#: see it end.
 SECONDS_AFTER_AN_ERROR = 2.0
 #: Programs that run in the same processes.
 _TOGETHER = 24
@@ -68,7 +73,9 @@ def run_job(job: Job) -> None:
     """The body of a process: runs one rank, or the reference, and leaves the result in a file."""
     warnings.simplefilter("ignore")
     has_failed = False
-    for number, (text, folder, result) in enumerate(zip(job.texts, job.folders, job.results, strict=True)):
+    for number, (text, folder, result) in enumerate(
+        zip(job.texts, job.folders, job.results, strict=True)
+    ):
         value: Any = {"seen": [], "end": "left out"}
         if not has_failed:
             if number and job.rank is not None:
@@ -80,7 +87,8 @@ def run_job(job: Job) -> None:
         unfinished = result.with_suffix(".unfinished")
         unfinished.write_bytes(pickle.dumps(value))
         unfinished.rename(result)
-    # No clean-up, which could wait for other ranks, and no end either, which they would notice: until it is killed.
+    # No clean-up, which could wait for other ranks, and no end either, which they would notice:
+    # until it is killed.
     time.sleep(10 * SECONDS_A_PHASE)
 
 
@@ -106,7 +114,9 @@ def _nursery(orders: multiprocessing.connection.Connection) -> None:
     # The package imports its parts when they are asked for.
     _ = (megatron_distopt.distribute, megatron_distopt.DistOptConfig)
     torch.set_num_threads(1)
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MEGATRON_DISTOPT_ACCELERATOR="torch")
+    os.environ.update(
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MEGATRON_DISTOPT_ACCELERATOR="torch"
+    )
     gc.freeze()
     fork = multiprocessing.get_context("fork")
     children: dict[Job, Any] = {}
@@ -115,7 +125,9 @@ def _nursery(orders: multiprocessing.connection.Connection) -> None:
         while True:
             order, jobs = orders.recv()
             if order == "start":
-                children = {job: fork.Process(target=run_job, args=(job,), daemon=True) for job in jobs}
+                children = {
+                    job: fork.Process(target=run_job, args=(job,), daemon=True) for job in jobs
+                }
                 for child in children.values():
                     child.start()
             died = [child.exitcode for child in children.values() if child.exitcode is not None]
@@ -151,13 +163,16 @@ class Pool:
     nurseries: list[_Nursery] = field(default_factory=list)
 
     def run(self, program: Program) -> Outcome:
-        """With us and with the reference: all phases, one after the other, until one does not end equal."""
+        """With us and with the reference: all phases, one after the other, until one does not end
+        equal."""
         is_exact = True
         with _folders(1) as folders:
             for number, phase in enumerate(program.phases):
                 [(ours, theirs)] = self._run_phase([program], number, phase.ranks, folders)
                 if theirs is None:
-                    theirs = [{"seen": [], "end": "Traceback: the reference did not end"}] * phase.ranks
+                    theirs = [
+                        {"seen": [], "end": "Traceback: the reference did not end"}
+                    ] * phase.ranks
                 outcome = judge(ours, theirs, program.precision, program.may_refuse)
                 if outcome.kind != "equal" or outcome.text:  # or torch itself raised
                     return outcome
@@ -168,24 +183,33 @@ class Pool:
         """As `run`, by name; see [Note: several programs in a process]."""
         outcomes: dict[str, Outcome] = {}
         for ranks in (1, 2):
-            together = {name: each for name, each in programs.items() if each.shares_processes_of(ranks)}
+            together = {
+                name: each for name, each in programs.items() if each.shares_processes_of(ranks)
+            }
             found = self._run_together(list(together.values()), ranks)
             for (name, program), (ours, theirs) in zip(together.items(), found, strict=True):
                 if theirs is not None:
                     outcomes[name] = judge(ours, theirs, program.precision, program.may_refuse)
-        alone = {name for name in programs if name not in outcomes or outcomes[name].kind != "equal"}
+        alone = {
+            name for name in programs if name not in outcomes or outcomes[name].kind != "equal"
+        }
         return outcomes | {name: self.run(programs[name]) for name in alone}
 
     def compare_all(self, pairs: Mapping[str, tuple[Program, Program]]) -> dict[str, Outcome]:
-        """Two programs of one phase on two ranks, both with us: the first one against what the second one gives."""
-        found = self._run_together([program for pair in pairs.values() for program in pair], 2, has_reference=False)
+        """Two programs of one phase on two ranks, both with us: the first one against what the
+        second one gives."""
+        found = self._run_together(
+            [program for pair in pairs.values() for program in pair], 2, has_reference=False
+        )
         ends = zip(pairs.items(), found[::2], found[1::2], strict=True)
         return {
             name: judge(ours, expected, program.precision, program.may_refuse)
             for (name, (program, _)), (ours, _), (expected, _) in ends
         }
 
-    def _run_together(self, programs: list[Program], ranks: int, *, has_reference: bool = True) -> list[Any]:
+    def _run_together(
+        self, programs: list[Program], ranks: int, *, has_reference: bool = True
+    ) -> list[Any]:
         found = []
         for start in range(0, len(programs), _TOGETHER):
             batch = programs[start : start + _TOGETHER]
@@ -194,7 +218,13 @@ class Pool:
         return found
 
     def _run_phase(
-        self, programs: list[Program], number: int, ranks: int, folders: list[Path], *, has_reference: bool = True
+        self,
+        programs: list[Program],
+        number: int,
+        ranks: int,
+        folders: list[Path],
+        *,
+        has_reference: bool = True,
     ) -> list[tuple[list[Any], Any]]:
         """By program: what the ranks and the reference left."""
         texts = tuple(map(program_text, programs))
@@ -220,8 +250,8 @@ class Pool:
     def _wait(self, jobs: list[Job]) -> None:
         """Until all have left a result, or it is clear that the rest will not.
 
-        A rank that raised ends a moment later, as the process of a user does: those that wait for it need not wait
-        for the timeout of their group.
+        A rank that raised ends a moment later, as the process of a user does: those that wait for
+        it need not wait for the timeout of their group.
         """
         deadline, look, failed = time.monotonic() + SECONDS_A_PHASE, time.monotonic(), False
         failed_at: dict[Job, float] = {}
@@ -234,7 +264,13 @@ class Pool:
                 failed_at[job] = time.monotonic()
             if failed_at and not failed:
                 deadline, failed = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW), True
-            self._end([job for job, at in failed_at.items() if time.monotonic() > at + SECONDS_AFTER_AN_ERROR])
+            self._end(
+                [
+                    job
+                    for job, at in failed_at.items()
+                    if time.monotonic() > at + SECONDS_AFTER_AN_ERROR
+                ]
+            )
             if any(nursery.order("look") for nursery in self.nurseries):
                 deadline = min(deadline, time.monotonic() + 1.0)
 

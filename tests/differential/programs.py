@@ -68,7 +68,8 @@ class Program(_Short):
     optimizer: str = "AdamW"  # a key of `scripts.OPTIMIZERS`
     groups: str = "one"  # a key of `scripts.GROUPS`
     scheduler: str | None = None  # a key of `scripts.SCHEDULERS`; None for none
-    scheduler_before: bool = False  # whether it is built over the optimizer that `distribute` is given
+    # whether it is built over the optimizer that `distribute` is given
+    scheduler_before: bool = False
     options: tuple[tuple[str, Any], ...] = ()  # of `distribute`, by name
     compiled: str | None = None  # "before" or "after" `distribute`, or "method"; None for not
     recompute: str | None = None  # None, "reentrant" or "not reentrant"
@@ -90,7 +91,11 @@ class Program(_Short):
     @property
     def precision(self) -> str:
         """The dtype that results are as fine as: gradients that travel in 16 bits are no finer."""
-        return "bfloat16" if self.option.get("reduce_dtype") and self.dtype == "float32" else self.dtype
+        return (
+            "bfloat16"
+            if self.option.get("reduce_dtype") and self.dtype == "float32"
+            else self.dtype
+        )
 
     @property
     def iterations(self) -> list[Iteration]:
@@ -111,10 +116,16 @@ class Program(_Short):
             any(_refusable(action, self) for action in self.actions)
             or self.grad_scaler
             or self.option.get("main_params_dtype") == "remainder"
-            or (bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros))
+            or (
+                bool(self.option.get("loss_scale")) and any(not micro.is_scaled for micro in micros)
+            )
             or any(each.step == "not on one rank" for each in self.iterations)
             or any(_drops_without_data(each) for each in self.iterations)
-            or (self._ranks > 1 and "grad_dropped_on_one_rank" in self._names and self._keeps_gradients)
+            or (
+                self._ranks > 1
+                and "grad_dropped_on_one_rank" in self._names
+                and self._keeps_gradients
+            )
             or any(_goes_on_after_clipping(each.grads) for each in self.iterations)
             or (bool(self.option.get("overlap_grad_reduce")) and self._reduces_twice)
             or (bool(self.option.get("loss_scale")) and self._keeps_gradients)
@@ -130,7 +141,8 @@ class Program(_Short):
 
     @property
     def _keeps_gradients(self) -> bool:
-        """Whether gradients of one step are there in the next one, by when the loss scale may be another.
+        """Whether gradients of one step are there in the next one, by when the loss scale may be
+        another.
 
         Zeros that were not written by the optimizer's own call cannot be told from gradients.
         """
@@ -140,7 +152,10 @@ class Program(_Short):
     @property
     def _reduces_twice(self) -> bool:
         """With overlap, whether a backward outside of `no_sync` is not the last of its step."""
-        return any((len(each.microbatches) > 1 and not each.no_sync) or each.step == "none" for each in self.iterations)
+        return any(
+            (len(each.microbatches) > 1 and not each.no_sync) or each.step == "none"
+            for each in self.iterations
+        )
 
 
 def _goes_on_after_clipping(grads: tuple[Action, ...]) -> bool:
@@ -151,8 +166,11 @@ def _goes_on_after_clipping(grads: tuple[Action, ...]) -> bool:
 
 
 def _drops_without_data(iteration: Iteration) -> bool:
-    """Whether gradients are cleared without a step where a rank may have none: it looks as if it left out a step."""
-    return iteration.step == "none" and any(micro.idle is not None for micro in iteration.microbatches)
+    """Whether gradients are cleared without a step where a rank may have none: it looks as if it
+    left out a step."""
+    return iteration.step == "none" and any(
+        micro.idle is not None for micro in iteration.microbatches
+    )
 
 
 def _refusable(action: Action, program: Program) -> bool:
@@ -165,7 +183,8 @@ def _refusable(action: Action, program: Program) -> bool:
 
 
 def allowed(name: str, program: Program, place: Place) -> bool:
-    """Whether the idiom means something at that place of that program, whose actions are not asked for."""
+    """Whether the idiom means something at that place of that program, whose actions are not asked
+    for."""
     idiom = IDIOMS[name]
     met = {
         "one phase": len(program.phases) == 1,

@@ -1,13 +1,18 @@
-"""What a training program has to do: gradients averaged over ranks, then torch's own optimizer. No line of ours.
+"""What a training program has to do: gradients averaged over ranks, then torch's own optimizer. No
+line of ours.
 
-All ranks are threads of one process that take turns: a rank computes until it needs values of the others. So the
-reference is deterministic, and a program in which ranks wait for different things ends at once instead of hanging.
+All ranks are threads of one process that take turns: a rank computes until it needs values of the
+others. So the reference is deterministic, and a program in which ranks wait for different things
+ends at once instead of hanging.
 
 Rules that go beyond plain torch, in the order of a step:
 
-- a param without a gradient on all ranks has none; where some ranks have one the others count as zero;
-- a non-finite gradient skips the step where the program asks for that, and halves a dynamic loss scale;
-- 16-bit params are updated in fp32 copies, which follow a weight that was changed, element by element;
+- a param without a gradient on all ranks has none; where some ranks have one the others count as
+  zero;
+- a non-finite gradient skips the step where the program asks for that, and halves a dynamic loss
+  scale;
+- 16-bit params are updated in fp32 copies, which follow a weight that was changed, element by
+  element;
 - module buffers are rank 0's after each step.
 """
 
@@ -30,7 +35,8 @@ from torch.optim import Optimizer
 
 
 class MustBeRefusedError(Exception):
-    """The program has no right outcome in plain torch either, so an error is the only one allowed."""
+    """The program has no right outcome in plain torch either, so an error is the only one
+    allowed."""
 
 
 class Turns:
@@ -55,7 +61,8 @@ class Turns:
             self._changed.wait_for(lambda: self._turn == rank)
 
     def meet(self, rank: int, place: str, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. Raises `MustBeRefusedError` where a rank never comes to this place."""
+        """The values of all ranks, by rank. Raises `MustBeRefusedError` where a rank never comes to
+        this place."""
         with self._changed:
             self._given[rank] = (place, value)
             self._next(rank)
@@ -81,7 +88,10 @@ class Turns:
     def _hand_round(self) -> None:
         places = {place for place, _ in self._given.values()}
         if self._given and (self._ended or len(places) > 1):
-            self._failure = f"ranks {sorted(self._given)} wait at {sorted(places)}; ranks {sorted(self._ended)} ended"
+            self._failure = (
+                f"ranks {sorted(self._given)} wait at {sorted(places)}; ranks "
+                f"{sorted(self._ended)} ended"
+            )
         self._taken = [value for _, (_, value) in sorted(self._given.items())]
         self._given = {}
 
@@ -106,20 +116,26 @@ class ReferenceWorld:
         return self.turns.meet(self.rank, place, value)
 
     def average_now(self) -> None:
-        """The program is going to use `p.grad` by itself: it has to be the average, as after DDP's backward."""
+        """The program is going to use `p.grad` by itself: it has to be the average, as after DDP's
+        backward."""
         if self.optimizer is not None:
             self.optimizer.average_grads()
 
     def through_torch(self, model: nn.Module, optimizer: Optimizer, way: int) -> None:
         """Nothing: the state is the same afterwards."""
 
-    def distribute(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> AveragingOptimizer:
+    def distribute(
+        self, model: nn.Module, optimizer: Optimizer, **options: Any
+    ) -> AveragingOptimizer:
         """Starts all ranks from rank 0's weights and module buffers."""
         if any(nn.parameter.is_lazy(param) for param in model.parameters()):
             raise MustBeRefusedError("a param has no shape yet")
         tensors = model.state_dict()
         per_rank = self.all_ranks("start", plain(tensors))
-        layouts = [{name: (value.shape, value.dtype) for name, value in theirs.items()} for theirs in per_rank]
+        layouts = [
+            {name: (value.shape, value.dtype) for name, value in theirs.items()}
+            for theirs in per_rank
+        ]
         if any(layout != layouts[0] for layout in layouts):
             raise MustBeRefusedError("ranks have other params or module buffers")
         for name, mine in tensors.items():
@@ -141,7 +157,8 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """Those options of `DistOptConfig` that change results; the others only say how fast it goes."""
+    """Those options of `DistOptConfig` that change results; the others only say how fast it
+    goes."""
 
     clip_grad: float = 0.0
     grads_in_fp32: bool = True
@@ -162,12 +179,15 @@ class Options:
 
 
 class LossScale:
-    """Megatron's rules: `hysteresis` overflows until the scale is halved, `growth_interval` good steps to double it."""
+    """Megatron's rules: `hysteresis` overflows until the scale is halved, `growth_interval` good
+    steps to double it."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.is_dynamic = options.loss_scale == "dynamic"
-        self.value = options.initial_loss_scale if self.is_dynamic else float(options.loss_scale or 1.0)
+        self.value = (
+            options.initial_loss_scale if self.is_dynamic else float(options.loss_scale or 1.0)
+        )
         self.good_steps, self.tolerated = 0, options.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,7 +216,9 @@ class AveragingOptimizer(Optimizer):
         options: of the program.
     """
 
-    def __init__(self, world: ReferenceWorld, model: nn.Module, given: Optimizer, options: Options) -> None:
+    def __init__(
+        self, world: ReferenceWorld, model: nn.Module, given: Optimizer, options: Options
+    ) -> None:
         super().__init__(given.param_groups, given.defaults)
         self.param_groups = given.param_groups
         self.world, self.model, self.options = world, model, options
@@ -207,7 +229,8 @@ class AveragingOptimizer(Optimizer):
         self.last_step: SimpleNamespace | None = None  # of no step yet
 
     def _in_fp32(self, given: Optimizer) -> Optimizer:
-        """`given` itself where all params are fp32, else one of its class over fp32 copies of 16-bit params."""
+        """`given` itself where all params are fp32, else one of its class over fp32 copies of
+        16-bit params."""
         for param in self._params():
             self._adopt(param)
         if not self.mains:
@@ -260,7 +283,8 @@ class AveragingOptimizer(Optimizer):
         return loss.float() * self.scale.value
 
     def average_grads(self) -> None:
-        """Collective: gives every param the average as its `grad`. A second time changes nothing."""
+        """Collective: gives every param the average as its `grad`. A second time changes
+        nothing."""
         params = self._params()
         per_rank = self.world.all_ranks("gradients", [plain(param.grad) for param in params])
         for param, grads in zip(params, zip(*per_rank, strict=True), strict=True):
@@ -273,14 +297,16 @@ class AveragingOptimizer(Optimizer):
         """Nothing: what the next optimizer is built over are the params as they are."""
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
-        """Collective: the averaged gradient. This rank's own stays in `param.grad`; where it has none it gave zeros."""
+        """Collective: the averaged gradient. This rank's own stays in `param.grad`; where it has
+        none it gave zeros."""
         mine = self._params()
         kept = [each.grad for each in mine]
         self.average_grads()
         grad = None if param.grad is None else param.grad.float() / self.scale.value
         for each, before in zip(mine, kept, strict=True):
             if before is not None:
-                each.grad = before.to(each.grad.dtype)  # a conversion of the model has changed the old one
+                # a conversion of the model has changed the old one
+                each.grad = before.to(each.grad.dtype)
             elif each.grad is not None:
                 each.grad.zero_()
         return grad
@@ -289,7 +315,9 @@ class AveragingOptimizer(Optimizer):
         """Collective: the norm before clipping, in fp32 whatever the dtype of the gradients."""
         self.average_grads()
         grads = [param.grad for param in self._params() if param.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([grad.float().norm() for grad in grads] or [torch.zeros(())]))
+        norm = torch.linalg.vector_norm(
+            torch.stack([grad.float().norm() for grad in grads] or [torch.zeros(())])
+        )
         for grad in grads:
             grad.mul_(min(1.0, max_norm / (float(norm) + 1e-6)))
         return norm
@@ -318,8 +346,14 @@ class AveragingOptimizer(Optimizer):
             self._feed({param: grad / divisor for param, grad in grads.items()})
 
     def _feed(self, grads: dict[nn.Parameter, Tensor]) -> None:
-        norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads.values()] or [torch.zeros(())]))
-        factor = min(1.0, self.options.clip_grad / (float(norm) + 1e-6)) if self.options.clip_grad else 1.0
+        norm = torch.linalg.vector_norm(
+            torch.stack([grad.norm() for grad in grads.values()] or [torch.zeros(())])
+        )
+        factor = (
+            min(1.0, self.options.clip_grad / (float(norm) + 1e-6))
+            if self.options.clip_grad
+            else 1.0
+        )
         self.last_step.grad_norm = float(norm)
         if factor < 1.0:  # what stays is clipped, as after torch's clip_grad_norm_
             for param in grads:
@@ -354,7 +388,8 @@ class AveragingOptimizer(Optimizer):
                 theirs.update({key: value for key, value in group.items() if key != "params"})
 
     def follow_model(self) -> None:
-        """An element of a 16-bit param that was changed since it was rounded is its main param's new value."""
+        """An element of a 16-bit param that was changed since it was rounded is its main param's
+        new value."""
         for param, main in self.mains.items():
             changed = param.detach() != self.rounded[param]
             main.copy_(torch.where(changed, param.detach().float(), main))
@@ -363,7 +398,9 @@ class AveragingOptimizer(Optimizer):
     def _share_module_buffers(self) -> None:
         buffers = list(self.model.buffers())
         if self.options.broadcast_buffers:
-            for mine, first in zip(buffers, self.world.all_ranks("buffers", plain(buffers))[0], strict=True):
+            for mine, first in zip(
+                buffers, self.world.all_ranks("buffers", plain(buffers))[0], strict=True
+            ):
                 mine.copy_(first)
 
     def state_dict(self) -> dict[str, Any]:
@@ -389,7 +426,9 @@ class AveragingOptimizer(Optimizer):
         params = [plain(self.mains.get(param, param.data)) for param in self._params()]
         if self.world.rank == 0:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            torch.save({"params": params, "state": self._whole_state()}, Path(folder) / "reference.pt")
+            torch.save(
+                {"params": params, "state": self._whole_state()}, Path(folder) / "reference.pt"
+            )
         self.world.all_ranks("saved", None)
 
     def finish_saving(self) -> None:

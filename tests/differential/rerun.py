@@ -1,4 +1,5 @@
-"""Runs a program again that has failed and was written down: python -m tests.differential.rerun FILE."""
+"""Runs a program again that has failed and was written down: python -m tests.differential.rerun
+FILE."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from tests.differential.programs import Action, Iteration, Microbatch, Phase, Pr
 
 __all__ = ["GROUPS", "OPTIMIZERS", "SCHEDULERS", "ZERO", "namespace_of", "program_text", "written"]
 
-#: eps is large so that rounding in a gradient near zero does not become a step of lr; see compare.py.
+#: eps is large so that rounding in a gradient near zero does not become a step of lr; see
+#: compare.py.
 OPTIMIZERS = {
     "AdamW": "AdamW({params}, lr={lr}, weight_decay=0.1, eps=1e-2)",
     "AdamW fused": "AdamW({params}, lr={lr}, weight_decay=0.1, eps=1e-2, fused=True)",
@@ -38,7 +39,8 @@ GROUPS = {
         {"params": [p for p in model.parameters() if p.ndim > 1]},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0, "lr": 0.01},
     ]""",
-    "each": '[{"params": [p], "lr": 0.01 + 0.01 * (i % 3)} for i, p in enumerate(model.parameters())]',
+    "each": '[{"params": [p], "lr": 0.01 + 0.01 * (i % 3)} for i, p in '
+    "enumerate(model.parameters())]",
     "some": "list(model.parameters())[:-1]",
 }
 
@@ -55,7 +57,8 @@ ZERO = {
     "model": "model.zero_grad()",
     "model, not to None": "model.zero_grad(set_to_none=False)",
     "None for each": "for p in model.parameters():\n    p.grad = None",
-    "zero_ of each": "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.zero_()",
+    "zero_ of "
+    "each": "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.zero_()",
     "kept": "",
 }
 
@@ -150,7 +153,10 @@ def _checkpoint(program: Program, number: int) -> Iterator[str]:
 def _resumed(program: Program, number: int) -> Iterator[str]:
     yield f'optimizer.load(world.folder / "checkpoint{number}")'
     if program.scheduler:
-        yield f'scheduler.load_state_dict(torch.load(world.folder / "scheduler{number}", weights_only=False))'
+        yield (
+            f'scheduler.load_state_dict(torch.load(world.folder / "scheduler{number}", '
+            "weights_only=False))"
+        )
 
 
 def _ending() -> Iterator[str]:
@@ -169,9 +175,14 @@ def _actions(actions: tuple[Action, ...]) -> Iterator[str]:
 def _iteration(program: Program, iteration: Iteration, place: int) -> Iterator[str]:
     yield from _actions(iteration.weights)
     last = len(iteration.microbatches) - 1
-    micros = [_microbatch(program, micro, place, i) for i, micro in enumerate(iteration.microbatches)]
+    micros = [
+        _microbatch(program, micro, place, i) for i, micro in enumerate(iteration.microbatches)
+    ]
     if iteration.no_sync:
-        micros = [text if i == last else _inside("with optimizer.no_sync():", text) for i, text in enumerate(micros)]
+        micros = [
+            text if i == last else _inside("with optimizer.no_sync():", text)
+            for i, text in enumerate(micros)
+        ]
     if iteration.step == "closure":
         body = ["loss = None", "optimizer.zero_grad()", *micros, "return loss"]
         yield _inside("def closure():", "\n".join(body))
@@ -204,7 +215,11 @@ def _microbatch(program: Program, micro: Microbatch, place: int, number: int) ->
 def _scaled(program: Program, micro: Microbatch) -> str:
     if program.grad_scaler:
         return "scaler.scale(loss)"
-    return "optimizer.scale_loss(loss)" if program.option.get("loss_scale") and micro.is_scaled else "loss"
+    return (
+        "optimizer.scale_loss(loss)"
+        if program.option.get("loss_scale") and micro.is_scaled
+        else "loss"
+    )
 
 
 def _step(program: Program, iteration: Iteration) -> Iterator[str]:
@@ -221,5 +236,6 @@ def _step(program: Program, iteration: Iteration) -> Iterator[str]:
 
 
 def written(program: Program, found: str) -> str:
-    """What a failure is reported as: the program as a value, which rerun.py runs again, what it does, and why."""
+    """What a failure is reported as: the program as a value, which rerun.py runs again, what it
+    does, and why."""
     return f"{program!r}\n\n{program_text(program)}\n\n{found}\n"

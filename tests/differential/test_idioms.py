@@ -44,7 +44,14 @@ def program(
     names = [each for each in changed if isinstance(each, str)]
     whole = [each for each in changed if isinstance(each, Iteration)]
     middle = Iteration(weights=_all(names), grads=_all(grads), after=_all(after))
-    iterations = (Iteration(), Iteration(), *(whole or [middle]), Iteration(), Iteration(), Iteration())
+    iterations = (
+        Iteration(),
+        Iteration(),
+        *(whole or [middle]),
+        Iteration(),
+        Iteration(),
+        Iteration(),
+    )
     return _run(ranks, *iterations, start=_all(before), **others)
 
 
@@ -76,16 +83,22 @@ EQUAL = {
     "bf16 weights clamped midway": program("data_clamp", **_THEN_BFLOAT16),
     "one bf16 element set": program("one_element", **_THEN_BFLOAT16),
     "bf16 weights changed behind the step": program(after=["all_times"], **_THEN_BFLOAT16),
-    "weights loaded midway with param overlap": program("load_state_dict", options=_PARAM_OVERLAP, **_THEN_BFLOAT16),
+    "weights loaded midway with param overlap": program(
+        "load_state_dict", options=_PARAM_OVERLAP, **_THEN_BFLOAT16
+    ),
     "to bf16 and back": program("round_trip"),
     "another tensor as data of a bf16 param": program("new_data", **_THEN_BFLOAT16),
     "frozen midway with overlap": program("freeze", optimizer="SGD momentum", options=_OVERLAP),
     "frozen before, unfrozen midway": program("unfreeze", before=["freeze_before"]),
-    "frozen layer unfrozen midway with overlap": program("unfreeze", kind="PartlyFrozen", options=_OVERLAP),
+    "frozen layer unfrozen midway with overlap": program(
+        "unfreeze", kind="PartlyFrozen", options=_OVERLAP
+    ),
     "model.zero_grad": Program(phases=(_each(zero="model"),)),
     "p.grad = None": Program(phases=(_each(zero="None for each"),)),
     "gradients zeroed in place": Program(phases=(_each(zero="zero_ of each"),), kind="Branching"),
-    "zero_grad not to None": Program(phases=(_each(zero="optimizer, not to None"),), kind="Branching"),
+    "zero_grad not to None": Program(
+        phases=(_each(zero="optimizer, not to None"),), kind="Branching"
+    ),
     "gradients kept with overlap": Program(phases=(_each(zero="kept"),), options=_OVERLAP),
     "two steps from one backward": program(Iteration(step="twice")),
     "gradients from before": program(before=["grad_before"]),
@@ -105,23 +118,32 @@ EQUAL = {
     "compiled afterwards, with param overlap": program(compiled="after", options=_PARAM_OVERLAP),
     "model.compile, with param overlap": program(compiled="method", options=_PARAM_OVERLAP),
     "model.forward with param overlap": program(
-        Iteration(microbatches=(Microbatch(entry="forward"),)), kind="OwnParams", options=_PARAM_OVERLAP
+        Iteration(microbatches=(Microbatch(entry="forward"),)),
+        kind="OwnParams",
+        options=_PARAM_OVERLAP,
     ),
-    "weights averaged with param overlap": Program(phases=(_each(after=_all(["ema"])),), options=_PARAM_OVERLAP),
-    "activation checkpointing with overlaps": program(recompute="reentrant", options=_OVERLAP + _PARAM_OVERLAP[:1]),
+    "weights averaged with param overlap": Program(
+        phases=(_each(after=_all(["ema"])),), options=_PARAM_OVERLAP
+    ),
+    "activation checkpointing with overlaps": program(
+        recompute="reentrant", options=_OVERLAP + _PARAM_OVERLAP[:1]
+    ),
     "module buffers that are strided": program(kind="Strided", other_seeds=True),
     "BatchNorm's statistics": program("evaluate", kind="Normed"),
     "step hooks": program("step_hooks"),
     "state-dict hooks": program("state_dict_hooks"),
     "a closure": program(Iteration(step="closure")),
-    "add_param_group of frozen params": program("add_param_group_frozen", kind="PartlyFrozen", groups="trained"),
+    "add_param_group of frozen params": program(
+        "add_param_group_frozen", kind="PartlyFrozen", groups="trained"
+    ),
     "add_param_group of new params": program("add_param_group_new"),
     "lr and betas edited": program("lr", "betas", groups="two"),
     "a scheduler": program(scheduler="OneCycleLR"),
     "accumulation": program(Iteration(microbatches=_TWO, no_sync=False)),
     "accumulation over two iterations": program(Iteration(step="none", zero="kept")),
     "a skipped step": program(
-        Iteration(microbatches=(Microbatch(infinite=1),), after=_all(["last_step"])), options=(("nonfinite", "skip"),)
+        Iteration(microbatches=(Microbatch(infinite=1),), after=_all(["last_step"])),
+        options=(("nonfinite", "skip"),),
     ),
     "a step skipped by a dynamic loss scale": program(
         Iteration(microbatches=(Microbatch(infinite=1),)), dtype="float16", options=_DYNAMIC
@@ -134,14 +156,22 @@ EQUAL = {
     "autograd.grad before and after the step with overlap": program(
         grads=["grad_of_autograd"], after=["grad_of_autograd"], options=_OVERLAP
     ),
-    "autograd.grad under a loss scale": program(grads=["grad_of_autograd"], dtype="float16", options=_DYNAMIC),
+    "autograd.grad under a loss scale": program(
+        grads=["grad_of_autograd"], dtype="float16", options=_DYNAMIC
+    ),
     "a gradient penalty": program(grads=["grad_penalty"]),
-    "gradients written by hand alone": Program(phases=(_each(microbatches=(), grads=_all(["grad_written_all"])),)),
-    "full_grad, then the gradients dropped": program(Iteration(grads=_all(["full_grad"]), step="none", zero="model")),
+    "gradients written by hand alone": Program(
+        phases=(_each(microbatches=(), grads=_all(["grad_written_all"])),)
+    ),
+    "full_grad, then the gradients dropped": program(
+        Iteration(grads=_all(["full_grad"]), step="none", zero="model")
+    ),
     "full_grad where a rank has no data": program(
         Iteration(microbatches=(Microbatch(idle=1),), grads=_all(["full_grad"]))
     ),
-    "AveragedModel with param overlap": Program(phases=(_each(after=_all(["swa"])),), options=_PARAM_OVERLAP),
+    "AveragedModel with param overlap": Program(
+        phases=(_each(after=_all(["swa"])),), options=_PARAM_OVERLAP
+    ),
     "a module deleted midway": program("module_deleted", kind="Branching"),
     "released, then a second optimizer": program("second_optimizer"),
     "params of a part only": program(groups="some"),
@@ -158,10 +188,15 @@ EQUAL = {
     ),
     "other data, then the state dict back": program("new_data", "state_dict_back"),
     "full_grad where a rank had no data": program(
-        Iteration(zero="None for each"), Iteration(microbatches=(Microbatch(idle=0),), grads=_all(["full_grad"]))
+        Iteration(zero="None for each"),
+        Iteration(microbatches=(Microbatch(idle=0),), grads=_all(["full_grad"])),
     ),
-    "gradients kept, clipped by the option": Program(phases=(_each(zero="kept"),), options=(("clip_grad", 0.125),)),
-    "a copy of the model with overlaps": program("model_deepcopy", options=_OVERLAP + _PARAM_OVERLAP[:1]),
+    "gradients kept, clipped by the option": Program(
+        phases=(_each(zero="kept"),), options=(("clip_grad", 0.125),)
+    ),
+    "a copy of the model with overlaps": program(
+        "model_deepcopy", options=_OVERLAP + _PARAM_OVERLAP[:1]
+    ),
     "a pickled model with overlaps": program("model_pickle", options=_OVERLAP + _PARAM_OVERLAP[:1]),
     "one param saved": program("one_param_saved"),
     "a frozen integer param": program(before=["integer_param"]),
@@ -183,14 +218,20 @@ FOUND = {
         kind="PartlyFrozen",
         optimizer="Adagrad",
         start=_one("grad_before"),
-        phases=(Phase(2, (_PLAIN, _PLAIN)), Phase(3, (_PLAIN, Iteration(after=_one("unfreeze")), _PLAIN))),
+        phases=(
+            Phase(2, (_PLAIN, _PLAIN)),
+            Phase(3, (_PLAIN, Iteration(after=_one("unfreeze")), _PLAIN)),
+        ),
     ),
     # Its scheduler goes on from the rate that it had.
     "learning rate of a group that never trained": Program(
         kind="PartlyFrozen",
         groups="each",
         scheduler="CosineAnnealingLR",
-        phases=(*[Phase(2, (_PLAIN, _PLAIN))] * 2, Phase(1, (Iteration(after=_one("unfreeze")), _PLAIN, _PLAIN))),
+        phases=(
+            *[Phase(2, (_PLAIN, _PLAIN))] * 2,
+            Phase(1, (Iteration(after=_one("unfreeze")), _PLAIN, _PLAIN)),
+        ),
     ),
     # An average that was looked at is gone on with.
     "gradient looked at between microbatches": _run(
@@ -207,20 +248,32 @@ FOUND = {
         1, Iteration(after=_one("round_trip"), zero="None for each"), Iteration(microbatches=_TWO)
     ),
     "norm with a param that was unfrozen": _run(
-        2, Iteration(grads=_one("clip_grad_norm")), _PLAIN, start=_one("freeze_before"), ready=_one("unfreeze")
+        2,
+        Iteration(grads=_one("clip_grad_norm")),
+        _PLAIN,
+        start=_one("freeze_before"),
+        ready=_one("unfreeze"),
     ),
     "zeroed gradients that one rank dropped": _run(
         2,
         Iteration(zero="model, not to None"),
         Iteration(microbatches=(Microbatch(idle=1),), grads=_all(["grad_dropped_on_one_rank"])),
     ),
-    "gradient read after clipping on one rank": _run(1, Iteration(grads=_one("clip_grad_norm", "grads_read")), _PLAIN),
+    "gradient read after clipping on one rank": _run(
+        1, Iteration(grads=_one("clip_grad_norm", "grads_read")), _PLAIN
+    ),
     "kept gradients dropped where a rank has no data": _run(
-        2, Iteration(zero="kept"), Iteration(microbatches=(Microbatch(idle=0),), grads=_one("grad_dropped"))
+        2,
+        Iteration(zero="kept"),
+        Iteration(microbatches=(Microbatch(idle=0),), grads=_one("grad_dropped")),
     ),
     "weights brought back after a step that was skipped": _run(
         2,
-        Iteration(weights=_one("rewind", "one_element"), microbatches=(Microbatch(infinite=1),), after=_one("rewind")),
+        Iteration(
+            weights=_one("rewind", "one_element"),
+            microbatches=(Microbatch(infinite=1),),
+            after=_one("rewind"),
+        ),
         _PLAIN,
         dtype="bfloat16",
         options=(("nonfinite", "skip"),),
@@ -232,19 +285,31 @@ _READS = ("clip_grad_norm", "full_grad")
 REFUSED = {
     "a tie that was cut": (program("untied", kind="Tied"), "LayoutError"),
     "weights changed silently beside remainders on one rank": (
-        program("weights_on_one_rank", dtype="bfloat16", options=(("main_params_dtype", "remainder"),)),
+        program(
+            "weights_on_one_rank", dtype="bfloat16", options=(("main_params_dtype", "remainder"),)
+        ),
         "",
     ),
     # What a step refuses is no gradient before it either.
     **{
         f"a gradient that one rank alone kept, then {name}": (
-            _run(2, Iteration(zero="kept"), Iteration(grads=_one("grad_dropped_on_one_rank", name), step="none")),
+            _run(
+                2,
+                Iteration(zero="kept"),
+                Iteration(grads=_one("grad_dropped_on_one_rank", name), step="none"),
+            ),
             "LayoutError",
         )
         for name in _READS
     },
-    **{f"a model converted, then {name}": (program("other_dtype", grads=[name]), "LayoutError") for name in _READS},
-    "an infinite gradient": (program(Iteration(microbatches=(Microbatch(infinite=1),))), "NonFiniteGradError"),
+    **{
+        f"a model converted, then {name}": (program("other_dtype", grads=[name]), "LayoutError")
+        for name in _READS
+    },
+    "an infinite gradient": (
+        program(Iteration(microbatches=(Microbatch(infinite=1),))),
+        "NonFiniteGradError",
+    ),
 }
 
 _BACK_AND_FORTH = {
@@ -277,13 +342,17 @@ _REMAINDER = (("main_params_dtype", "remainder"),)
 def _pairs(names: Sequence[str]) -> dict[str, tuple[Program, Program]]:
     """With main params as remainders, and in fp32."""
     full = {words: dataclasses.replace(EXACT[words], dtype="bfloat16") for words in names}
-    return {words: (dataclasses.replace(each, options=_REMAINDER), each) for words, each in full.items()}
+    return {
+        words: (dataclasses.replace(each, options=_REMAINDER), each) for words, each in full.items()
+    }
 
 
 def _selected(request: pytest.FixtureRequest) -> list[str]:
     """The rows of a table whose tests are run, for a fixture that runs them together."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    return [item.callspec.params["words"] for item in items if request.fixturename in item.fixturenames]
+    return [
+        item.callspec.params["words"] for item in items if request.fixturename in item.fixturenames
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -311,20 +380,29 @@ def test_idiom_when_it_is_served_then_equal_to_torch(equal: dict[str, Outcome], 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("words", [words for words in EQUAL if not words.endswith("on one rank")])
-def test_idiom_when_there_are_more_ranks_then_equal_to_torch(running: Pool, words: str, ranks: int) -> None:
-    phases = tuple(dataclasses.replace(phase, ranks=max(phase.ranks, ranks)) for phase in EQUAL[words].phases)
+def test_idiom_when_there_are_more_ranks_then_equal_to_torch(
+    running: Pool, words: str, ranks: int
+) -> None:
+    phases = tuple(
+        dataclasses.replace(phase, ranks=max(phase.ranks, ranks)) for phase in EQUAL[words].phases
+    )
     outcome = running.run(dataclasses.replace(EQUAL[words], phases=phases))
     assert outcome.kind == "equal", outcome.text
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_idiom_when_it_cannot_be_served_then_refused_on_all_ranks(running: Pool, words: str) -> None:
+def test_idiom_when_it_cannot_be_served_then_refused_on_all_ranks(
+    running: Pool, words: str
+) -> None:
     refused, error = REFUSED[words]
     outcome = running.run(refused)
-    assert outcome.kind == "refused" and outcome.text.startswith(error), f"{outcome.text}\n{refused!r}"
+    assert outcome.kind == "refused" and outcome.text.startswith(error), (
+        f"{outcome.text}\n{refused!r}"
+    )
 
 
-#: torch goes on with a param that nothing computes with any more, or from a scale of its own: either will do.
+#: torch goes on with a param that nothing computes with any more, or from a scale of its own:
+#: either will do.
 EITHER = {
     "a gradient written after clipping": program(grads=["clip_grad_norm", "grad_written_all"]),
     "a backward after clipping": program(grads=["clip_grad_norm", "grad_of_part"]),
@@ -336,7 +414,9 @@ EITHER = {
 
 
 @pytest.mark.parametrize("words", EITHER)
-def test_idiom_when_torch_does_little_with_it_then_equal_or_refused(running: Pool, words: str) -> None:
+def test_idiom_when_torch_does_little_with_it_then_equal_or_refused(
+    running: Pool, words: str
+) -> None:
     outcome = running.run(EITHER[words])
     assert outcome.kind in ("equal", "refused"), f"{outcome.text}\n{EITHER[words]!r}"
 
@@ -347,7 +427,9 @@ def test_idiom_when_torch_does_little_with_it_then_equal_or_refused(running: Poo
 OF_EACH_SEED = 6
 
 
-@pytest.mark.parametrize("start", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (1, *range(100, 200)))])
+@pytest.mark.parametrize(
+    "start", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (1, *range(100, 200)))]
+)
 def test_programs_when_drawn_at_random_then_equal_or_refused(running: Pool, start: int) -> None:
     programs = {str(number): program for number, program in enumerate(draw(OF_EACH_SEED, start))}
     outcomes = running.run_all(programs)
@@ -355,7 +437,9 @@ def test_programs_when_drawn_at_random_then_equal_or_refused(running: Pool, star
         if outcome.kind == "failed":
             file = Path(tempfile.gettempdir()) / "failing_program.txt"
             file.write_text(written(programs[number], outcome.text), encoding="utf-8")
-            pytest.fail(f"python -m tests.differential.rerun {file}\n{file.read_text()}", pytrace=False)
+            pytest.fail(
+                f"python -m tests.differential.rerun {file}\n{file.read_text()}", pytrace=False
+            )
     num_equal = sum(outcome.kind == "equal" for outcome in outcomes.values())
     # Refusals are not a way out: three quarters of the programs hold nothing that may be refused.
     assert num_equal > OF_EACH_SEED / 2 or start > 1

@@ -1,7 +1,9 @@
-"""megatron-core's own checkpoints, written by it on two ranks: every tensor is the live one to the bit.
+"""megatron-core's own checkpoints, written by it on two ranks: every tensor is the live one to the
+bit.
 
-One spawn trains four models and saves them in all the formats that the installed megatron-core writes. Those with names
-are read offline; all are loaded into a run of ours with the same buffers, as an unedited script does it.
+One spawn trains four models and saves them in all the formats that the installed megatron-core
+writes. Those with names are read offline; all are loaded into a run of ours with the same buffers,
+as an unedited script does it.
 """
 
 from __future__ import annotations
@@ -32,21 +34,29 @@ pytestmark = pytest.mark.long
 
 STEPS = 2
 CASES = {
-    # Several buckets, the work of saving shared by the ranks: the file lists params in the order of neither.
-    "dp2": Case("host-distributed", dp=2, precision="bf16", bucket_size=20000, overlap_grad_reduce=True),
+    # Several buckets, the work of saving shared by the ranks: the file lists params in the order of
+    # neither.
+    "dp2": Case(
+        "host-distributed", dp=2, precision="bf16", bucket_size=20000, overlap_grad_reduce=True
+    ),
     "tp2-gated": Case("host-distributed", tp=2, precision="bf16"),
-    "pp2": Case("host-distributed", pp=2, precision="bf16"),  # the last stage has a copy of the embedding
+    # the last stage has a copy of the embedding
+    "pp2": Case("host-distributed", pp=2, precision="bf16"),
     "dp2-fp32": Case("host-distributed", dp=2, precision="fp32"),
 }
 GATHERED, OWN_FILES = "dp_zero_gather_scatter", "own files"
-#: Whether it is 0.15 or newer, whose names for the same two are others, and which writes params as they are.
+#: Whether it is 0.15 or newer, whose names for the same two are others, and which writes params as
+#: they are.
 IS_NEW = core_mentions("optimizer/distrib_optimizer.py", "dp_reshardable")
 BY_PARAM, IN_BUCKETS = (
-    ("fully_reshardable", "dp_reshardable") if IS_NEW else ("fully_sharded_model_space", "fully_sharded_bucket_space")
+    ("fully_reshardable", "dp_reshardable")
+    if IS_NEW
+    else ("fully_sharded_model_space", "fully_sharded_bucket_space")
 )
 #: See tests/hosts/test_megatron_core_parity.py.
 MISPLACES_TIED = core_mentions(
-    "distributed/param_and_grad_buffer.py", "if param_start_index % self.data_parallel_world_size != 0"
+    "distributed/param_and_grad_buffer.py",
+    "if param_start_index % self.data_parallel_world_size != 0",
 )
 FORMATS = {
     "dp2": (BY_PARAM, IN_BUCKETS, GATHERED, OWN_FILES),
@@ -55,7 +65,9 @@ FORMATS = {
     "dp2-fp32": (IN_BUCKETS, OWN_FILES),
 }
 if not IS_NEW:  # its writer fails on more than one param a bucket
-    FORMATS = {name: tuple(kind for kind in kinds if kind != IN_BUCKETS) for name, kinds in FORMATS.items()}
+    FORMATS = {
+        name: tuple(kind for kind in kinds if kind != IN_BUCKETS) for name, kinds in FORMATS.items()
+    }
 if MISPLACES_TIED:  # it cannot train such a model
     del CASES["pp2"], FORMATS["pp2"]
 NAMELESS = [(case, kind) for case, kinds in FORMATS.items() for kind in kinds if kind != BY_PARAM]
@@ -63,7 +75,8 @@ NAMELESS = [(case, kind) for case, kinds in FORMATS.items() for kind in kinds if
 BACK = [("tp2-gated", BY_PARAM), ("dp2", IN_BUCKETS), ("dp2", OWN_FILES)] if IS_NEW else []
 #: Before 0.16 it writes these formats with a fused Adam only, which counts steps in its groups.
 NEEDS_FUSED = not core_mentions("optimizer/distrib_optimizer.py", "if key == 'step':")
-#: Of a layer the model calls its norms one way, and megatron-core's distributed checkpoints another.
+#: Of a layer the model calls its norms one way, and megatron-core's distributed checkpoints
+#: another.
 RENAMED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -72,7 +85,8 @@ RENAMED = (
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank owns of a param: elements of its own part of it, and how that part was cut from the whole."""
+    """What one rank owns of a param: elements of its own part of it, and how that part was cut from
+    the whole."""
 
     start: int
     shape: tuple[int, ...]
@@ -84,29 +98,40 @@ class Piece:
 
     def put(self, kind: str, into: dict[str, Tensor], key: str) -> None:
         """Into the whole tensor, which is made of nan until it is there."""
-        shape = [numel * self.size if dim == self.dim else numel for dim, numel in enumerate(self.shape)]
+        shape = [
+            numel * self.size if dim == self.dim else numel for dim, numel in enumerate(self.shape)
+        ]
         whole = into.setdefault(key, torch.full(shape, torch.nan))
         halves = whole.chunk(2, 0) if self.is_gated else (whole,)
-        mine = [half if self.dim is None else half.chunk(self.size, self.dim)[self.rank] for half in halves]
+        mine = [
+            half if self.dim is None else half.chunk(self.size, self.dim)[self.rank]
+            for half in halves
+        ]
         local = torch.cat(mine).reshape(-1)
         local[self.start : self.start + self.tensors[kind].numel()] = self.tensors[kind]
         for part, values in zip(mine, local.view(self.shape).chunk(len(mine)), strict=True):
             part.copy_(values)
 
 
-def save_all(rank: int, size: int, folder: Path) -> tuple[dict[str, dict[str, list[Piece]]], dict[str, Any]]:
+def save_all(
+    rank: int, size: int, folder: Path
+) -> tuple[dict[str, dict[str, list[Piece]]], dict[str, Any]]:
     """Trains every case and saves it in every format, then loads what has no names.
 
     Returns:
-        The live state of this rank by case and name; and by case and format what came of the load, see `resume`.
+        The live state of this rank by case and name; and by case and format what came of the load,
+        see `resume`.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # The host writes in processes of its own, and asks another one to hold their results, which takes seconds to start.
+    # The host writes in processes of its own, and asks another one to hold their results, which
+    # takes seconds to start.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     if IS_NEW:
         filesystem_async._results_queue = queue.Queue()
-    if not core_mentions("dist_checkpointing/strategies/filesystem_async.py", "serialization_format"):
+    if not core_mentions(
+        "dist_checkpointing/strategies/filesystem_async.py", "serialization_format"
+    ):
         filesystem_async._write_item = as_today(filesystem_async._write_item)
     live = {name: save_case(name, case, folder / name) for name, case in CASES.items()}
     found: dict[Any, Any] = {
@@ -115,20 +140,26 @@ def save_all(rank: int, size: int, folder: Path) -> tuple[dict[str, dict[str, li
         for kind in kinds
     }
     name, kind = next(each for each in NAMELESS if each[0] == "dp2")
-    found["other buckets"] = resume(CASES[name].of(bucket_size=3000), folder / name, kind, live[name])
-    found["without weights"] = resume(CASES[name], folder / name, kind, live[name], has_weights=False)
+    found["other buckets"] = resume(
+        CASES[name].of(bucket_size=3000), folder / name, kind, live[name]
+    )
+    found["without weights"] = resume(
+        CASES[name], folder / name, kind, live[name], has_weights=False
+    )
     for name, kind in BACK:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEGATRON_DISTOPT_CHECKPOINT_FORMAT", "gathered")
             kept = save_case(name, CASES[name].of(optimizer="distopt"), folder / "ours" / name)
-        # With torch's Adam the host fails to load state with names, its own as well: that is read as the host's is.
+        # With torch's Adam the host fails to load state with names, its own as well: that is read
+        # as the host's is.
         go_on = resume_in_host if kind == IN_BUCKETS else resume
         found["back", name, kind] = go_on(CASES[name], folder / "ours" / name, kind, kept)
     return live, found
 
 
 def resume_in_host(case: Case, folder: Path, kind: str, kept: dict[str, list[Piece]]) -> list[str]:
-    """What differs in the host's own optimizer after it has loaded what ours saved in its format."""
+    """What differs in the host's own optimizer after it has loaded what ours saved in its
+    format."""
     from tests.support import gpt
 
     with contextlib.closing(gpt.Training(case)) as host, host.type_strings():
@@ -136,7 +167,11 @@ def resume_in_host(case: Case, folder: Path, kind: str, kept: dict[str, list[Pie
             host.step()
         load_sharded(host, kind, folder / kind)
         found = live_state(host)
-    pairs = [(name, *pair) for name, pieces in kept.items() for pair in zip(pieces, found[name], strict=True)]
+    pairs = [
+        (name, *pair)
+        for name, pieces in kept.items()
+        for pair in zip(pieces, found[name], strict=True)
+    ]
     return [
         name
         for name, one, other in pairs
@@ -148,7 +183,8 @@ def resume_in_host(case: Case, folder: Path, kind: str, kept: dict[str, list[Pie
 def resume(
     case: Case, folder: Path, kind: str, live: dict[str, list[Piece]], *, has_weights: bool = True
 ) -> list[str] | str:
-    """A run of ours that loads what the host saved: names of params of which a value differs, or the refusal."""
+    """A run of ours that loads what the host saved: names of params of which a value differs, or
+    the refusal."""
     from megatron_distopt.hosts.megatron_core.model_parallel import whole_model_of
     from tests.support import gpt
 
@@ -156,11 +192,15 @@ def resume(
         if "gated" in folder.name:
             patch.setattr(gpt, "transformer_config", gated(gpt.transformer_config))
         with contextlib.closing(gpt.Training(case.of(optimizer="distopt"))) as training:
-            flats = [flat for each in training.optimizer.ours() for flat in each.sharded.flat_params]
+            flats = [
+                flat for each in training.optimizer.ours() for flat in each.sharded.flat_params
+            ]
             before = [flat.main.detach().clone() for flat in flats]
             try:
                 if kind == OWN_FILES:
-                    training.chunks[0].load_state_dict(torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True))
+                    training.chunks[0].load_state_dict(
+                        torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
+                    )
                     training.optimizer.load(folder / kind)
                 else:
                     load_sharded(training, kind, folder / kind, has_weights=has_weights)
@@ -171,16 +211,29 @@ def resume(
             names = {param: name.split(".", 1)[1] for name, param in training.named_params()}
             differs = []
             for optimizer in training.optimizer.ours():
-                steps = {float(state["step"]) for state in optimizer.sharded.inner.state.values() if "step" in state}
-                steps |= {float(group["step"]) for group in optimizer.param_groups if "step" in group}
+                steps = {
+                    float(state["step"])
+                    for state in optimizer.sharded.inner.state.values()
+                    if "step" in state
+                }
+                steps |= {
+                    float(group["step"]) for group in optimizer.param_groups if "step" in group
+                }
                 differs += [] if steps == {float(STEPS)} else [f"steps {steps}"]
                 for piece in owned_pieces(whole_model_of([optimizer])):
                     name, shard = global_name(names[optimizer.named[piece.shard.name]]), piece.shard
                     (saved,) = [each for each in live[name] if each.start == shard.in_param.start]
-                    kept = {"main": piece.flat.main, **moments_of(optimizer.sharded.inner, piece.flat.main)}
+                    kept = {
+                        "main": piece.flat.main,
+                        **moments_of(optimizer.sharded.inner, piece.flat.main),
+                    }
                     for key, _ in piece.tensors():
                         mine = piece.flat.cut(kept[key.split("/")[0]], shard)
-                        differs += [] if torch.equal(mine, saved.tensors[key.split("/")[0]].reshape(-1)) else [key]
+                        differs += (
+                            []
+                            if torch.equal(mine, saved.tensors[key.split("/")[0]].reshape(-1))
+                            else [key]
+                        )
             return differs
 
 
@@ -191,8 +244,11 @@ def load_sharded(training: Any, kind: str, folder: Path, *, has_weights: bool = 
     metadata = metadata_of(kind)
     model = {"model": training.chunks[0].module.sharded_state_dict(metadata=metadata)}
     optimizer = training.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
-    with torch.serialization.safe_globals([argparse.Namespace]):  # older versions read it by torch's default
-        loaded = dist_checkpointing.load({**(model if has_weights else {}), "optimizer": optimizer}, str(folder))
+    # older versions read it by torch's default
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        loaded = dist_checkpointing.load(
+            {**(model if has_weights else {}), "optimizer": optimizer}, str(folder)
+        )
     if has_weights:
         training.chunks[0].module.load_state_dict(loaded["model"])
     training.optimizer.load_state_dict(loaded["optimizer"])
@@ -201,12 +257,20 @@ def load_sharded(training: Any, kind: str, folder: Path, *, has_weights: bool = 
 def metadata_of(kind: str) -> dict[str, Any]:
     """Layers stacked in one tensor, or one by one with the halves of gated projections apart."""
     is_new = IS_NEW and kind != GATHERED
-    return {"distrib_optim_sharding_type": kind, "singleton_local_shards": is_new, "chained_optim_avoid_prefix": True}
+    return {
+        "distrib_optim_sharding_type": kind,
+        "singleton_local_shards": is_new,
+        "chained_optim_avoid_prefix": True,
+    }
 
 
 def as_today(write_item: Any) -> Any:
-    """torch's function, which takes two arguments more than when megatron-core 0.9 to 0.12 were written."""
-    from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
+    """torch's function, which takes two arguments more than when megatron-core 0.9 to 0.12 were
+    written."""
+    from torch.distributed.checkpoint.filesystem import (
+        SerializationFormat,
+        _StorageWriterTransforms,
+    )
 
     def write(*args: Any) -> Any:
         return write_item(_StorageWriterTransforms(), *args[-4:], SerializationFormat.TORCH_SAVE)
@@ -262,7 +326,9 @@ def gated(config_of: Any) -> Any:
 def save_sharded(training: Any, case: Case, kind: str, folder: Path) -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelSaveStrategyWrapper,
+    )
 
     from tests.support.gpt import parts_of
 
@@ -281,13 +347,18 @@ def save_sharded(training: Any, case: Case, kind: str, folder: Path) -> None:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
     takes_more = "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
-    dist_checkpointing.save(state, str(folder), strategy, **({"content_metadata": metadata} if takes_more else {}))
+    dist_checkpointing.save(
+        state, str(folder), strategy, **({"content_metadata": metadata} if takes_more else {})
+    )
 
 
 def save_own_files(training: Any, folder: Path) -> None:
     from megatron.core import parallel_state
 
-    stage, tensor = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+    stage, tensor = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     here = folder / (f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
     here.mkdir(parents=True, exist_ok=True)
@@ -295,7 +366,9 @@ def save_own_files(training: Any, folder: Path) -> None:
     if parallel_state.get_data_parallel_rank() == 0:
         model = training.chunks[0].state_dict_for_save_checkpoint()
         state = {"args": argparse.Namespace(), "iteration": STEPS, "model": model}
-        torch.save({**state, "optimizer": training.optimizer.state_dict()}, here / "model_optim_rng.pt")
+        torch.save(
+            {**state, "optimizer": training.optimizer.state_dict()}, here / "model_optim_rng.pt"
+        )
 
 
 def live_state(training: Any) -> dict[str, list[Piece]]:
@@ -309,7 +382,9 @@ def live_state(training: Any) -> dict[str, list[Piece]]:
                 for bucket in buckets:
                     for param, ranges in bucket["param_map"].items():
                         kept = kept_of(optimizer, param)
-                        found.setdefault(global_name(names[param]), []).append(piece_of(param, ranges, kept, names))
+                        found.setdefault(global_name(names[param]), []).append(
+                            piece_of(param, ranges, kept, names)
+                        )
     return found
 
 
@@ -325,7 +400,9 @@ def global_name(name: str) -> str:
 
     if parallel_state.get_pipeline_model_parallel_rank() == 0:
         return name
-    return {"output_layer.weight": "embedding.word_embeddings.weight"}.get(name, name.replace("layers.0.", "layers.1."))
+    return {"output_layer.weight": "embedding.word_embeddings.weight"}.get(
+        name, name.replace("layers.0.", "layers.1.")
+    )
 
 
 def piece_of(param: Any, ranges: Any, kept: dict[str, Tensor], names: dict[Any, str]) -> Piece:
@@ -335,9 +412,15 @@ def piece_of(param: Any, ranges: Any, kept: dict[str, Tensor], names: dict[Any, 
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    dim = param.partition_dim if size > 1 and getattr(param, "tensor_model_parallel", False) else None
+    dim = (
+        param.partition_dim if size > 1 and getattr(param, "tensor_model_parallel", False) else None
+    )
     is_gated = dim is not None and "linear_fc1" in names[param]
-    tensors = {("main" if kind == "param" else kind): tensor for kind, tensor in kept.items() if kind != "step"}
+    tensors = {
+        ("main" if kind == "param" else kind): tensor
+        for kind, tensor in kept.items()
+        if kind != "step"
+    }
     copies = {kind: tensor.detach().clone() for kind, tensor in tensors.items()}
     return Piece(ranges["param"].start, tuple(param.shape), dim, rank, size, is_gated, copies)
 
@@ -371,10 +454,17 @@ def with_names_of_the_model(key: str) -> str:
     return key
 
 
-#: megatron-core misplaces params in what it saves where a bucket has padding and another follows: a defect of its own.
-MISPLACES = IS_NEW and not core_mentions("optimizer/distrib_optimizer.py", "cumulative_padding_stripped")
+#: megatron-core misplaces params in what it saves where a bucket has padding and another follows: a
+#: defect of its own.
+MISPLACES = IS_NEW and not core_mentions(
+    "optimizer/distrib_optimizer.py", "cumulative_padding_stripped"
+)
 MISPLACED = ("dp2", "pp2") if MISPLACES else ()
-READABLE = [(case, BY_PARAM) for case, kinds in FORMATS.items() if BY_PARAM in kinds and case not in MISPLACED]
+READABLE = [
+    (case, BY_PARAM)
+    for case, kinds in FORMATS.items()
+    if BY_PARAM in kinds and case not in MISPLACED
+]
 
 
 @pytest.mark.parametrize(("case", "kind"), READABLE)
@@ -396,17 +486,25 @@ def test_open_when_megatron_core_saved_then_tensors_are_the_live_ones_and_groups
     assert all(not name.endswith("bias") and "norm" not in name for name in decaying.names)
     assert all(name.endswith("bias") or "norm" in name for name in other.names)
     assert decaying.options["lr"] == CASES[case].lr and decaying.options["betas"] == [0.9, 0.999]
-    assert head.inner == "adam" and head.about["host"] == "megatron-core" and head.about["iteration"] == STEPS
+    assert (
+        head.inner == "adam"
+        and head.about["host"] == "megatron-core"
+        and head.about["iteration"] == STEPS
+    )
 
 
 @pytest.mark.skipif(not BACK, reason="the formats of megatron-core before 0.15 are not written")
 @pytest.mark.parametrize(("case", "kind"), BACK)
-def test_load_when_ours_saved_as_the_host_does_then_every_element_is_taken(saved: Saved, case: str, kind: str) -> None:
+def test_load_when_ours_saved_as_the_host_does_then_every_element_is_taken(
+    saved: Saved, case: str, kind: str
+) -> None:
     assert [found["back", case, kind] for found in saved.resumed] == [[], []]
 
 
 @pytest.mark.parametrize("case", MISPLACED)
-def test_read_when_megatron_core_misplaced_params_then_it_is_refused(saved: Saved, case: str) -> None:
+def test_read_when_megatron_core_misplaced_params_then_it_is_refused(
+    saved: Saved, case: str
+) -> None:
     folder = saved.folder / case / BY_PARAM
     source = open_any(folder)
     with pytest.raises(CheckpointError) as error:

@@ -1,6 +1,7 @@
 """DeepSpeed's universal checkpoints, read offline: every tensor is the live one to the bit.
 
-One spawn trains a model of odd shapes on two ranks; rank 0 then runs DeepSpeed's own tool on what was saved.
+One spawn trains a model of odd shapes on two ranks; rank 0 then runs DeepSpeed's own tool on what
+was saved.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from tests.support.spawn import run_ranks
 pytestmark = pytest.mark.long
 
 STEPS = 3
-CONFIG = {"zero_optimization": {"stage": 1, "contiguous_gradients": True}, "bf16": {"enabled": True}}
+CONFIG = {
+    "zero_optimization": {"stage": 1, "contiguous_gradients": True},
+    "bf16": {"enabled": True},
+}
 UNIVERSAL = "universal"
 
 
@@ -34,13 +38,23 @@ def save_all(rank: int, size: int, folder: Path) -> dict[str, Tensor]:
     from deepspeed.checkpoint import ds_to_universal
 
     # By import_module, because `deepspeed.comm.torch` as an attribute is torch itself.
-    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles for minutes
+    # compiles for minutes
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     state = train(CONFIG, folder / "zero")
     if rank == 0:
         step, target = folder / "zero" / f"global_step{STEPS}", folder / UNIVERSAL / "step"
         with pytest.MonkeyPatch.context() as patch:
-            options = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
-            patch.setattr("sys.argv", ["", "--input_folder", str(step), "--output_folder", str(target), *options])
+            options = [
+                "--num_extract_workers",
+                "1",
+                "--num_merge_workers",
+                "1",
+                "--inject_missing_state",
+            ]
+            patch.setattr(
+                "sys.argv",
+                ["", "--input_folder", str(step), "--output_folder", str(target), *options],
+            )
             ds_to_universal.main(ds_to_universal.parse_arguments())
     return state
 
@@ -55,7 +69,11 @@ def train(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(groups, lr=1e-2),
-        config={**config, "train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True},
+        config={
+            **config,
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_allow_untested_optimizer": True,
+        },
         dist_init_required=False,
     )
     for step in range(STEPS):
@@ -68,23 +86,33 @@ def train(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
 
 
 def make_model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 2, bias=False))
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 2, bias=False)
+    )
 
 
 def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Of 49 and 21 elements: neither can be halved without padding."""
-    weights, others = ([p for p in model.parameters() if (p.dim() > 1) == is_weight] for is_weight in (True, False))
+    weights, others = (
+        [p for p in model.parameters() if (p.dim() > 1) == is_weight] for is_weight in (True, False)
+    )
     return [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
 def owned(optimizer: Any, params: dict[str, Any]) -> dict[str, Tensor]:
     found = {}
     for name, param in params.items():
-        for kept in (optimizer.optimizer.state[param._hp_mapping.hp_fragment._base],) if param._hp_mapping else ():
+        for kept in (
+            (optimizer.optimizer.state[param._hp_mapping.hp_fragment._base],)
+            if param._hp_mapping
+            else ()
+        ):
             at = param._hp_mapping.get_hp_fragment_address()
             tensors = {"main": param._hp_mapping.hp_fragment._base, **kept}
             for kind in ("main", "exp_avg", "exp_avg_sq"):
-                found[f"{kind}/{name}"] = tensors[kind].detach()[at.start : at.start + at.numel].clone()
+                found[f"{kind}/{name}"] = (
+                    tensors[kind].detach()[at.start : at.start + at.numel].clone()
+                )
     return found
 
 
@@ -119,7 +147,10 @@ def test_open_when_deepspeed_made_it_universal_then_every_tensor_is_the_live_one
         source = open_any(path)
         check(source, live)
         groups = source.head.groups
-        assert [set(group.names) for group in groups] == [{"0.weight", "2.weight"}, {"0.bias", "1.weight", "1.bias"}]
+        assert [set(group.names) for group in groups] == [
+            {"0.weight", "2.weight"},
+            {"0.bias", "1.weight", "1.bias"},
+        ]
         assert [group.options["weight_decay"] for group in groups] == [0.1, 0.0]
         assert [group.options["betas"] for group in groups] == [[0.9, 0.999]] * 2
         assert {group.step for group in groups} == {STEPS}
@@ -144,8 +175,8 @@ def test_open_when_a_universal_checkpoint_says_no_groups_then_it_is_refused(
     (path / "mp_rank_00_model_states.pt").unlink()
     assert_says(
         refused(CheckpointError, lambda: open_any(path)),
-        f"{path}: 2 param groups, and names of params of 0. Must say in mp_rank_XX_model_states.pt which. "
-        "Run python -m deepspeed.checkpoint.ds_to_universal again.",
+        f"{path}: 2 param groups, and names of params of 0. Must say in mp_rank_XX_model_states.pt "
+        "which. Run python -m deepspeed.checkpoint.ds_to_universal again.",
     )
 
 
@@ -154,7 +185,8 @@ def test_loss_scale_when_deepspeed_counts_from_the_last_overflow_then_ours_count
 ) -> None:
     path = tmp_path / "step"
     shutil.copytree(folder / UNIVERSAL / "step", path)
-    state = torch.load(path / "zero" / "optimizer_state.pt", weights_only=False)  # written by this test
+    # written by this test
+    state = torch.load(path / "zero" / "optimizer_state.pt", weights_only=False)
     scaler = import_module("deepspeed.runtime.fp16.loss_scaler").DynamicLossScaler(
         init_scale=1024, scale_window=10, delayed_shift=2, min_scale=1, consecutive_hysteresis=False
     )

@@ -1,4 +1,5 @@
-"""Small checkpoints of other software, made by hand: layouts of older versions, damage, and files with code in them."""
+"""Small checkpoints of other software, made by hand: layouts of older versions, damage, and files
+with code in them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from megatron_distopt.layout import Box
 from tests.support.fork_files import Trap
 from tests.support.refusals import assert_mentions, assert_says, refused
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 KINDS = ("fp32_param", "exp_avg", "exp_avg_sq")
 #: Two layers of a gated model: shapes of whole params.
@@ -40,12 +43,18 @@ SHAPES = {
     **{
         f"decoder.layers.{layer}.{name}": shape
         for layer in (0, 1)
-        for name, shape in {"input_layernorm.weight": (4,), "mlp.linear_fc1.weight": (12, 4)}.items()
+        for name, shape in {
+            "input_layernorm.weight": (4,),
+            "mlp.linear_fc1.weight": (12, 4),
+        }.items()
     },
     "decoder.final_layernorm.weight": (4,),
 }
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "lr_mult": 1.0, "is_expert_parallel": False}
-GROUPS = [{**OPTIONS, "wd_mult": mult, "weight_decay": 0.1 * mult, "step": 7, "params": []} for mult in (1.0, 0.0)]
+GROUPS = [
+    {**OPTIONS, "wd_mult": mult, "weight_decay": 0.1 * mult, "step": 7, "params": []}
+    for mult in (1.0, 0.0)
+]
 SCALER = {"scale": torch.tensor([512.0]), "growth_tracker": 5, "hysteresis_tracker": 2}
 
 
@@ -56,7 +65,9 @@ def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
 def whole_state() -> dict[str, Tensor]:
     """By key of a `Source`."""
     return {
-        f"{'main' if kind == 'fp32_param' else kind}/{name}": numbers(shape, 100 * kind_number + number)
+        f"{'main' if kind == 'fp32_param' else kind}/{name}": numbers(
+            shape, 100 * kind_number + number
+        )
         for kind_number, kind in enumerate(KINDS)
         for number, (name, shape) in enumerate(SHAPES.items())
     }
@@ -81,7 +92,9 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name.startswith("decoder.layers.0."):
             rest = name.removeprefix("decoder.layers.0.")
-            found[f"decoder.layers.{rest}"] = torch.stack([tensor, tensors[f"decoder.layers.1.{rest}"]])
+            found[f"decoder.layers.{rest}"] = torch.stack(
+                [tensor, tensors[f"decoder.layers.1.{rest}"]]
+            )
         elif not name.startswith("decoder.layers."):
             found[name] = tensor
     return found
@@ -96,7 +109,11 @@ def save_dcp(folder: Path, tensors: dict[str, Tensor], common: dict[str, Any]) -
 
 def common(**more: Any) -> dict[str, Any]:
     args = argparse.Namespace(tensor_model_parallel_size=1, params_dtype=torch.bfloat16)
-    return {"args": args, "iteration": 7, "optimizer": {"optimizer": {"param_groups": GROUPS}, **more}}
+    return {
+        "args": args,
+        "iteration": 7,
+        "optimizer": {"optimizer": {"param_groups": GROUPS}, **more},
+    }
 
 
 def save_by_param(
@@ -105,7 +122,9 @@ def save_by_param(
     state = whole_state()
     tensors = change(model_of(state))
     for kind, of_kind in by_kind(state).items():
-        tensors |= {f"optimizer.state.{kind}.{name}": tensor for name, tensor in change(of_kind).items()}
+        tensors |= {
+            f"optimizer.state.{kind}.{name}": tensor for name, tensor in change(of_kind).items()
+        }
     return save_dcp(folder, tensors, common(grad_scaler=SCALER))
 
 
@@ -114,8 +133,8 @@ def check(source: Source, state: dict[str, Tensor]) -> None:
     assert [key for key in state if not torch.equal(source.read(key), state[key])] == []
 
 
-# What megatron-core 0.9 to 0.14 saved ("fully_sharded_model_space") was compared with its own, by hand; it cannot be
-# written by the version that the other tests use.
+# What megatron-core 0.9 to 0.14 saved ("fully_sharded_model_space") was compared with its own, by
+# hand; it cannot be written by the version that the other tests use.
 
 
 def test_open_when_state_lies_param_by_param_then_all_of_it_is_read(tmp_path: Path) -> None:
@@ -125,19 +144,30 @@ def test_open_when_state_lies_param_by_param_then_all_of_it_is_read(tmp_path: Pa
     assert {group.step for group in source.head.groups} == {7}
     assert [group.options["weight_decay"] for group in source.head.groups] == [0.1, 0.0]
     assert [len(group.names) for group in source.head.groups] == [3, 3]
-    assert source.head.about == {"host": "megatron-core", "format": "torch_dist, by param", "iteration": 7}
+    assert source.head.about == {
+        "host": "megatron-core",
+        "format": "torch_dist, by param",
+        "iteration": 7,
+    }
 
 
 def halves_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         gate, up = tensor.chunk(2) if "fc1" in name else (tensor, tensor)
-        found |= {f"{name}_w": gate.clone(), f"{name}_v": up.clone()} if "fc1" in name else {name: tensor}
+        found |= (
+            {f"{name}_w": gate.clone(), f"{name}_v": up.clone()}
+            if "fc1" in name
+            else {name: tensor}
+        )
     return found
 
 
 def test_open_when_gates_lie_apart_then_each_is_one_param_again(tmp_path: Path) -> None:
-    check(torch_dist.open_torch_dist(save_by_param(tmp_path / "checkpoint", halves_apart)), whole_state())
+    check(
+        torch_dist.open_torch_dist(save_by_param(tmp_path / "checkpoint", halves_apart)),
+        whole_state(),
+    )
 
 
 def grid(tensor: Tensor, parts: int) -> Tensor:
@@ -146,13 +176,18 @@ def grid(tensor: Tensor, parts: int) -> Tensor:
 
 
 def save_flat_parts(folder: Path) -> Path:
-    """As megatron-core 0.9 to 0.14 with two tensor-parallel ranks; one more dimension for stacked layers."""
+    """As megatron-core 0.9 to 0.14 with two tensor-parallel ranks; one more dimension for stacked
+    layers."""
     state = whole_state()
     tensors = stacked(model_of(state))
     for kind, of_kind in by_kind(state).items():
         for name, tensor in stacked(of_kind).items():
             parts = 4 if "fc1" in name else 2 if "embedding" in name else 1
-            each = torch.stack([grid(row, parts) for row in tensor]) if "layers." in name else grid(tensor, parts)
+            each = (
+                torch.stack([grid(row, parts) for row in tensor])
+                if "layers." in name
+                else grid(tensor, parts)
+            )
             tensors[f"optimizer.state.{kind}.{name}"] = each
     return save_row_by_row(folder, tensors, common())
 
@@ -169,7 +204,9 @@ def save_row_by_row(folder: Path, tensors: dict[str, Tensor], common: dict[str, 
                 stretch = writer.append(key, row[None])
                 box = Box((number, *(0 for _ in row.shape)), (1, *row.shape))
                 chunks.append(Chunk(box, 0, stretch.start, stretch.nbytes))
-            records[key] = TensorRecord(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(chunks))
+            records[key] = TensorRecord(
+                tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(chunks)
+            )
     manifest = replace(writer.part(Manifest("", (), {}, (), ""), "0"), tensors=records)
     (folder / ".metadata").write_bytes(metadata_of(manifest))
     torch.save(common, folder / "common.pt")
@@ -181,13 +218,24 @@ def test_open_when_parts_are_flat_then_they_have_their_shape_again(tmp_path: Pat
 
 
 def save_distrib_optim(folder: Path) -> Path:
-    flat = {kind: numbers((160,), number) for number, kind in enumerate(("param", "exp_avg", "exp_avg_sq"))}
+    flat = {
+        kind: numbers((160,), number)
+        for number, kind in enumerate(("param", "exp_avg", "exp_avg_sq"))
+    }
     rank = folder / "mp_rank_00"
     rank.mkdir(parents=True)
-    buffers = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): {**flat, "numel_unpadded": 160}}}
+    buffers = {
+        "buckets_coalesced": True,
+        0: {(torch.bfloat16, torch.float32): {**flat, "numel_unpadded": 160}},
+    }
     torch.save(buffers, rank / "distrib_optim.pt")
     optimizer = {"optimizer": {"param_groups": GROUPS}, "grad_scaler": SCALER}
-    content = {"args": argparse.Namespace(), "iteration": 7, "model": model_of(whole_state()), "optimizer": optimizer}
+    content = {
+        "args": argparse.Namespace(),
+        "iteration": 7,
+        "model": model_of(whole_state()),
+        "optimizer": optimizer,
+    }
     torch.save(content, rank / "model_optim_rng.pt")
     return folder
 
@@ -199,8 +247,13 @@ def save_zero(folder: Path) -> Path:
 
 
 def save_in_buckets(folder: Path) -> Path:
-    place = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
-    return save_dcp(folder, {**model_of(whole_state()), f"{place}.param": numbers((160,), 0)}, common())
+    place = (
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, "
+        "torch.float32).bucket_idx_0"
+    )
+    return save_dcp(
+        folder, {**model_of(whole_state()), f"{place}.param": numbers((160,), 0)}, common()
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,19 +283,28 @@ def save_universal(folder: Path) -> Path:
         content = tensor.reshape(-1) if kind == "exp_avg" else {"param": tensor, "cat_dim": 0}
         torch.save(content, place / f"{'fp32' if kind == 'main' else kind}.pt")
         torch.save(torch.tensor(7.0), place / "step.pt")
-    torch.save({"param_groups": [{"lr": 1e-3, "params": [0]}]}, folder / "zero" / "optimizer_state.pt")
+    torch.save(
+        {"param_groups": [{"lr": 1e-3, "params": [0]}]}, folder / "zero" / "optimizer_state.pt"
+    )
     model = {"param_shapes": [{name: torch.Size(shape) for name, shape in SHAPES.items()}]}
     torch.save(model, folder / "mp_rank_00_model_states.pt")
     return folder
 
 
 def test_open_when_a_universal_tensor_is_flat_then_it_has_its_shape_again(tmp_path: Path) -> None:
-    check(deepspeed_universal.open_deepspeed_universal(save_universal(tmp_path / "universal")), whole_state())
+    check(
+        deepspeed_universal.open_deepspeed_universal(save_universal(tmp_path / "universal")),
+        whole_state(),
+    )
 
 
 #: Of every format: how to make it, its reader, and its files.
 FORMATS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Source], tuple[str, ...]]] = {
-    "torch_dist": (save_by_param, torch_dist.open_torch_dist, (".metadata", "common.pt", "__0_0.distcp")),
+    "torch_dist": (
+        save_by_param,
+        torch_dist.open_torch_dist,
+        (".metadata", "common.pt", "__0_0.distcp"),
+    ),
     "deepspeed_universal": (
         save_universal,
         deepspeed_universal.open_deepspeed_universal,
@@ -263,9 +325,13 @@ def read_all(name: str, folder: Path) -> None:
 
 
 def contents(evil: Trap, old: bytes) -> dict[str, bytes]:
-    """What a file may be replaced with: a pickle, what torch saves, and the same nested in what is expected."""
+    """What a file may be replaced with: a pickle, what torch saves, and the same nested in what is
+    expected."""
     found = {"pickle": pickle.dumps(evil), "old pickle": pickle.dumps(evil, protocol=0)}
-    for how, value in {"torch": evil, "nested": {"optimizer": [torch.zeros(3), {"state": evil}]}}.items():
+    for how, value in {
+        "torch": evil,
+        "nested": {"optimizer": [torch.zeros(3), {"state": evil}]},
+    }.items():
         file = io.BytesIO()
         torch.save(value, file)
         found[how] = file.getvalue().ljust(len(old), b"\0") if how == "torch" else file.getvalue()
@@ -276,7 +342,9 @@ def contents(evil: Trap, old: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("name", "file"), FILES)
-def test_open_when_a_file_would_execute_code_then_it_does_not(tmp_path: Path, name: str, file: str) -> None:
+def test_open_when_a_file_would_execute_code_then_it_does_not(
+    tmp_path: Path, name: str, file: str
+) -> None:
     marker = tmp_path / "executed"
     evil = Trap(f"touch '{marker}'", os.system)
     pickle.loads(pickle.dumps(evil))
@@ -294,7 +362,9 @@ def test_open_when_a_file_would_execute_code_then_it_does_not(tmp_path: Path, na
 
 
 @pytest.mark.parametrize(("name", "file"), FILES)
-def test_open_when_a_file_is_cut_off_then_it_is_refused(tmp_path: Path, name: str, file: str) -> None:
+def test_open_when_a_file_is_cut_off_then_it_is_refused(
+    tmp_path: Path, name: str, file: str
+) -> None:
     folder = FORMATS[name][0](tmp_path / "checkpoint")
     whole = (folder / file).read_bytes()
     for numel in (0, len(whole) // 2, len(whole) - 1):
@@ -303,8 +373,12 @@ def test_open_when_a_file_is_cut_off_then_it_is_refused(tmp_path: Path, name: st
             read_all(name, folder)
 
 
-@pytest.mark.parametrize(("name", "file"), [each for each in FILES if not each[1].startswith((".meta", "__0"))])
-def test_open_when_a_file_holds_something_else_then_it_is_refused(tmp_path: Path, name: str, file: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "file"), [each for each in FILES if not each[1].startswith((".meta", "__0"))]
+)
+def test_open_when_a_file_holds_something_else_then_it_is_refused(
+    tmp_path: Path, name: str, file: str
+) -> None:
     folder = FORMATS[name][0](tmp_path / "checkpoint")
     for content in ([], {"optimizer_state_dict": {}, "model": {}}, {"optimizer": 3}):
         torch.save(content, folder / file)
@@ -341,12 +415,17 @@ def test_file_when_it_holds_objects_of_megatron_then_they_are_inert(tmp_path: Pa
         patch.setitem(sys.modules, "megatron", module)
         patch.setitem(sys.modules, "megatron.core", module)
         what = module.Something()
-        torch.save({"args": argparse.Namespace(bf16=True), "what": what, "w": torch.arange(3)}, path)
+        torch.save(
+            {"args": argparse.Namespace(bf16=True), "what": what, "w": torch.arange(3)}, path
+        )
     found = load_file(path)
     assert isinstance(found["what"], Inert) and attribute(found["args"], "bf16") is True
     assert torch.equal(found["w"], torch.arange(3))
     assert isinstance(load_file(io.BytesIO(path.read_bytes()), "bytes")["what"], Inert)
-    with pytest.raises(CheckpointError, match=r"megatron\.core\.Something was not read, and cannot be written again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"megatron\.core\.Something was not read, and cannot be written again",
+    ):
         save_whole(found, tmp_path / "again.pt")
     assert not (tmp_path / "again.pt").exists()
 
@@ -355,7 +434,9 @@ def test_file_when_it_holds_objects_of_megatron_then_they_are_inert(tmp_path: Pa
     ("change", "text"),
     [
         (
-            lambda tensors: {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer")},
+            lambda tensors: {
+                key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer")
+            },
             "no optimizer state. Save it without --no-save-optim.",
         ),
         (
@@ -363,7 +444,9 @@ def test_file_when_it_holds_objects_of_megatron_then_they_are_inert(tmp_path: Pa
             "optimizer state 'optimizer.distopt' in an unknown form.",
         ),
         (
-            lambda tensors: {key: tensor for key, tensor in tensors.items() if "fp32_param" not in key},
+            lambda tensors: {
+                key: tensor for key, tensor in tensors.items() if "fp32_param" not in key
+            },
             "no fp32 values of 'decoder.final_layernorm.weight'.",
         ),
     ],
@@ -376,14 +459,22 @@ def test_open_when_the_state_is_not_there_then_it_is_refused(
     for kind, of_kind in by_kind(state).items():
         tensors |= {f"optimizer.state.{kind}.{name}": tensor for name, tensor in of_kind.items()}
     folder = save_dcp(tmp_path / "checkpoint", change(tensors), common())
-    assert_says(refused(CheckpointError, lambda: torch_dist.open_torch_dist(folder)), f"{folder}: {text}")
+    assert_says(
+        refused(CheckpointError, lambda: torch_dist.open_torch_dist(folder)), f"{folder}: {text}"
+    )
 
 
 def test_open_when_groups_are_of_no_known_rule_then_what_they_share_is_kept(tmp_path: Path) -> None:
     groups = [{**GROUPS[0], "lr_mult": mult} for mult in (1.0, 0.1, 0.01)]
     state = whole_state()
-    tensors = {f"optimizer.state.fp32_param.{key[5:]}": tensor for key, tensor in state.items() if key[:5] == "main/"}
-    folder = save_dcp(tmp_path / "checkpoint", tensors, {"optimizer": {"optimizer": {"param_groups": groups}}})
+    tensors = {
+        f"optimizer.state.fp32_param.{key[5:]}": tensor
+        for key, tensor in state.items()
+        if key[:5] == "main/"
+    }
+    folder = save_dcp(
+        tmp_path / "checkpoint", tensors, {"optimizer": {"optimizer": {"param_groups": groups}}}
+    )
     (group,) = torch_dist.open_torch_dist(folder).head.groups
     assert set(group.names) == set(SHAPES) and group.step == 7
     assert "lr_mult" not in group.options and group.options["weight_decay"] == 0.1
@@ -391,12 +482,20 @@ def test_open_when_groups_are_of_no_known_rule_then_what_they_share_is_kept(tmp_
 
 def test_open_when_groups_have_other_steps_then_it_is_refused(tmp_path: Path) -> None:
     groups = [{**group, "step": 7 + number} for number, group in enumerate(GROUPS)]
-    tensors = {f"optimizer.state.fp32_param.{name}": torch.zeros(shape) for name, shape in SHAPES.items()}
-    folder = save_dcp(tmp_path / "checkpoint", tensors, {"optimizer": {"optimizer": {"param_groups": groups}}})
-    assert_says(refused(CheckpointError, lambda: torch_dist.open_torch_dist(folder)), f"{folder}: 7, 8.")
+    tensors = {
+        f"optimizer.state.fp32_param.{name}": torch.zeros(shape) for name, shape in SHAPES.items()
+    }
+    folder = save_dcp(
+        tmp_path / "checkpoint", tensors, {"optimizer": {"optimizer": {"param_groups": groups}}}
+    )
+    assert_says(
+        refused(CheckpointError, lambda: torch_dist.open_torch_dist(folder)), f"{folder}: 7, 8."
+    )
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
-def test_metadata_when_another_python_wrote_a_path_into_it_then_it_is_read(module: str, tmp_path: Path) -> None:
+def test_metadata_when_another_python_wrote_a_path_into_it_then_it_is_read(
+    module: str, tmp_path: Path
+) -> None:
     (tmp_path / ".metadata").write_bytes(f"c{module}\nPosixPath\n(V/a\ntR.".encode())
     assert load_metadata(tmp_path / ".metadata").arguments == ("/a",)

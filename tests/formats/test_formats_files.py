@@ -1,6 +1,8 @@
-"""Files of the forks of 2023, read and written without a fork: every tensor where it belongs, and what is refused.
+"""Files of the forks of 2023, read and written without a fork: every tensor where it belongs, and
+what is refused.
 
-The files are those of tests/support/fork_files.py, a second account of the formats, of 19 small params.
+The files are those of tests/support/fork_files.py, a second account of the formats, of 19 small
+params.
 """
 
 from __future__ import annotations
@@ -45,11 +47,15 @@ RUNS: dict[str, Fork] = {
     "pp2, two chunks": Fork(pp=2, chunks=2, layers=4),
 }
 LAYOUTS = ("gathered", "per-rank", "plain")
-#: Each run in the files of one layout, and the plain one and that of all cuts in all of them. (The fork's own optimizer
-#: gathers groups of two dtypes in another order than it says.)
+#: Each run in the files of one layout, and the plain one and that of all cuts in all of them. (The
+#: fork's own optimizer gathers groups of two dtypes in another order than it says.)
 CASES = [(name, layout) for name in ("bf16", "tp2 pp2, gated") for layout in LAYOUTS]
 CASES += [("fp32", "gathered"), ("fp16", "per-rank"), ("fp32 norms, two grad dtypes", "plain")]
-CASES += [("dp7, which pads", "gathered"), ("dp7, which pads", "per-rank"), ("pp2, two chunks", "gathered")]
+CASES += [
+    ("dp7, which pads", "gathered"),
+    ("dp7, which pads", "per-rank"),
+    ("pp2, two chunks", "gathered"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +76,9 @@ def _tensors(source: Source) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_open_any_when_a_fork_wrote_then_every_tensor_is_whole(name: str, layout: str, tmp_path: Path) -> None:
+def test_open_any_when_a_fork_wrote_then_every_tensor_is_whole(
+    name: str, layout: str, tmp_path: Path
+) -> None:
     fork = RUNS[name]
     source = open_any(_write(fork, layout, tmp_path / "iter"))
     assert same(_tensors(source), fork.tensors)
@@ -82,12 +90,20 @@ def test_open_any_when_a_fork_wrote_then_every_tensor_is_whole(name: str, layout
     assert (decaying.step, other.step) == (10, 10)
     assert {*decaying.names} == {param.name for param in fork.params if param.decays}
     assert {*other.names} == {param.name for param in fork.params if not param.decays}
-    options = {"name": "wd_no_scale_lr", "wd_mult": 1.0, "lr_mult": 1.0, "lr": 1e-3, "bias_correction": True}
+    options = {
+        "name": "wd_no_scale_lr",
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "lr": 1e-3,
+        "bias_correction": True,
+    }
     assert decaying.options == {**options, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
 @pytest.mark.parametrize("layout", ["per-rank", "plain"])
-def test_open_any_when_nothing_was_updated_yet_then_there_are_main_params_alone(layout: str, tmp_path: Path) -> None:
+def test_open_any_when_nothing_was_updated_yet_then_there_are_main_params_alone(
+    layout: str, tmp_path: Path
+) -> None:
     fork = Fork(step=0, tp=2)
     source = open_any(_write(fork, layout, tmp_path / "iter"))
     assert same(_tensors(source), fork.tensors)
@@ -95,7 +111,9 @@ def test_open_any_when_nothing_was_updated_yet_then_there_are_main_params_alone(
     assert {group.step for group in source.head.groups} == {0}
 
 
-def test_open_any_when_some_params_were_never_updated_then_their_moments_are_zero(tmp_path: Path) -> None:
+def test_open_any_when_some_params_were_never_updated_then_their_moments_are_zero(
+    tmp_path: Path,
+) -> None:
     fork = Fork()
     path = _write(fork, "plain", tmp_path / "iter") / "mp_rank_00/model_optim_rng.pt"
     with changed(path) as state:
@@ -105,9 +123,14 @@ def test_open_any_when_some_params_were_never_updated_then_their_moments_are_zer
     assert same(tensors, {**fork.tensors, **zero})
 
 
-def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_count(tmp_path: Path) -> None:
+def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_count(
+    tmp_path: Path,
+) -> None:
     fork = Fork(step=None)
-    for layout, name in (("plain", "mp_rank_00/model_optim_rng.pt"), ("per-rank", "mp_rank_00_001/optim.pt")):
+    for layout, name in (
+        ("plain", "mp_rank_00/model_optim_rng.pt"),
+        ("per-rank", "mp_rank_00_001/optim.pt"),
+    ):
         folder = _write(fork, layout, tmp_path / layout)
         with changed(folder / name) as state:
             for kept in state["optimizer"]["optimizer"]["state"].values():
@@ -117,7 +140,9 @@ def test_open_any_when_torchs_adam_counts_in_the_state_then_the_groups_have_the_
         assert same(_tensors(source), fork.tensors)
 
 
-def test_open_any_when_the_fork_is_of_before_2023_then_groups_are_told_apart_by_their_decay(tmp_path: Path) -> None:
+def test_open_any_when_the_fork_is_of_before_2023_then_groups_are_told_apart_by_their_decay(
+    tmp_path: Path,
+) -> None:
     folder = _write(Fork(), "plain", tmp_path / "iter")
     with changed(folder / "mp_rank_00/model_optim_rng.pt") as state:
         for group in state["optimizer"]["optimizer"]["param_groups"]:
@@ -126,7 +151,9 @@ def test_open_any_when_the_fork_is_of_before_2023_then_groups_are_told_apart_by_
     assert [len(group.names) for group in open_any(folder).head.groups] == [10, 9]
 
 
-def test_open_any_when_ranks_drifted_apart_in_the_last_bits_then_the_first_speaks(tmp_path: Path) -> None:
+def test_open_any_when_ranks_drifted_apart_in_the_last_bits_then_the_first_speaks(
+    tmp_path: Path,
+) -> None:
     fork = Fork(tp=2, layout="plain")
     folder = fork.write(tmp_path / "iter")
     with changed(folder / "mp_rank_01/model_optim_rng.pt") as state:
@@ -134,7 +161,9 @@ def test_open_any_when_ranks_drifted_apart_in_the_last_bits_then_the_first_speak
     assert same(_tensors(open_any(folder)), fork.tensors)
 
 
-def test_open_any_when_the_copy_of_the_tied_embedding_drifted_then_the_first_stage_speaks(tmp_path: Path) -> None:
+def test_open_any_when_the_copy_of_the_tied_embedding_drifted_then_the_first_stage_speaks(
+    tmp_path: Path,
+) -> None:
     fork = Fork(pp=2)
     folder = fork.write(tmp_path / "iter")
     with changed(folder / "mp_rank_00_001/distrib_optim.pt") as state:
@@ -142,7 +171,8 @@ def test_open_any_when_the_copy_of_the_tied_embedding_drifted_then_the_first_sta
     assert same(_tensors(open_any(folder)), fork.tensors)
 
 
-#: A state dict in the order in which a fork saves it; the numbers say in which it registers the params.
+#: A state dict in the order in which a fork saves it; the numbers say in which it registers the
+#: params.
 SAVED = {
     "language_model": {
         "embedding": {"word_embeddings": {"weight": 1}, "position_embeddings": {"weight": 2}},
@@ -171,7 +201,11 @@ def test_registered_when_a_module_is_saved_out_of_order_then_the_params_are_in_o
         "a.steps": torch.tensor(3),
         "module.c": torch.ones(2),
     }
-    flat |= {"a.tied": flat["a.weight"], "rope.inv_freq": torch.ones(2), "a._extra_state": torch.ones(2)}
+    flat |= {
+        "a.tied": flat["a.weight"],
+        "rope.inv_freq": torch.ones(2),
+        "a._extra_state": torch.ones(2),
+    }
     assert [name for name, _ in registered(flat)] == ["b.weight", "a.weight", "c"]
 
 
@@ -207,7 +241,9 @@ def test_open_any_when_a_path_is_of_ours_then_it_is_read_whatever_names_it(tmp_p
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES[6:])
-def test_convert_when_there_and_back_then_every_file_is_the_same(name: str, layout: str, tmp_path: Path) -> None:
+def test_convert_when_there_and_back_then_every_file_is_the_same(
+    name: str, layout: str, tmp_path: Path
+) -> None:
     """By way of a format of names; what was padding is zero in the files that are written."""
     start = _write(RUNS[name], layout, tmp_path / "start")
     first = convert(start, tmp_path / "first", "distopt")
@@ -224,7 +260,7 @@ def test_convert_when_through_all_layouts_then_the_files_are_the_same(tmp_path: 
     _check_same_files(start, path, RUNS[name])
 
 
-def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_alone_has_moments_because_adam_asks_for_them(
+def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_alone_has_moments(
     tmp_path: Path,
 ) -> None:
     start = _write(Fork(step=0), "per-rank", tmp_path / "start")
@@ -232,7 +268,10 @@ def test_convert_when_nothing_was_updated_yet_then_a_gathered_file_alone_has_mom
     _check_same_files(start, convert(there, tmp_path / "back", "per-rank").path, Fork())
     gathered = convert(there, tmp_path / "new", "gathered").path / "mp_rank_00/distrib_optim.pt"
     tensors = torch.load(gathered, weights_only=True)[0][FP32]
-    assert {kind: bool(tensors[kind].any()) for kind in tensors} == {"param": True, **dict.fromkeys(MOMENTS, False)}
+    assert {kind: bool(tensors[kind].any()) for kind in tensors} == {
+        "param": True,
+        **dict.fromkeys(MOMENTS, False),
+    }
 
 
 def _check_same_files(start: Path, back: Path, fork: Fork) -> None:
@@ -265,13 +304,17 @@ def _check_padding(one: dict[Any, Any], other: dict[Any, Any]) -> None:
                 tensors[kind], other[chunk][dtype][kind] = tensor[~is_padding], made[~is_padding]
 
 
-def test_convert_when_another_number_of_ranks_will_read_then_files_are_cut_for_it(tmp_path: Path) -> None:
+def test_convert_when_another_number_of_ranks_will_read_then_files_are_cut_for_it(
+    tmp_path: Path,
+) -> None:
     start = Fork(dp=2).write(tmp_path / "start")
     own = convert(start, tmp_path / "own", "per-rank", dp=5).path
     assert same(_tensors(open_any(own)), Fork().tensors)
     _check_same_files(_write(Fork(dp=5), "per-rank", tmp_path / "wanted"), own, Fork())
     gathered = convert(own, tmp_path / "gathered", "gathered", dp=7).path
-    _check_same_files(_write(Fork(dp=7), "gathered", tmp_path / "wanted gathered"), gathered, Fork())
+    _check_same_files(
+        _write(Fork(dp=7), "gathered", tmp_path / "wanted gathered"), gathered, Fork()
+    )
 
 
 def test_convert_when_to_torch_then_plain_containers_hold_it_and_come_back(tmp_path: Path) -> None:
@@ -322,7 +365,10 @@ def test_convert_when_the_fork_is_not_installed_then_its_enums_stay_what_they_ar
     with monkeypatch.context() as while_it_runs:
         for name in ("megatron", "megatron.core", "megatron.core.enums"):
             while_it_runs.setitem(sys.modules, name, fork)
-        options = {"model_type": ModelType.encoder_or_decoder, "both": [ModelType.encoder_or_decoder] * 2}
+        options = {
+            "model_type": ModelType.encoder_or_decoder,
+            "both": [ModelType.encoder_or_decoder] * 2,
+        }
         source = Fork(options=options).write(tmp_path / "iter")
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it is an error
@@ -331,7 +377,11 @@ def test_convert_when_the_fork_is_not_installed_then_its_enums_stay_what_they_ar
         path = convert(source, tmp_path / "plain", "plain").path / "mp_rank_00/model_optim_rng.pt"
         assert ModelType in torch.serialization.get_safe_globals()
     with zipfile.ZipFile(path) as file:
-        names = {arg for op, arg, _ in pickletools.genops(file.read("archive/data.pkl")) if op.name == "GLOBAL"}
+        names = {
+            arg
+            for op, arg, _ in pickletools.genops(file.read("archive/data.pkl"))
+            if op.name == "GLOBAL"
+        }
     assert "megatron.core.enums ModelType" in names
     assert not [name for name in names if "megatron_distopt" in str(name)]
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
@@ -341,11 +391,15 @@ def test_convert_when_the_fork_is_not_installed_then_its_enums_stay_what_they_ar
     assert args.both == [ModelType.encoder_or_decoder] * 2
 
 
-def test_convert_when_a_file_asks_for_an_attribute_of_something_else_then_it_gets_none(tmp_path: Path) -> None:
+def test_convert_when_a_file_asks_for_an_attribute_of_something_else_then_it_gets_none(
+    tmp_path: Path,
+) -> None:
     source = Fork().write(tmp_path / "iter")
     with changed(source / "mp_rank_00/model_optim_rng.pt") as state:
         state["args"].asked = _Attribute()
-    with pytest.raises(CheckpointError, match="it asks for an attribute of something that is no enum"):
+    with pytest.raises(
+        CheckpointError, match="it asks for an attribute of something that is no enum"
+    ):
         convert(source, tmp_path / "plain", "plain")
 
 
@@ -442,12 +496,16 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(name: str, tmp_path: Path) -> None:
+def test_open_any_when_a_pickle_would_call_something_then_nothing_is_called(
+    name: str, tmp_path: Path
+) -> None:
     made, folder = tmp_path / "made by a pickle", _write(Fork(), FILES[name], tmp_path / "iter")
     with changed(folder / name) as state:
         state["args"] = Namespace(tensor_model_parallel_size=1, more=Trap(str(made)))
         state["optimizer"] = [Trap(f"__import__('os').mkdir({str(made)!r})", eval)]
-    _check_refused(lambda: open_any(folder), folder, "may hold tensors, plain values, and what Megatron")
+    _check_refused(
+        lambda: open_any(folder), folder, "may hold tensors, plain values, and what Megatron"
+    )
     assert not made.exists()
 
 
@@ -462,12 +520,18 @@ STRANGE: dict[str, tuple[str, Callable[[Any], object]]] = {
     "no model": ("mp_rank_00/model_optim_rng.pt", lambda state: state.pop("model")),
     "no head": ("mp_rank_00/model_optim_rng.pt", lambda state: state.update(optimizer={})),
     "no main params": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].pop("param")),
-    "a short tensor": ("mp_rank_00/distrib_optim.pt", lambda state: state[0][FP32].update(exp_avg=torch.zeros(9))),
+    "a short tensor": (
+        "mp_rank_00/distrib_optim.pt",
+        lambda state: state[0][FP32].update(exp_avg=torch.zeros(9)),
+    ),
     "a short shard": (
         "mp_rank_00_001/optim.pt",
         lambda state: state["optimizer"]["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)),
     ),
-    "no state of a rank": ("mp_rank_00_000/optim.pt", lambda state: state["optimizer"]["optimizer"].pop("state")),
+    "no state of a rank": (
+        "mp_rank_00_000/optim.pt",
+        lambda state: state["optimizer"]["optimizer"].pop("state"),
+    ),
 }
 
 
@@ -540,7 +604,9 @@ def _with_unknown_names(folder: Path) -> Path:
 
 
 def _ours(to: Path, seed: int = 0) -> Path:
-    return convert(Fork(seed=seed).write(to.with_name(f"{to.name} of seed {seed}")), to, "distopt").path
+    return convert(
+        Fork(seed=seed).write(to.with_name(f"{to.name} of seed {seed}")), to, "distopt"
+    ).path
 
 
 def _ours_of_another_model(to: Path) -> Path:
@@ -554,10 +620,17 @@ def _without_a_param(state: Any) -> None:
     del state["model"]["language_model"]["encoder"]["layers.1.mlp.dense_h_to_4h.bias"]
 
 
-MODEL_FILES = {"gathered": "model_optim_rng.pt", "per-rank": "model_rng.pt", "plain": "model_optim_rng.pt"}
+MODEL_FILES = {
+    "gathered": "model_optim_rng.pt",
+    "per-rank": "model_rng.pt",
+    "plain": "model_optim_rng.pt",
+}
 NUMEL = sum(each.numel() for key, each in Fork().tensors.items() if key.startswith("main/"))
 ANY, MODEL_FILE = ("manifest.json", "'convert --to torch'"), "mp_rank_00/model_optim_rng.pt"
-ALL_MACHINES, ITS_OWN_FORK = "Copy the whole iteration folder", "this one loads in its own fork alone"
+ALL_MACHINES, ITS_OWN_FORK = (
+    "Copy the whole iteration folder",
+    "this one loads in its own fork alone",
+)
 #: By name: how to make a checkpoint, and what is said of it beside its path.
 REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "nowhere": (lambda to: to, ("does not exist", *ANY, "SAVE/iter_0000010")),
@@ -570,12 +643,18 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         lambda to: _missing(Fork(tp=2, pp=2).write(to), "mp_rank_01_000"),
         ("3 model files", "2 tensor-parallel ranks and 2 pipeline stages", ALL_MACHINES),
     ),
-    "another model file": (lambda to: _one_too_many(Fork(tp=2, pp=2).write(to)), ("4 model files", ALL_MACHINES)),
+    "another model file": (
+        lambda to: _one_too_many(Fork(tp=2, pp=2).write(to)),
+        ("4 model files", ALL_MACHINES),
+    ),
     "a rank too few": (
         lambda to: _missing(Fork(layout="per-rank", dp=3).write(to), "mp_rank_00_001"),
         ("{}/mp_rank_00_001/optim.pt", "3 data-parallel ranks", "all optim.pt of one save"),
     ),
-    "several counts": (lambda to: _with_model_file(Fork().write(to), _count_again), ("9, 10", "from its start")),
+    "several counts": (
+        lambda to: _with_model_file(Fork().write(to), _count_again),
+        ("9, 10", "from its start"),
+    ),
     "frozen params, gathered": (
         lambda to: _with_model_file(Fork().write(to), _freeze),
         (f"param of [{NUMEL}] in chunk 0", f"{NUMEL + 12} elements", "without frozen params"),
@@ -592,7 +671,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         lambda to: Fork(pp=2, options={"standalone_embedding_stage": True}).write(to),
         ("stage 0", "1 of 2 layers", "each of 2 stages", ITS_OWN_FORK),
     ),
-    "another single file": (lambda to: _single(to, format="another"), ("format 'another'", "'convert --to torch'")),
+    "another single file": (
+        lambda to: _single(to, format="another"),
+        ("format 'another'", "'convert --to torch'"),
+    ),
     "a class of the user": (
         lambda to: Fork(options={"extra": Fork()}).write(to),
         (f"{{}}/{MODEL_FILE}", "add_safe_globals([tests.support.fork_files.Fork])"),
@@ -602,8 +684,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
             partial(_with_another_group, layout),
             (
                 "{}/mp_rank_00",
-                "(name=wd_no_scale_lr, wd_mult=1.0, lr_mult=1.0), (name=wd_scale_lr, wd_mult=1.0, lr_mult=0.1), "
-                "(name=no_wd_no_scale_lr, wd_mult=0.0, lr_mult=1.0)",
+                "(name=wd_no_scale_lr, wd_mult=1.0, lr_mult=1.0), (name=wd_scale_lr, wd_mult=1.0, "
+                "lr_mult=0.1), (name=no_wd_no_scale_lr, wd_mult=0.0, lr_mult=1.0)",
                 "decaying and not decaying",
                 "in its own fork with this package installed, and convert what that saves",
             ),
@@ -612,11 +694,18 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     },
     "a group of two dtypes, gathered by the fork": (
         lambda to: Fork(fp32_norms=True).write(to),
-        ("{}/mp_rank_00/distrib_optim.pt", "fp32", "16-bit", "one without the distributed optimizer"),
+        (
+            "{}/mp_rank_00/distrib_optim.pt",
+            "fp32",
+            "16-bit",
+            "one without the distributed optimizer",
+        ),
     ),
     **{name: (lambda to, how=how: _strange(to, *how), ()) for name, how in STRANGE.items()},
     "a single file of lists": (
-        lambda to: _single(to, format="megatron_distopt.torch", version=1, tensors={"main/a": [1.0]}),
+        lambda to: _single(
+            to, format="megatron_distopt.torch", version=1, tensors={"main/a": [1.0]}
+        ),
         ("'convert --to torch'", "Convert it again"),
     ),
 }
@@ -634,7 +723,9 @@ def test_open_any_when_a_checkpoint_is_not_whole_or_not_known_then_it_says_what_
 
 def _check_refused(call: Callable[[], object], path: Path, *words: str) -> None:
     """In the words {} is the path; nothing is written."""
-    assert_mentions(refused(CheckpointError, call), *(word.replace("{}", str(path)) for word in words))
+    assert_mentions(
+        refused(CheckpointError, call), *(word.replace("{}", str(path)) for word in words)
+    )
     assert not path.with_name("new").exists()
 
 
@@ -644,11 +735,15 @@ def test_open_any_when_a_file_is_damaged_then_it_says_which(tmp_path: Path) -> N
         whole = (folder / name).read_bytes()
         for bad in (whole[: len(whole) // 2], b"not a checkpoint", b""):
             (folder / name).write_bytes(bad)
-            with pytest.raises(CheckpointError, match=f"^File {folder / name} is damaged: .* Give a file"):
+            with pytest.raises(
+                CheckpointError, match=f"^File {folder / name} is damaged: .* Give a file"
+            ):
                 open_any(folder)
 
 
-def test_open_any_when_the_user_allows_a_class_then_it_is_read_and_allowed_as_before(tmp_path: Path) -> None:
+def test_open_any_when_the_user_allows_a_class_then_it_is_read_and_allowed_as_before(
+    tmp_path: Path,
+) -> None:
     folder = Fork(options={"extra": Fork()}).write(tmp_path / "iter")
     with torch.serialization.safe_globals([Fork, (Namespace, "argparse.Namespace")]):
         before = torch.serialization.get_safe_globals()
@@ -674,11 +769,15 @@ def test_open_any_when_another_count_is_given_then_it_is_refused(kind: str, tmp_
     path = Fork().write(tmp_path / "iter")
     if kind == "ours":
         path = convert(path, tmp_path / kind, "distopt").path
-    _check_refused(lambda: open_any(path, resume_step=7), path, "{}", " 10 ", " 7. ", "Drop --resume-step")
+    _check_refused(
+        lambda: open_any(path, resume_step=7), path, "{}", " 10 ", " 7. ", "Drop --resume-step"
+    )
     assert {group.step for group in open_any(path, resume_step=10).head.groups} == {10}
 
 
-def test_open_any_when_ours_gathered_a_group_of_two_dtypes_then_it_is_in_the_order_that_it_says(tmp_path: Path) -> None:
+def test_open_any_when_ours_gathered_a_group_of_two_dtypes_then_it_is_in_the_order_that_it_says(
+    tmp_path: Path,
+) -> None:
     fork = Fork(fp32_norms=True)
     folder = fork.write(tmp_path / "iter")
     with changed(folder / "mp_rank_00/distrib_optim.pt") as state:
@@ -691,19 +790,29 @@ REFUSED_WHEN_READ: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     **{
         f"another model, {layout}": (
             partial(_with_model_of_another_seed, layout),
-            (f"{{}}/mp_rank_00/{name}", f"32 of 32 values of {EMBEDDING!r} are not the model's", "of one save"),
+            (
+                f"{{}}/mp_rank_00/{name}",
+                f"32 of 32 values of {EMBEDDING!r} are not the model's",
+                "of one save",
+            ),
         )
         for layout, name in MODEL_FILES.items()
     },
     "a name that does not say how a param is cut": (
         _with_unknown_names,
-        ("'language_model.encoder.layers.0.mlp.up.weight'", "tensor-parallel rank 1", "tensor-parallel size 1"),
+        (
+            "'language_model.encoder.layers.0.mlp.up.weight'",
+            "tensor-parallel rank 1",
+            "tensor-parallel size 1",
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_WHEN_READ)
-def test_read_when_values_cannot_be_the_models_then_it_says_what_and_what_to_do(name: str, tmp_path: Path) -> None:
+def test_read_when_values_cannot_be_the_models_then_it_says_what_and_what_to_do(
+    name: str, tmp_path: Path
+) -> None:
     make, words = REFUSED_WHEN_READ[name]
     path = make(tmp_path / "checkpoint")
     source = open_any(path)
@@ -746,19 +855,27 @@ NOT_CONVERTED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], tuple[str
 
 
 @pytest.mark.parametrize("name", NOT_CONVERTED)
-def test_convert_when_it_cannot_become_that_then_it_says_why_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+def test_convert_when_it_cannot_become_that_then_it_says_why_and_nothing_is_written(
+    name: str, tmp_path: Path
+) -> None:
     make, options, words = NOT_CONVERTED[name]
     path = make(tmp_path / "checkpoint")
     _check_refused(lambda: convert(path, tmp_path / "new", **options), path, *words)
-    _check_refused(lambda: convert(path, path, "plain"), path, "{}", "Name a folder or file that is not there")
+    _check_refused(
+        lambda: convert(path, path, "plain"), path, "{}", "Name a folder or file that is not there"
+    )
 
 
 @pytest.mark.parametrize("layout", ["per-rank", "gathered"])
-def test_convert_when_steps_were_skipped_then_the_count_comes_back(layout: str, tmp_path: Path) -> None:
+def test_convert_when_steps_were_skipped_then_the_count_comes_back(
+    layout: str, tmp_path: Path
+) -> None:
     start = _write(RUNS["fp16"], "gathered", tmp_path / "start")
     source = open_any(convert(start, tmp_path / "source", "distopt").path)
     ours = convert(start, tmp_path / "ours", "distopt").path
-    write_checkpoint(ours / "distrib_optim.distopt", replace(source, head=replace(source.head, num_skipped=9)))
+    write_checkpoint(
+        ours / "distrib_optim.distopt", replace(source, head=replace(source.head, num_skipped=9))
+    )
     there = convert(ours, tmp_path / "there", layout).path
     back = convert(there, tmp_path / "back", "distopt").path
     assert [open_any(path).head.num_skipped for path in (ours, there, back)] == [9, 9, 9]

@@ -21,7 +21,8 @@ from megatron_distopt.formats import convert, open_any
 
 GOLDEN = os.environ.get("MEGATRON_FORK_GOLDEN", "")
 pytestmark = pytest.mark.skipif(
-    not GOLDEN, reason="MEGATRON_FORK_GOLDEN names no folder with checkpoints/ that a real fork wrote"
+    not GOLDEN,
+    reason="MEGATRON_FORK_GOLDEN names no folder with checkpoints/ that a real fork wrote",
 )
 GATHERED = ("mds_distopt_fp32", "mds_distopt_bf16", "mds_distopt_bf16_dp5")
 PLAIN = ("mds_plain_fp32", "mds_plain_bf16")
@@ -41,7 +42,13 @@ class ModelType(Enum):
 def _raw(path: Path) -> dict[str, Any]:
     """What torch says."""
     numpy = pytest.importorskip("numpy")
-    allowed = [Namespace, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32")), numpy.zeros(1).__reduce__()[0]]
+    allowed = [
+        Namespace,
+        numpy.ndarray,
+        numpy.dtype,
+        type(numpy.dtype("uint32")),
+        numpy.zeros(1).__reduce__()[0],
+    ]
     with torch.serialization.safe_globals([*allowed, (ModelType, "megatron.core.enums.ModelType")]):
         state: dict[str, Any] = torch.load(path, weights_only=True)
     return state
@@ -57,7 +64,11 @@ def _named(model: Mapping[str, Any]) -> dict[str, Tensor]:
     parts = {f"embedding.{name}": each for name, each in language["embedding"].items()} | {
         "encoder": language["encoder"]
     }
-    return {f"language_model.{part}.{key}": value for part, each in parts.items() for key, value in each.items()}
+    return {
+        f"language_model.{part}.{key}": value
+        for part, each in parts.items()
+        for key, value in each.items()
+    }
 
 
 def _check_head(source: Source, names: list[str]) -> None:
@@ -71,27 +82,38 @@ def test_open_any_when_a_real_fork_gathered_then_values_are_those_of_the_file(na
     source, params = open_any(_iteration(name)), _named(_model(name))
     assert (len(params), sum(each.numel() for each in params.values())) == (PARAMS, NUMEL)
     _check_head(source, [*params])
-    flat = torch.load(_iteration(name) / "mp_rank_00/distrib_optim.pt", weights_only=True)[0][torch.float32]
+    flat = torch.load(_iteration(name) / "mp_rank_00/distrib_optim.pt", weights_only=True)[0][
+        torch.float32
+    ]
     for kind in KINDS:
         start = 0
         for each in reversed(params):
             tensor = source.read(f"{kind}/{each}")
             stop = start + params[each].numel()
             assert tensor.shape == params[each].shape
-            assert torch.equal(tensor.view(-1), flat["param" if kind == "main" else kind][start:stop])
+            assert torch.equal(
+                tensor.view(-1), flat["param" if kind == "main" else kind][start:stop]
+            )
             assert kind != "main" or torch.equal(tensor.to(params[each].dtype), params[each])
             start = stop
         assert start == NUMEL
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_open_any_when_a_real_fork_was_not_distributed_then_values_are_those_of_the_file(name: str) -> None:
+def test_open_any_when_a_real_fork_was_not_distributed_then_values_are_those_of_the_file(
+    name: str,
+) -> None:
     source, model = open_any(_iteration(name)), _model(name)
     params, entry = _named(model), model["optimizer"]
     _check_head(source, [*params])
     inner = entry.get("optimizer", entry)
-    order = [*(each for each in params if params[each].ndim > 1), *(each for each in params if params[each].ndim == 1)]
-    mains = [main for group in entry.get("fp32_from_fp16_params", []) for main in group] or [params[e] for e in order]
+    order = [
+        *(each for each in params if params[each].ndim > 1),
+        *(each for each in params if params[each].ndim == 1),
+    ]
+    mains = [main for group in entry.get("fp32_from_fp16_params", []) for main in group] or [
+        params[e] for e in order
+    ]
     for number, each in enumerate(order):
         assert torch.equal(source.read(f"main/{each}"), mains[number])
         for kind in KINDS[1:]:
@@ -123,6 +145,7 @@ def test_convert_when_a_real_forks_file_goes_there_and_back_then_it_is_the_same(
     rng, saved = made["rng_state"][0], theirs["rng_state"][0]
     assert rng["random_rng_state"] == saved["random_rng_state"]
     assert all(
-        (one == other).all() for one, other in zip(rng["np_rng_state"][1:2], saved["np_rng_state"][1:2], strict=True)
+        (one == other).all()
+        for one, other in zip(rng["np_rng_state"][1:2], saved["np_rng_state"][1:2], strict=True)
     )
     assert torch.equal(rng["torch_rng_state"], saved["torch_rng_state"])

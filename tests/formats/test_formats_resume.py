@@ -1,8 +1,9 @@
-"""The fork goes on from converted files on the very curve: from its distributed optimizer to none, to ours, and back.
+"""The fork goes on from converted files on the very curve: from its distributed optimizer to none,
+to ours, and back.
 
-The ranks train, rank 0 converts what they saved, and the ranks resume from that; one spawn a file layout of the fork.
-Gradients are not clipped, because a norm that is summed in another order moves the last bit: every curve is the same
-bit for bit.
+The ranks train, rank 0 converts what they saved, and the ranks resume from that; one spawn a file
+layout of the fork. Gradients are not clipped, because a norm that is summed in another order moves
+the last bit: every curve is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -29,10 +30,31 @@ FLAGS = ("--clip-grad", "0", "--train-iters", str(ITERATIONS))
 DISTRIBUTED = "--use-distributed-optimizer"
 BF16, FP32_NORMS, SGD = ("--bf16",), ("--bf16", "--fp32-norms"), ("--bf16", "--optimizer", "sgd")
 #: Overflows at the first two iterations.
-FP16 = ("--fp16", "--initial-loss-scale", str(2.0**18), "--loss-scale-window", "2", "--hysteresis", "1")
+FP16 = (
+    "--fp16",
+    "--initial-loss-scale",
+    str(2.0**18),
+    "--loss-scale-window",
+    "2",
+    "--hysteresis",
+    "1",
+)
 #: An odd number of elements, which two ranks pad.
-ODD = ("--bf16", "--hidden-size", "5", "--num-attention-heads", "1", "--vocab-size", "63", "--micro-batch-size", "1")
-TP2, PP2 = ("--bf16", "--tensor-model-parallel-size", "2"), ("--bf16", "--pipeline-model-parallel-size", "2")
+ODD = (
+    "--bf16",
+    "--hidden-size",
+    "5",
+    "--num-attention-heads",
+    "1",
+    "--vocab-size",
+    "63",
+    "--micro-batch-size",
+    "1",
+)
+TP2, PP2 = (
+    ("--bf16", "--tensor-model-parallel-size", "2"),
+    ("--bf16", "--pipeline-model-parallel-size", "2"),
+)
 UNTIED, FROZEN = ("--bf16", "--untie-embeddings-and-output-weights"), ("--bf16", "--frozen-param")
 
 
@@ -46,7 +68,9 @@ class Optimizer:
 
 PLAIN, NATIVE = Optimizer(()), Optimizer((DISTRIBUTED,))
 #: The fork's own class as our inner optimizer.
-OURS = Optimizer((DISTRIBUTED, "--distopt-optimizer", "megatron.optimizer.fused_adam:FusedAdam"), ours=True)
+OURS = Optimizer(
+    (DISTRIBUTED, "--distopt-optimizer", "megatron.optimizer.fused_adam:FusedAdam"), ours=True
+)
 #: Where the fork takes nothing but Adam.
 OUR_SGD = Optimizer((DISTRIBUTED,), ours=True)
 
@@ -67,13 +91,17 @@ CASES: dict[str, dict[str, Case]] = {
     "gathered": {
         "fp32, gathered to plain": Case((), NATIVE, ("plain",), PLAIN),
         "bf16, gathered to plain": Case(ODD, NATIVE, ("plain",), PLAIN),
-        "bf16, plain over all to gathered": Case(ODD, PLAIN, ("distopt", "per-rank", "plain", "gathered"), NATIVE),
+        "bf16, plain over all to gathered": Case(
+            ODD, PLAIN, ("distopt", "per-rank", "plain", "gathered"), NATIVE
+        ),
         "fp16, plain to gathered": Case(FP16, PLAIN, ("gathered",), NATIVE, at=3),
         "untied, gathered to plain": Case(UNTIED, NATIVE, ("plain",), PLAIN),
         "ours to gathered": Case(BF16, OURS, ("gathered",), NATIVE),
         "gathered to ours": Case(BF16, NATIVE, ("distopt",), OURS),
         "fp32 norms, ours to plain": Case(FP32_NORMS, OURS, ("plain",), PLAIN),
-        "fp32 norms, plain to ours in a gathered file": Case(FP32_NORMS, PLAIN, ("gathered",), OURS),
+        "fp32 norms, plain to ours in a gathered file": Case(
+            FP32_NORMS, PLAIN, ("gathered",), OURS
+        ),
         "sgd, ours to plain": Case(SGD, OUR_SGD, ("plain",), PLAIN),
         "frozen, ours to plain": Case(FROZEN, OURS, ("plain",), PLAIN),
         "tp2, gathered over ours to plain": Case(TP2, NATIVE, ("distopt", "plain"), PLAIN),
@@ -96,7 +124,8 @@ CASES: dict[str, dict[str, Case]] = {
 
 @dataclass(frozen=True)
 class Continued:
-    """The iterations after the save, of the run without one and of the one that resumed; whether they end alike."""
+    """The iterations after the save, of the run without one and of the one that resumed; whether
+    they end alike."""
 
     uninterrupted: tuple[Iteration, ...]
     resumed: tuple[Iteration, ...]
@@ -112,7 +141,9 @@ def _continue(fork: MiniFork, case: Case, folder: Path) -> Continued:
             _convert(folder, case)
         dist.barrier()
         loads = ("--load", str(folder / case.via[-1]))
-        resumed = fork.train(*FLAGS, *case.words, *case.resumes.words, *loads, ours=case.resumes.ours)
+        resumed = fork.train(
+            *FLAGS, *case.words, *case.resumes.words, *loads, ours=case.resumes.ours
+        )
     same = all(torch.equal(param, resumed.params[name]) for name, param in full.params.items())
     return Continued(full.iterations[case.at :], resumed.iterations, same)
 
@@ -127,16 +158,22 @@ def _convert(folder: Path, case: Case) -> None:
 
 
 def _collect(rank: int, size: int, file_layout: str, folder: str) -> dict[str, Continued]:
-    os.fsync = lambda descriptor: None  # nothing here loses its power, and a busy disk takes seconds to be sure of that
+    # nothing here loses its power, and a busy disk takes seconds to be sure of that
+    os.fsync = lambda descriptor: None
     fork = MiniFork.imported(file_layout=file_layout, adam="fused")
-    return {name: _continue(fork, case, Path(folder) / name) for name, case in CASES[file_layout].items()}
+    return {
+        name: _continue(fork, case, Path(folder) / name)
+        for name, case in CASES[file_layout].items()
+    }
 
 
 # In the test process.
 
 
 @pytest.mark.parametrize("file_layout", CASES)
-def test_resume_when_converted_then_the_curve_is_the_uninterrupted_one(file_layout: str, tmp_path: Path) -> None:
+def test_resume_when_converted_then_the_curve_is_the_uninterrupted_one(
+    file_layout: str, tmp_path: Path
+) -> None:
     core_folder()
     ranks = run_ranks(_collect, RANKS, file_layout, str(tmp_path), seconds=200)
     for name, case in CASES[file_layout].items():

@@ -34,13 +34,17 @@ def torch_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("place", ["state.pt", "ours"])
-def test_load_when_it_is_any_format_then_every_element_is_in_its_place(torch_file: Path, place: str) -> None:
+def test_load_when_it_is_any_format_then_every_element_is_in_its_place(
+    torch_file: Path, place: str
+) -> None:
     world = World.of(MODEL, filled=False, lr=5.0)
     load_any(torch_file.parent / place, world.ranks[0].model, ALONE)
     for kind in KINDS:
         whole = world.whole(kind)
         for param in MODEL:
-            assert torch.equal(whole[param.name], element_numbers(param, kind, param.padded_shape(1))), param.name
+            assert torch.equal(
+                whole[param.name], element_numbers(param, kind, param.padded_shape(1))
+            ), param.name
     inner = world.ranks[0].optimizer.inner
     assert {float(state["step"]) for state in inner.state.values()} == {10.0}
     assert [group["lr"] for group in inner.param_groups] == [1e-3, 1e-3]
@@ -59,12 +63,18 @@ def test_load_when_ranks_share_the_model_then_each_reads_its_part_and_reads_it_o
 
     world = World.of(MODEL, dp=dp, filled=False)
     names = {param.name for param in MODEL}
-    monkeypatch.setattr(module, "open_any", lambda path, resume_step: replace(source, read_box=read_box))
-    monkeypatch.setattr("megatron_distopt.checkpoint.load.names_of_all", lambda model, everyone: names)
+    monkeypatch.setattr(
+        module, "open_any", lambda path, resume_step: replace(source, read_box=read_box)
+    )
+    monkeypatch.setattr(
+        "megatron_distopt.checkpoint.load.names_of_all", lambda model, everyone: names
+    )
     for rank in world.ranks:
         reads.clear()
         load_any(torch_file, rank.model, ALONE)
-        wanted = {(piece.placement.name, kind) for piece in owned_pieces(rank.model) for kind in KINDS}
+        wanted = {
+            (piece.placement.name, kind) for piece in owned_pieces(rank.model) for kind in KINDS
+        }
         assert sorted(key for key, _ in reads) == sorted(f"{kind}/{name}" for name, kind in wanted)
         # A stretch of a flat param begins and ends within rows of the param, which are read whole.
         owned = sum(piece.piece.in_global.numel for piece in owned_pieces(rank.model)) * len(KINDS)
@@ -72,10 +82,14 @@ def test_load_when_ranks_share_the_model_then_each_reads_its_part_and_reads_it_o
         assert owned <= sum(box.numel for _, box in reads) <= owned + rows
     for kind in KINDS:
         whole = world.whole(kind)
-        assert all(torch.equal(whole[each.name], source.read(f"{kind}/{each.name}")) for each in MODEL)
+        assert all(
+            torch.equal(whole[each.name], source.read(f"{kind}/{each.name}")) for each in MODEL
+        )
 
 
-def test_load_when_a_tensor_is_damaged_then_refused_and_nothing_is_changed(torch_file: Path, tmp_path: Path) -> None:
+def test_load_when_a_tensor_is_damaged_then_refused_and_nothing_is_changed(
+    torch_file: Path, tmp_path: Path
+) -> None:
     damaged = tmp_path / "state.pt"
     state = torch.load(torch_file, weights_only=True)
     state["tensors"]["main/scale"] = torch.zeros(2)
@@ -85,4 +99,8 @@ def test_load_when_a_tensor_is_damaged_then_refused_and_nothing_is_changed(torch
     with pytest.raises(CheckpointError, match="scale"):
         load_any(damaged, world.ranks[0].model, ALONE)
     after = {kind: world.whole(kind) for kind in KINDS}
-    assert all(torch.equal(before[kind][name], after[kind][name]) for kind in KINDS for name in before[kind])
+    assert all(
+        torch.equal(before[kind][name], after[kind][name])
+        for kind in KINDS
+        for name in before[kind]
+    )

@@ -1,7 +1,9 @@
-"""What megatron-core's training loop and checkpoint code read off an optimizer: checked on ours, inside the ranks.
+"""What megatron-core's training loop and checkpoint code read off an optimizer: checked on ours,
+inside the ranks.
 
-Each function of `CHECKS` takes models through a few steps. All of it runs on two data-parallel or two pipeline ranks,
-in one spawn of `test_megatron_core_contract.py`. To be imported in the ranks only: it imports the host.
+Each function of `CHECKS` takes models through a few steps. All of it runs on two data-parallel or
+two pipeline ranks, in one spawn of `test_megatron_core_contract.py`. To be imported in the ranks
+only: it imports the host.
 """
 
 from __future__ import annotations
@@ -29,7 +31,16 @@ from tests.support.gpt import Training, build_chunks, hosts_own_runs, optimizer_
 
 #: Whether the host puts a chain around one optimizer as well, as it does from 0.12 on.
 CHAINS_ALWAYS = "optimizer" in vars(ChainedOptimizer)
-HOST_KEYS = {"params", "lr", "weight_decay", "max_lr", "min_lr", "lr_mult", "wd_mult", "is_decoupled_lr"}
+HOST_KEYS = {
+    "params",
+    "lr",
+    "weight_decay",
+    "max_lr",
+    "min_lr",
+    "lr_mult",
+    "wd_mult",
+    "is_decoupled_lr",
+}
 HOST_KEYS |= {"is_expert_parallel", "default_config"}
 #: Options of torch's Adam that choose a kernel: those of ours mean nothing to the host's own.
 KERNELS = ("fused", "foreach", "capturable", "differentiable")
@@ -40,7 +51,8 @@ WEIGHT = "0.decoder.layers.1.self_attention.linear_qkv.weight"
 
 
 def needs(has_it: bool, what: str) -> None:
-    """Ends a check of what this version of the host cannot do; the test is skipped for this text."""
+    """Ends a check of what this version of the host cannot do; the test is skipped for this
+    text."""
     assert has_it, f"this megatron-core has no {what}"
 
 
@@ -61,7 +73,8 @@ def gathered(value: Any) -> list[Any]:
 
 
 def whole_main_params(training: Training) -> dict[str, Tensor]:
-    """Collective: main params put together from the ranks, who own the elements of each in their order."""
+    """Collective: main params put together from the ranks, who own the elements of each in their
+    order."""
     own = {name: param.main_param for name, param in training.named_params()}
     shards = gathered({name: main.clone() for name, main in own.items() if main is not None})
     return {name: torch.cat([each[name] for each in shards if name in each]) for name in own}
@@ -86,7 +99,11 @@ def what_the_host_reads() -> None:
         assert chained.model_chunks == training.chunks
         assert chained.config == ours.config == optimizer_config(BF16)
         assert chained.optimizer is ours.optimizer
-        assert {key for state in ours.optimizer.state.values() for key in state} == {"exp_avg", "exp_avg_sq", "step"}
+        assert {key for state in ours.optimizer.state.values() for key in state} == {
+            "exp_avg",
+            "exp_avg_sq",
+            "step",
+        }
         assert ours.stats_group.size == 2
         assert float(chained.get_loss_scale()) == 1.0
         assert float(chained.scale_loss(torch.tensor(3.0))) == 3.0
@@ -108,26 +125,46 @@ def what_the_host_reads() -> None:
 
 def no_param_trains_on_any_rank() -> None:
     # A rank may train nothing from 0.11 on.
-    needs("is_stub_optimizer" in inspect.getsource(DistributedOptimizer.__init__), "optimizer without params")
+    needs(
+        "is_stub_optimizer" in inspect.getsource(DistributedOptimizer.__init__),
+        "optimizer without params",
+    )
     found = []
     for name in ("host-distributed", "distopt"):
         with closing(Training(BF16.of(optimizer=name, frozen=("",)))) as training:
             training.optimizer.zero_grad()
             with training.type_strings():
                 result = training.optimizer.step()
-            stubs = training.optimizer.is_stub_optimizer, parts_of(training.optimizer)[0].is_stub_optimizer
+            stubs = (
+                training.optimizer.is_stub_optimizer,
+                parts_of(training.optimizer)[0].is_stub_optimizer,
+            )
             # Some versions count 0 zeros where nobody asked for a count.
             scale = float(training.optimizer.get_loss_scale())
             inner = parts_of(training.optimizer)[0].optimizer
-            found.append((stubs, training.optimizer.param_groups, result[:2], result[2] or None, scale, inner))
+            found.append(
+                (
+                    stubs,
+                    training.optimizer.param_groups,
+                    result[:2],
+                    result[2] or None,
+                    scale,
+                    inner,
+                )
+            )
     assert found[0] == found[1]
     assert found[1][:2] == ((True, True), [])
 
 
 def one_rank_trains_nothing() -> None:
     """Its param groups have the form of the others."""
-    needs("all_gather_object" in inspect.getsource(host_optimizer), "param groups that are the same on all ranks")
-    with trained(Case("distopt", pp=2, tied=False, frozen=("embedding", "layers.")), steps=1) as training:
+    needs(
+        "all_gather_object" in inspect.getsource(host_optimizer),
+        "param groups that are the same on all ranks",
+    )
+    with trained(
+        Case("distopt", pp=2, tied=False, frozen=("embedding", "layers.")), steps=1
+    ) as training:
         groups = training.optimizer.param_groups
         first, last = gathered([sorted(set(group) - {"params"}) for group in groups])
         numels = gathered([sum(param.numel() for param in group["params"]) for group in groups])
@@ -141,35 +178,56 @@ def main_params() -> None:
         whole, named = whole_main_params(training), dict(training.named_params())
         assert {param.main_param_sharded for param in named.values()} == {True}
         assert all(torch.equal(whole[name].bfloat16(), named[name].flatten()) for name in named)
-        # 45,280 elements; were they rounded, all would be bf16 values. Some hundred are: biases of gradient zero.
+        # 45,280 elements; were they rounded, all would be bf16 values. Some hundred are: biases of
+        # gradient zero.
         assert sum(int((main == main.bfloat16().float()).sum()) for main in whole.values()) < 2000
         first, last = gathered([name for name in named if named[name].main_param is not None])
     assert len(first) < len(named) and {*first} & {*last}, "a param that both have a part of"
 
 
 def aligned_lists() -> None:
-    """One object in groups, lists, state and `main_param`, of the elements and in the order that the host's own has."""
+    """One object in groups, lists, state and `main_param`, of the elements and in the order that
+    the host's own has."""
     found: list[Any] = []
     for name in ("host-distributed", "distopt"):
         with trained(BF16.of(optimizer=name, fp32_norms=True)) as training, training.type_strings():
-            (part,), names = parts_of(training.optimizer), {param: name for name, param in training.named_params()}
+            (part,), names = (
+                parts_of(training.optimizer),
+                {param: name for name, param in training.named_params()},
+            )
             found.append([])
             for param, (group, number) in part.model_param_group_index_map.items():
                 span = part._get_model_param_range_map(param)["param"]
                 assert part.opt_group_ranges[group]["params"][number] is param
-                found[-1].append((names[param], part.model_param_gbuf_map[param], group, span.start, span.end))
+                found[-1].append(
+                    (names[param], part.model_param_gbuf_map[param], group, span.start, span.end)
+                )
             mains = set()
             for models, *shards in (
-                (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups),
+                (
+                    part.model_float16_groups,
+                    part.shard_float16_groups,
+                    part.shard_fp32_from_float16_groups,
+                ),
                 (part.model_fp32_groups, part.shard_fp32_groups),
             ):
                 for members in (
-                    member for groups in zip(models, *shards, strict=True) for member in zip(*groups, strict=True)
+                    member
+                    for groups in zip(models, *shards, strict=True)
+                    for member in zip(*groups, strict=True)
                 ):
-                    assert len(shards) == 1 or not CHAINS_ALWAYS or members[0].main_param is members[-1]
-                    found[-1].append((names[members[0]], [(each.numel(), each.dtype) for each in members[1:]]))
+                    assert (
+                        len(shards) == 1
+                        or not CHAINS_ALWAYS
+                        or members[0].main_param is members[-1]
+                    )
+                    found[-1].append(
+                        (names[members[0]], [(each.numel(), each.dtype) for each in members[1:]])
+                    )
                     mains.add(id(members[-1]))
-            assert mains == {id(main) for group in part.optimizer.param_groups for main in group["params"]}
+            assert mains == {
+                id(main) for group in part.optimizer.param_groups for main in group["params"]
+            }
             assert mains == {*map(id, part.optimizer.state)}
             with hosts_own_runs():
                 part._copy_main_params_to_model_params()  # of the host, by these lists
@@ -178,7 +236,10 @@ def aligned_lists() -> None:
 
 def tenants_swap_state() -> None:
     """SkyRL's adapter_store.py: two tenants train in turn, each as if it were alone."""
-    needs(hasattr(DistributedOptimizer, "_init_optimizer_states_with_dummy_values"), "first step without gradients")
+    needs(
+        hasattr(DistributedOptimizer, "_init_optimizer_states_with_dummy_values"),
+        "first step without gradients",
+    )
     _tenants_swap_state(BF16)
     with _host_counts_in_groups():
         _tenants_swap_state(BF16)
@@ -230,8 +291,12 @@ def _kept_state(part: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
 
 
 def grads_are_clipped_by_hand() -> None:
-    """SkyRL's grad_clip.py: two sets of params, each clipped by its own norm between `prepare_grads` and the update."""
-    needs(hasattr(optimizer_config(BF16), "use_precision_aware_optimizer_no_fp8_or_ds_fp8"), "decoupled grads")
+    """SkyRL's grad_clip.py: two sets of params, each clipped by its own norm between
+    `prepare_grads` and the update."""
+    needs(
+        hasattr(optimizer_config(BF16), "use_precision_aware_optimizer_no_fp8_or_ds_fp8"),
+        "decoupled grads",
+    )
     found = []
     for name in ("host-distributed", "distopt"):
         with closing(Training(BF16.of(optimizer=name))) as training:
@@ -248,7 +313,12 @@ def _clip_in_two(training: Training) -> list[float]:
 
     chained, (part,), norms = training.optimizer, parts_of(training.optimizer), []
     pairs = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
-    first = {id(main) for models, mains in pairs for model, main in zip(models, mains, strict=True) if model.ndim == 1}
+    first = {
+        id(main)
+        for models, mains in pairs
+        for model, main in zip(models, mains, strict=True)
+        if model.ndim == 1
+    }
     with hosts_own_runs():
         assert not chained.prepare_grads()
         params = part.get_parameters()
@@ -257,14 +327,17 @@ def _clip_in_two(training: Training) -> list[float]:
             part.get_parameters = lambda chosen=chosen: chosen
             norms.append(float(chained.get_grad_norm()))
             del part.get_parameters
-            clip_grad_by_total_norm_fp32(chosen, max_norm=0.1, total_norm=norms[-1], use_decoupled_grad=False)
+            clip_grad_by_total_norm_fp32(
+                chosen, max_norm=0.1, total_norm=norms[-1], use_decoupled_grad=False
+            )
         assert chained.step_with_ready_grads()
         training.finish_step()
     return norms
 
 
 def parts_of_a_step_are_replaced() -> None:
-    """miles' nvme_stream.py puts a function of its own in the place of one that the host's step calls."""
+    """miles' nvme_stream.py puts a function of its own in the place of one that the host's step
+    calls."""
     with trained(BF16, steps=1) as training:
         (part,), before = parts_of(training.optimizer), training.params()
         part.step_with_ready_grads = lambda: True
@@ -287,14 +360,20 @@ def state_is_begun_by_the_hosts_function() -> None:
             else:
                 for main in part.get_parameters():
                     moments = ("exp_avg", "exp_avg_sq")
-                    part.optimizer.state[main].update({moment: torch.zeros_like(main) for moment in moments})
+                    part.optimizer.state[main].update(
+                        {moment: torch.zeros_like(main) for moment in moments}
+                    )
             training.optimizer.save(gathered(tempfile.mkdtemp())[0])
             assert [training.step().loss for _ in range(2)] == alone
 
 
 def state_is_reset() -> None:
-    """miles' --reset-optimizer-states: moments and the count in groups, where TransformerEngine's has it."""
-    with _host_counts_in_groups(), trained(FP32.of(weight_decay=0.0, clip_grad=0.0), steps=3) as training:
+    """miles' --reset-optimizer-states: moments and the count in groups, where TransformerEngine's
+    has it."""
+    with (
+        _host_counts_in_groups(),
+        trained(FP32.of(weight_decay=0.0, clip_grad=0.0), steps=3) as training,
+    ):
         inner = training.optimizer.optimizer
         assert {group["step"] for group in inner.param_groups} == {3}
         for group in inner.param_groups:
@@ -305,8 +384,11 @@ def state_is_reset() -> None:
         training.step()
         assert {group["step"] for group in inner.param_groups} == {1}
         assert {int(state["step"]) for state in inner.state.values()} == {1}
-        moved = max(float((param - before[name]).abs().max()) for name, param in training.params().items())
-    assert moved == pytest.approx(3e-3, rel=1e-3)  # Adam's first step is as large as the learning rate
+        moved = max(
+            float((param - before[name]).abs().max()) for name, param in training.params().items()
+        )
+    # Adam's first step is as large as the learning rate
+    assert moved == pytest.approx(3e-3, rel=1e-3)
 
 
 def main_param_is_mutated() -> None:
@@ -331,7 +413,9 @@ def lr_is_written() -> None:
         still = training.params()
         assert all_equal(still, before)
         set_lr(training, 1e-2)
-        next(group for group in training.optimizer.param_groups if group["wd_mult"] == 0.0)["lr"] = 0.0
+        next(group for group in training.optimizer.param_groups if group["wd_mult"] == 0.0)[
+            "lr"
+        ] = 0.0
         training.step()
         after = training.params()
         moved = {name for name, param in after.items() if not torch.equal(param, still[name])}
@@ -358,7 +442,8 @@ def steps_in_parts() -> None:
 
 
 def chained_by_a_user() -> None:
-    """The host's own chain clips `grad` of our main params as it does of its own; once installed, the chain is ours."""
+    """The host's own chain clips `grad` of our main params as it does of its own; once installed,
+    the chain is ours."""
     case = FP32.of(clip_grad=0.5)
 
     def by_the_hosts_chain(training: Training) -> Any:
@@ -367,7 +452,9 @@ def chained_by_a_user() -> None:
 
     (loss, step), *others = _drive(case, by_the_hosts_chain)
     wanted = _drive(case, lambda training: training.optimizer.step())
-    assert (loss, step[0]) == (wanted[0][0], True) and step[1] == pytest.approx(wanted[0][1][1], rel=1e-6)
+    assert (loss, step[0]) == (wanted[0][0], True) and step[1] == pytest.approx(
+        wanted[0][1][1], rel=1e-6
+    )
     # The host adds squares up in fp32.
     assert [each[0] for each in others] == pytest.approx([each[0] for each in wanted[1:]], rel=1e-6)
     with trained(case, steps=1) as training:
@@ -389,7 +476,8 @@ def _drive(case: Case, driver: Driver) -> list[tuple[float, Any]]:
 
 
 def _step_in_parts(optimizer: Any, case: Case) -> tuple[Any, ...]:
-    """The calls that the host's layers make one by one, without clipping where a chain has no call for it."""
+    """The calls that the host's layers make one by one, without clipping where a chain has no call
+    for it."""
     if optimizer.prepare_grads():
         return False, None, None
     norm = optimizer.get_grad_norm()
@@ -406,7 +494,9 @@ def reloaded_main_params() -> None:
     with trained(BF16) as training:
         precise = {name: param.detach().float() * 1.001 for name, param in training.named_params()}
         training.optimizer.reload_model_params(
-            state_dict={"model": {name.removeprefix("0."): value for name, value in precise.items()}}
+            state_dict={
+                "model": {name.removeprefix("0."): value for name, value in precise.items()}
+            }
         )
         found = whole_main_params(training)
         assert all(torch.equal(found[name], value.flatten()) for name, value in precise.items())
@@ -454,18 +544,23 @@ def _snapshot(training: Training) -> dict[str, Any]:
         held[f"main {index}"] = param.detach().clone()
         held |= {f"{key} {index}": copy.deepcopy(value) for key, value in state.items()}
     for index, group in enumerate(inner.param_groups):
-        held |= {f"{key} of group {index}": value for key, value in group.items() if key != "params"}
+        held |= {
+            f"{key} of group {index}": value for key, value in group.items() if key != "params"
+        }
     return held
 
 
 def _check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert before.keys() == after.keys()
     for name, value in before.items():
-        assert torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name], name
+        assert (
+            torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
+        ), name
 
 
 def state_dict() -> None:
-    """What the host puts into its own files, of a run without a loss scale and of one with; then taken back."""
+    """What the host puts into its own files, of a run without a loss scale and of one with; then
+    taken back."""
     for case, keys in ((BF16, ["optimizer"]), (FP16, ["grad_scaler", "optimizer"])):
         with trained(case) as training:
             state = copy.deepcopy(training.optimizer.state_dict())
@@ -473,7 +568,8 @@ def state_dict() -> None:
             assert [*state["optimizer"]] == ["param_groups"]
             groups, live = state["optimizer"]["param_groups"], training.optimizer.param_groups
             assert all(
-                set(group) == {*one, "step"} - {"params", *KERNELS} for group, one in zip(groups, live, strict=True)
+                set(group) == {*one, "step"} - {"params", *KERNELS}
+                for group, one in zip(groups, live, strict=True)
             )
             assert [group["step"] for group in groups] == [2, 2]
             set_lr(training, 0.5)
@@ -482,18 +578,28 @@ def state_dict() -> None:
 
 
 def frozen_after_wrapping() -> None:
-    """The same param is frozen after it was wrapped, and before, when it gets no place in a buffer at all."""
+    """The same param is frozen after it was wrapped, and before, when it gets no place in a buffer
+    at all."""
     part = "linear_fc1.weight"
     frozen = [f"0.decoder.layers.{layer}.mlp.{part}" for layer in (0, 1)]
     curves = []
-    for context, case in ((_frozen_when_built(part), FP32), (nullcontext(), FP32.of(frozen=(part,)))):
+    for context, case in (
+        (_frozen_when_built(part), FP32),
+        (nullcontext(), FP32.of(frozen=(part,))),
+    ):
         with context, closing(Training(case)) as training:
             before = training.params()
             curves.append([training.step().loss for _ in range(5)])
-            kept = [name for name, param in training.params().items() if torch.equal(param, before[name])]
+            kept = [
+                name
+                for name, param in training.params().items()
+                if torch.equal(param, before[name])
+            ]
             assert sorted(kept) == frozen
             flat_params = parts_of(training.optimizer)[0].sharded.flat_params
-            assert not [each for flat in flat_params for each in flat.plan.shards if part in each.name]
+            assert not [
+                each for flat in flat_params for each in flat.plan.shards if part in each.name
+            ]
     assert curves[0][-1] < curves[0][0] - 0.1
     # The tolerance of fp32 in test_megatron_core_parity: an ulp of a loss of 4 at each step.
     assert curves[0] == pytest.approx(curves[1], abs=4e-6)
@@ -514,7 +620,8 @@ def _frozen_when_built(part: str) -> Iterator[None]:
 
 
 def state_in_a_fresh_model() -> None:
-    """The model has the saved params right after loading, with no other call between, and goes on to the bit."""
+    """The model has the saved params right after loading, with no other call between, and goes on
+    to the bit."""
     case = FP16.of(overlap_grad_reduce=True, overlap_param_gather=True)
     with trained(case) as training:
         folder = gathered(tempfile.mkdtemp())[0]
@@ -532,7 +639,11 @@ def state_in_a_fresh_model() -> None:
 
 def chain_of_two() -> None:
     """The host chains two optimizers where the first chunk's gather overlaps the step."""
-    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_param_gather_with_step": True}
+    overlap = {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "overlap_param_gather_with_step": True,
+    }
     with closing(Training(Case("distopt", pp=2, vp=2, tied=False, **overlap))) as training:
         chained = training.optimizer
         assert len(parts_of(chained)) == len(chained.state_dict()) == 2
@@ -544,22 +655,31 @@ def chain_of_two() -> None:
 
 
 def not_asked_for() -> None:
-    """The host builds its own classes without the flag, and with it where a variable switches us off.
+    """The host builds its own classes without the flag, and with it where a variable switches us
+    off.
 
-    An undo also takes back what a call without installing has put into the place of the host's load.
+    An undo also takes back what a call without installing has put into the place of the host's
+    load.
     """
     load = dist_checkpointing.load
     with trained(BF16, steps=0) as training:
         training.optimizer.sharded_state_dict({}, is_loading=True)
     before = host_optimizer.get_megatron_optimizer
     installed = megatron_distopt.install()
-    own = "optimizer.optimizer.Float16OptimizerWithFloat16Params", "optimizer.distrib_optimizer.DistributedOptimizer"
+    own = (
+        "optimizer.optimizer.Float16OptimizerWithFloat16Params",
+        "optimizer.distrib_optimizer.DistributedOptimizer",
+    )
     cases = (BF16.of(optimizer="host-plain"), "1", own[0]), (BF16, "0", own[1])
     for case, switch, expected in cases:
         with pytest.MonkeyPatch.context() as patch, hosts_own_runs():
             patch.setenv("MEGATRON_DISTOPT", switch)
-            built = host_optimizer.get_megatron_optimizer(optimizer_config(case), build_chunks(case))
-        kinds = [f"{type(each).__module__}.{type(each).__name__}" for each in (built, parts_of(built)[0])]
+            built = host_optimizer.get_megatron_optimizer(
+                optimizer_config(case), build_chunks(case)
+            )
+        kinds = [
+            f"{type(each).__module__}.{type(each).__name__}" for each in (built, parts_of(built)[0])
+        ]
         assert kinds[1] == f"megatron.core.{expected}"
         assert kinds[0] in (kinds[1], "megatron.core.optimizer.optimizer.ChainedOptimizer")
     installed.undo()

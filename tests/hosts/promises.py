@@ -1,9 +1,10 @@
-"""What users of a Megatron do besides training, as programs that the host's own optimizer and ours run alike.
+"""What users of a Megatron do besides training, as programs that the host's own optimizer and ours
+run alike.
 
-Each program is trained with ours, and with the host's own distributed optimizer where its effect is what is expected,
-on the same Adam kernel and without clipping, where both agree to the last bit otherwise (the host's norm is fp32 and
-ours float64). The table in docs/hosts.md names the programs by the keys that they have in test_promise_2023.py and
-test_promise_core.py.
+Each program is trained with ours, and with the host's own distributed optimizer where its effect is
+what is expected, on the same Adam kernel and without clipping, where both agree to the last bit
+otherwise (the host's norm is fp32 and ours float64). The table in docs/hosts.md names the programs
+by the keys that they have in test_promise_2023.py and test_promise_core.py.
 """
 
 from __future__ import annotations
@@ -78,8 +79,10 @@ class Program:
     build: Act | None = None  # what happens to the bare model before the host wraps it
     wrapped: Act | None = None  # what happens to the model before the optimizer is built
     setting: Any = None  # of the training; the first program of each setting does nothing
-    base: type[torch.optim.Optimizer] = torch.optim.AdamW  # the host's inner optimizer, where the user can choose it
-    notes: Mapping[str, Any] = field(default_factory=dict)  # what `noted` has to be with ours; of a text, its beginning
+    # the host's inner optimizer, where the user can choose it
+    base: type[torch.optim.Optimizer] = torch.optim.AdamW
+    # what `noted` has to be with ours; of a text, its beginning
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,27 @@ class Result:
 
     equal: bool  # ours and the host's have the same params at the end, to the last bit
     as_usual: bool  # ours has those of the training without it
-    matters: bool  # the host's has others than without it; False where the host's was not trained with it
+    # the host's has others than without it; False where the host's was not trained with it
+    matters: bool
     error: str  # of ours
     noted: Mapping[str, Any]  # of ours
 
 
-def run_programs(programs: Mapping[str, Program], train: Callable[[Program, bool], Outcome]) -> dict[str, Result]:
-    """Collective: runs all of them, those of the host first; `train` runs one, with ours where it is given True."""
+def run_programs(
+    programs: Mapping[str, Program], train: Callable[[Program, bool], Outcome]
+) -> dict[str, Result]:
+    """Collective: runs all of them, those of the host first; `train` runs one, with ours where it
+    is given True."""
     results: dict[str, Result] = {}
     first: dict[Any, Program] = {}  # the trainings in which nothing is done
     for program in programs.values():
         first.setdefault(program.setting, program)
     usual = {setting: train(program, False) for setting, program in first.items()}
-    compared = {name: train(program, False) for name, program in programs.items() if isinstance(program.expect, Equal)}
+    compared = {
+        name: train(program, False)
+        for name, program in programs.items()
+        if isinstance(program.expect, Equal)
+    }
     for name, program in programs.items():
         nothing, ours = usual[program.setting], train(program, True)
         theirs = compared.get(name, nothing)
@@ -131,7 +142,9 @@ def check(program: Program, by_rank: list[Result]) -> None:
         else:
             assert result.error == ""
             assert result.equal if isinstance(program.expect, Equal) else result.as_usual
-            assert result.matters or not isinstance(program.expect, Equal), "the host did nothing with it"
+            assert result.matters or not isinstance(program.expect, Equal), (
+                "the host did nothing with it"
+            )
         for key, value in program.notes.items():
             found = result.noted[key]
             assert found.startswith(value) if isinstance(value, str) else found == value
@@ -304,7 +317,9 @@ def edit_the_groups(user: User) -> None:
 
 
 def schedule_as_in_torch(user: User) -> None:
-    user.noted["wrapper"] = told(lambda: torch.optim.lr_scheduler.LambdaLR(user.optimizer, lambda _: 0.5))
+    user.noted["wrapper"] = told(
+        lambda: torch.optim.lr_scheduler.LambdaLR(user.optimizer, lambda _: 0.5)
+    )
     before = user.optimizer.param_groups[0]["lr"]
     torch.optim.lr_scheduler.MultiplicativeLR(user.inner, lambda _: 0.5).step()
     user.noted["factor"] = user.optimizer.param_groups[0]["lr"] / before
@@ -319,7 +334,10 @@ def save_a_param(user: User) -> None:
 #: The refusals that both hosts have.
 KEPT_PARAMS = ("param_groups", "get_megatron_optimizer")
 OTHER = "RanksDisagreeError"
-NOT_COPIED = {"deepcopy": "AccessError: Invalid optimizer: copied", "pickle": "AccessError: Invalid optimizer: pickled"}
+NOT_COPIED = {
+    "deepcopy": "AccessError: Invalid optimizer: copied",
+    "pickle": "AccessError: Invalid optimizer: pickled",
+}
 #: The hooks of two steps.
 CALLS = ["before", "after"] * 2
 
@@ -333,18 +351,28 @@ COMMON: dict[str, Program] = {
     "clipped_by_torch": Program(within=clip_as_in_torch, expect=NoEffect(), notes={"norm": 0.0}),
     "grads_written": Program(within=write_grads, expect=NoEffect()),
     "main_grads_scaled": Program(within=scale_main_grads),
-    "grads_zeroed_in_place": Program(within=zero_in_place, expect=NoEffect(), notes={"zeroed": True, "dropped": True}),
+    "grads_zeroed_in_place": Program(
+        within=zero_in_place, expect=NoEffect(), notes={"zeroed": True, "dropped": True}
+    ),
     "param_without_gradient": Program(build=add_unused),
     "ranks_start_apart": Program(wrapped=start_apart),
-    "module_buffers_differ": Program(note_statistics, NoEffect(), wrapped=add_statistics, notes={"own": True}),
+    "module_buffers_differ": Program(
+        note_statistics, NoEffect(), wrapped=add_statistics, notes={"own": True}
+    ),
     "optimizer_copied": Program(copy_it, NoEffect(), notes=NOT_COPIED),
     "hooks": Program(hook_the_inner_one, NoEffect(), notes={"calls": CALLS}),
     "torchs_scaler": Program(scale_as_in_torch, NoEffect(), notes={"step": "AssertionError"}),
     "group_added": Program(
-        add_a_group, Refused(("LayoutError", "LayoutError"), KEPT_PARAMS), notes={"wrapper": "AttributeError"}
+        add_a_group,
+        Refused(("LayoutError", "LayoutError"), KEPT_PARAMS),
+        notes={"wrapper": "AttributeError"},
     ),
-    "params_taken_out": Program(take_a_param_out, Refused(("LayoutError", "LayoutError"), KEPT_PARAMS)),
-    "params_taken_out_on_one_rank": Program(take_a_param_out_on_one_rank, Refused((OTHER, "LayoutError"), KEPT_PARAMS)),
+    "params_taken_out": Program(
+        take_a_param_out, Refused(("LayoutError", "LayoutError"), KEPT_PARAMS)
+    ),
+    "params_taken_out_on_one_rank": Program(
+        take_a_param_out_on_one_rank, Refused((OTHER, "LayoutError"), KEPT_PARAMS)
+    ),
     "options_edited": Program(edit_the_groups),
     "torchs_schedule": Program(schedule_as_in_torch, notes={"wrapper": "TypeError", "factor": 0.5}),
 }

@@ -1,5 +1,5 @@
-"""One checkpoint through both kinds of hosts: a fork of 2023 saves, megatron-core takes it over and saves, the fork
-goes on from that.
+"""One checkpoint through both kinds of hosts: a fork of 2023 saves, megatron-core takes it over and
+saves, the fork goes on from that.
 
 The two hosts have packages of the same name, so each has a spawn of its own.
 """
@@ -29,11 +29,21 @@ pytestmark = pytest.mark.long
 SAVED_AT, ITERATIONS = 2, 4
 #: The GPT of tests/support/gpt.py, as the fork's flags say it.
 MODEL = (
-    *("--num-layers", "2", "--hidden-size", "40", "--num-attention-heads", "4", "--vocab-size", "128"),
+    *(
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "40",
+        "--num-attention-heads",
+        "4",
+        "--vocab-size",
+        "128",
+    ),
     *("--seq-length", "16", "--max-position-embeddings", "16"),
 )
 AT_SAVE = f"iter_{SAVED_AT:07d}"
-#: In the folder of all: what the fork saved, what megatron-core saved of it, and from where the fork goes on.
+#: In the folder of all: what the fork saved, what megatron-core saved of it, and from where the
+#: fork goes on.
 SAVED, TAKEN_OVER = f"saved/{AT_SAVE}/distrib_optim.distopt", "by megatron-core"
 BACK = f"back/{AT_SAVE}/distrib_optim.distopt"
 
@@ -66,7 +76,9 @@ def _core_takes_over(rank: int, size: int, folder: Path) -> list[str]:
     """Collective, at another layout: the params that are not what the saved state rounds to."""
     from tests.support import gpt
 
-    with contextlib.closing(gpt.Training(Case("distopt", precision="bf16", tp=2, dp=size // 2))) as training:
+    with contextlib.closing(
+        gpt.Training(Case("distopt", precision="bf16", tp=2, dp=size // 2))
+    ) as training:
         training.optimizer.load(folder / SAVED)
         training.optimizer.save(folder / TAKEN_OVER)
         return _params_that_differ(training, open_checkpoint(folder / SAVED))
@@ -82,7 +94,11 @@ def _params_that_differ(training: Any, source: Source) -> list[str]:
             placement = share.placements[name]
             whole = source.read(keys["main", placement.name])
             for piece in placement.pieces(Span(0, param.numel())):
-                here = param.detach().view(-1)[piece.in_param.as_slice()].view(piece.sizes)[piece.inside.as_slices()]
+                here = (
+                    param.detach()
+                    .view(-1)[piece.in_param.as_slice()]
+                    .view(piece.sizes)[piece.inside.as_slices()]
+                )
                 if not torch.equal(here, whole[piece.in_global.as_slices()].to(param.dtype)):
                     differs.append(name)
     return differs
@@ -123,15 +139,22 @@ def test_load_when_a_fork_saved_then_megatron_core_has_every_param(found: Found)
 
 
 def test_save_when_another_host_takes_it_over_then_no_bit_of_it_is_changed(found: Found) -> None:
-    before, after = open_checkpoint(found.folder / SAVED), open_checkpoint(found.folder / TAKEN_OVER)
+    before, after = (
+        open_checkpoint(found.folder / SAVED),
+        open_checkpoint(found.folder / TAKEN_OVER),
+    )
     assert _keys(before).keys() == _keys(after).keys()
     assert len(_keys(before)) == 3 * 28, "not a main param and two moments of every param"
     for shared, key in _keys(before).items():
         assert torch.equal(before.read(key), after.read(_keys(after)[shared])), key
     assert {group.step for group in after.head.groups} == {SAVED_AT}
-    assert {group.options["lr"] for group in after.head.groups} == {group.options["lr"] for group in before.head.groups}
+    assert {group.options["lr"] for group in after.head.groups} == {
+        group.options["lr"] for group in before.head.groups
+    }
 
 
-def test_resume_when_the_state_went_through_another_host_then_it_is_the_uninterrupted_run(found: Found) -> None:
+def test_resume_when_the_state_went_through_another_host_then_it_is_the_uninterrupted_run(
+    found: Found,
+) -> None:
     assert len(found.back[0]) == ITERATIONS - SAVED_AT
     assert found.back[0] == found.uninterrupted[0][SAVED_AT:]

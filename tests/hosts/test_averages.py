@@ -1,4 +1,5 @@
-"""Averages of params: to the bit those of torch's `AveragedModel`, in the model and out of it again, in checkpoints."""
+"""Averages of params: to the bit those of torch's `AveragedModel`, in the model and out of it
+again, in checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ CASES: dict[str, Case] = {
 }
 
 
-def _optimizer(model: Module, case: Case, group: Any, given: Any = None) -> TorchDistributedOptimizer:
+def _optimizer(
+    model: Module, case: Case, group: Any, given: Any = None
+) -> TorchDistributedOptimizer:
     options = {"accelerator": "torch", "ema_decay": DECAY, "nonfinite": "skip", **case[1]}
     return distribute(model, given, DistOptConfig(**options), process_group=group)
 
@@ -61,7 +64,11 @@ def _defer(optimizer: TorchDistributedOptimizer) -> None:
 def _whole(optimizer: TorchDistributedOptimizer, kind: str) -> dict[str, Tensor]:
     """Collective: by param what ranks have of it in "main" or "average", whole and in fp32."""
     own = [
-        (shard.name, shard.in_param, flat.cut(as_plain(getattr(flat, kind)).detach(), shard).clone())
+        (
+            shard.name,
+            shard.in_param,
+            flat.cut(as_plain(getattr(flat, kind)).detach(), shard).clone(),
+        )
         for flat in optimizer.sharded.flat_params
         for shard in flat.plan.shards
     ]
@@ -71,7 +78,9 @@ def _whole(optimizer: TorchDistributedOptimizer, kind: str) -> dict[str, Tensor]
     found: dict[str, dict[int, Tensor]] = {}
     for name, span, values in (each for of_rank in shared for each in of_rank):
         found.setdefault(name, {})[span.start] = values
-    return {name: torch.cat([parts[start] for start in sorted(parts)]) for name, parts in found.items()}
+    return {
+        name: torch.cat([parts[start] for start in sorted(parts)]) for name, parts in found.items()
+    }
 
 
 class _Reference:
@@ -81,27 +90,37 @@ class _Reference:
         self._decay, self._averaged = decay, AveragedModel(Module())
 
     def update(self, mains: dict[str, Tensor]) -> None:
-        module = ParameterDict({name.replace(".", "|"): Parameter(values.clone()) for name, values in mains.items()})
+        module = ParameterDict(
+            {name.replace(".", "|"): Parameter(values.clone()) for name, values in mains.items()}
+        )
         if not hasattr(self, "_of"):
             self._averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(self._decay))
             self._of = module
         self._averaged.update_parameters(module)
 
     def values(self) -> dict[str, Tensor]:
-        return {name.replace("|", "."): param.detach() for name, param in self._averaged.module.items()}
+        return {
+            name.replace("|", "."): param.detach() for name, param in self._averaged.module.items()
+        }
 
 
 def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """To the bit, the sign of zero included."""
-    bits = [{name: each.view(torch.uint8) for name, each in tensors.items()} for tensors in (one, other)]
-    return one.keys() == other.keys() and all(torch.equal(bits[0][name], bits[1][name]) for name in one)
+    bits = [
+        {name: each.view(torch.uint8) for name, each in tensors.items()} for tensors in (one, other)
+    ]
+    return one.keys() == other.keys() and all(
+        torch.equal(bits[0][name], bits[1][name]) for name in one
+    )
 
 
 def _params(model: Module) -> dict[str, Tensor]:
     return {name: param.detach().clone().flatten() for name, param in model.named_parameters()}
 
 
-def _step(optimizer: TorchDistributedOptimizer, model: Params, number: int, *, is_bad: bool = False) -> bool:
+def _step(
+    optimizer: TorchDistributedOptimizer, model: Params, number: int, *, is_bad: bool = False
+) -> bool:
     """A step and whether it was taken."""
     grads = exact_grads(number, 0, dist.get_rank(optimizer._model.data.handle))
     if is_bad:
@@ -134,7 +153,10 @@ def _trained(
         named["norm.weight"].requires_grad_(number > 1 or not is_late)
         named["deep.weight"].requires_grad_(number < STEPS - 1)
         if _step(optimizer, model, number, is_bad=number in (0, 3)):
-            reference.update({name: each.float() for name, each in _params(model).items()} | _whole(optimizer, "main"))
+            reference.update(
+                {name: each.float() for name, each in _params(model).items()}
+                | _whole(optimizer, "main")
+            )
         averages, mains = _whole(optimizer, "average"), _whole(optimizer, "main")
         expected = {name: reference.values()[name] if number else mains[name] for name in mains}
         if number and not _same(averages, expected):
@@ -143,7 +165,9 @@ def _trained(
             before = _params(model)
             with optimizer.averaged_params():
                 seen = _params(model)
-                if not all(torch.equal(seen[name], each.to(case[0])) for name, each in expected.items()):
+                if not all(
+                    torch.equal(seen[name], each.to(case[0])) for name, each in expected.items()
+                ):
                     wrong.append(f"shown after step {number}")
             if not _same(before, _params(model)) or not _same(mains, _whole(optimizer, "main")):
                 wrong.append(f"put back after step {number}")
@@ -172,7 +196,9 @@ def _results(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
                 found[f"{name}, {number} ranks"] = _trained(case, group)[0]
     if rank < 2:
         pair = groups[1]
-        ends = [_trained(CASES["remainder"], pair, is_shown=is_shown)[1] for is_shown in (True, False)]
+        ends = [
+            _trained(CASES["remainder"], pair, is_shown=is_shown)[1] for is_shown in (True, False)
+        ]
         found["training goes on"] = [] if _same(*ends) else ["params differ"]
         for name in ("fp32", "bf16, one bucket"):
             found[f"{name}, deferred"] = _trained(CASES[name], pair, is_deferred=True)[0]
@@ -183,7 +209,9 @@ def _results(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
         found["torch's checkpoints"] = _torchs_checkpoints(pair, rank, folder / "torch's")
     for name, other in {"fp32": 1, "remainder": 2}.items():
         sizes = (1, 2, 4) if size == 4 else (other,)
-        found[f"checkpoints, {name}"] = _checkpoints(CASES[name], groups, rank, folder / name, sizes)
+        found[f"checkpoints, {name}"] = _checkpoints(
+            CASES[name], groups, rank, folder / name, sizes
+        )
     return found
 
 
@@ -230,7 +258,8 @@ def _refusals(group: Any) -> list[str]:
 
 
 def _torchs_checkpoints(group: Any, rank: int, folder: Path) -> list[str]:
-    """torch.distributed.checkpoint refuses one without averages; asked for a part, a new optimizer begins them anew."""
+    """torch.distributed.checkpoint refuses one without averages; asked for a part, a new optimizer
+    begins them anew."""
     model, wrong = Params(), list[str]()
     without = _optimizer(model, (F32, {"ema_decay": None}), group)
     _step(without, model, 0)
@@ -245,7 +274,9 @@ def _torchs_checkpoints(group: Any, rank: int, folder: Path) -> list[str]:
         before = _moments(optimizer)
         with pytest.raises(dcp.CheckpointException, match=r"(?s)Missing key.*main_average"):
             dcp.load(state, checkpoint_id=folder, process_group=group)
-        if not _same(averages, _whole(optimizer, "average")) or not _same(before, _moments(optimizer)):
+        if not _same(averages, _whole(optimizer, "average")) or not _same(
+            before, _moments(optimizer)
+        ):
             wrong.append(f"a refused load changes something after {num_steps} steps")
         part = DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(state, checkpoint_id=folder, planner=part, process_group=group)
@@ -261,12 +292,21 @@ def _torchs_checkpoints(group: Any, rank: int, folder: Path) -> list[str]:
 
 def _moments(optimizer: TorchDistributedOptimizer) -> dict[str, Tensor]:
     flat_params = enumerate(optimizer.sharded.flat_params)
-    kept = ((number, moments_of(optimizer.sharded.inner, flat.main)) for number, flat in flat_params)
-    return {f"{kind} {number}": as_plain(each).clone() for number, of in kept for kind, each in of.items()}
+    kept = (
+        (number, moments_of(optimizer.sharded.inner, flat.main)) for number, flat in flat_params
+    )
+    return {
+        f"{kind} {number}": as_plain(each).clone()
+        for number, of in kept
+        for kind, each in of.items()
+    }
 
 
-def _checkpoints(case: Case, groups: list[Any], rank: int, folder: Path, sizes: tuple[int, ...]) -> list[str]:
-    """Averages that are saved on 3 ranks and loaded on others, from disk, in torch's format and from memory."""
+def _checkpoints(
+    case: Case, groups: list[Any], rank: int, folder: Path, sizes: tuple[int, ...]
+) -> list[str]:
+    """Averages that are saved on 3 ranks and loaded on others, from disk, in torch's format and
+    from memory."""
     saved, wrong = dict[str, Tensor](), list[str]()
     if rank < 3:
         model = Params(default=case[0])
@@ -281,7 +321,9 @@ def _checkpoints(case: Case, groups: list[Any], rank: int, folder: Path, sizes: 
         optimizer.save(folder / "disk")
         torch.save(optimizer.full_state_dict(), folder / f"torch{rank}")
         optimizer.release()
-        without = _optimizer(Params(default=case[0]), (case[0], {**case[1], "ema_decay": None}), groups[2])
+        without = _optimizer(
+            Params(default=case[0]), (case[0], {**case[1], "ema_decay": None}), groups[2]
+        )
         said = _said(partial(without.load, folder / "disk"))
         if said != (["ema_decay"] if rank == 0 else []):
             wrong.append(f"said without averages: {said}")
@@ -293,19 +335,26 @@ def _checkpoints(case: Case, groups: list[Any], rank: int, folder: Path, sizes: 
         dist.broadcast_object_list(told, src=0, group=groups[number - 1])
         calls: dict[str, Callable[[TorchDistributedOptimizer], object]] = {
             "disk": lambda optimizer: optimizer.load(folder / "disk"),
-            "torch's format": lambda optimizer: optimizer.load_state_dict(torch.load(folder / "torch0")),
+            "torch's format": lambda optimizer: optimizer.load_state_dict(
+                torch.load(folder / "torch0")
+            ),
             "memory": lambda optimizer: optimizer.resume(),
         }
         for name, load in calls.items():
             model = Params(default=case[0])
-            options = {"protect_every": 1, "protect_folder": str(folder / "memory")} if name == "memory" else {}
+            options = (
+                {"protect_every": 1, "protect_folder": str(folder / "memory")}
+                if name == "memory"
+                else {}
+            )
             optimizer = _optimizer(model, (case[0], {**case[1], **options}), groups[number - 1])
             load(optimizer)
             if not _same(told[0], _whole(optimizer, "average")):
                 wrong.append(f"{name} on {number} ranks")
             _step(optimizer, model, 3)
             moved = {
-                key: each.clone().lerp_(_whole(optimizer, "main")[key], 1 - DECAY) for key, each in told[0].items()
+                key: each.clone().lerp_(_whole(optimizer, "main")[key], 1 - DECAY)
+                for key, each in told[0].items()
             }
             if not _same(moved, _whole(optimizer, "average")):
                 wrong.append(f"{name} on {number} ranks, a step later")
@@ -328,10 +377,14 @@ def _said(call: Callable[[], object]) -> list[str]:
     call()
     logger.removeHandler(handler)
     lines = [record.getMessage() for record in records if "averages" in record.getMessage()]
-    return [next(word for word in ("begin anew", "ema_decay", line) if word in line) for line in lines]
+    return [
+        next(word for word in ("begin anew", "ema_decay", line) if word in line) for line in lines
+    ]
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.long)])
-def test_averages_when_trained_saved_and_shown_then_those_of_torch_to_the_bit(size: int, tmp_path: Path) -> None:
+def test_averages_when_trained_saved_and_shown_then_those_of_torch_to_the_bit(
+    size: int, tmp_path: Path
+) -> None:
     for found in run_ranks(_results, size, tmp_path):
         assert {name: wrong for name, wrong in found.items() if wrong} == {}

@@ -1,4 +1,5 @@
-"""Averages of params in the Megatrons: shown and put back, in checkpoints of another layout, and under evaluation."""
+"""Averages of params in the Megatrons: shown and put back, in checkpoints of another layout, and
+under evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
 
 DECAY = 0.75
-OURS = f"--use-distributed-optimizer --train-iters 4 --global-batch-size 4 --distopt-ema-decay {DECAY}"
+OURS = (
+    f"--use-distributed-optimizer --train-iters 4 --global-batch-size 4 --distopt-ema-decay {DECAY}"
+)
 FORKS = {
     "bf16, overlapped gather": "--bf16 --distopt-overlap-param-gather --distopt-bucket-size 3000",
     "fp32 norms": "--bf16 --fp32-norms",
@@ -52,7 +55,9 @@ class _Watched:
         self._averaged: Any = None
 
     def _mains(self) -> ParameterList:
-        return ParameterList([Parameter(as_plain(flat.main.detach()).clone()) for flat in self._flat_params])
+        return ParameterList(
+            [Parameter(as_plain(flat.main.detach()).clone()) for flat in self._flat_params]
+        )
 
     def step(self) -> None:
         """After one that was taken."""
@@ -63,12 +68,18 @@ class _Watched:
     def wrong(self, optimizer: Any, params: Callable[[], Sequence[Tensor]]) -> list[str]:
         """Collective: what is not as it has to be; ranks have the same params."""
         expected = list(self._averaged.module)
-        pairs = [(flat.average, average) for flat, average in zip(self._flat_params, expected, strict=True)]
+        pairs = [
+            (flat.average, average)
+            for flat, average in zip(self._flat_params, expected, strict=True)
+        ]
         found = [] if all(torch.equal(*pair) for pair in pairs) else ["averages"]
         before, mains = [each.detach().clone() for each in params()], self._mains()
         with optimizer.averaged_params():
             shown = [each.detach().clone() for each in params()]
-            rounded = [torch.equal(flat.model, flat.average.to(flat.model.dtype)) for flat in self._flat_params]
+            rounded = [
+                torch.equal(flat.model, flat.average.to(flat.model.dtype))
+                for flat in self._flat_params
+            ]
         found += [] if all(rounded) and not all(map(torch.equal, before, shown)) else ["shown"]
         found += [] if all(map(torch.equal, before, params())) else ["put back"]
         found += [] if all(map(torch.equal, mains, self._mains())) else ["main params"]
@@ -139,7 +150,9 @@ def _forks(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
             other = fork.train(*f"{OURS} {words} --tensor-model-parallel-size 2".split()).optimizer
             (manifest,) = (folder / str(number)).rglob("manifest.json")
             load_checkpoint(manifest.parent, whole_model_of(other), Group.of())
-            found[name] += [] if _equal(saved, _whole(whole_model_of(other))) else ["loaded at another layout"]
+            found[name] += (
+                [] if _equal(saved, _whole(whole_model_of(other))) else ["loaded at another layout"]
+            )
             if number == 0:
                 found["converted"] = _converted(fork, folder / str(number), run)
             watches.clear()
@@ -149,7 +162,8 @@ def _forks(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
 
 
 def _converted(fork: InstalledFork, saved: Path, run: Any) -> list[str]:
-    """Collective: the fork itself goes on from averages, with and without which the state is written as its own."""
+    """Collective: the fork itself goes on from averages, with and without which the state is
+    written as its own."""
     params = {name: param for chunk in run.model for name, param in chunk.named_parameters()}
     trained = {name: param.detach().clone() for name, param in params.items()}
     with run.optimizer.averaged_params():
@@ -185,8 +199,13 @@ def _refusals(fork: InstalledFork) -> dict[str, tuple[str, str]]:
 
 def _evaluated(fork: InstalledFork) -> list[str]:
     """With an `evaluate` like the forks' own, which says what params it sees."""
-    code = "def evaluate(forward_step_func, data_iterator, model, verbose=False): return [*map(seen, model)]"
-    vars(fork.training)["seen"] = lambda chunk: [param.detach().clone() for param in chunk.parameters()]
+    code = (
+        "def evaluate(forward_step_func, data_iterator, model, verbose=False): return [*map(seen, "
+        "model)]"
+    )
+    vars(fork.training)["seen"] = lambda chunk: [
+        param.detach().clone() for param in chunk.parameters()
+    ]
     exec(code, vars(fork.training))
     run = fork.train(*f"{OURS} --bf16 --distopt-ema-eval".split())
     trained = fork.training.seen(run.model[0])
@@ -196,7 +215,9 @@ def _evaluated(fork: InstalledFork) -> list[str]:
     (seen,) = fork.training.evaluate(None, None, run.model)
     fork.uninstall()
     wrong = [] if all(map(torch.equal, seen, averaged)) else ["not averaged"]
-    wrong += [] if all(map(torch.equal, trained, fork.training.seen(run.model[0]))) else ["not put back"]
+    wrong += (
+        [] if all(map(torch.equal, trained, fork.training.seen(run.model[0]))) else ["not put back"]
+    )
     return wrong + ([] if fork.training.evaluate is own else ["evaluate is still replaced"])
 
 
@@ -228,16 +249,24 @@ def _cores(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
             params = lambda training=training: list(training.params().values())  # noqa: E731
             found[name] = watch.wrong(optimizer, params)
             with optimizer.averaged_params():
-                found[name] += [] if name == "experts" or _alike(params()) else ["ranks are shown others"]
+                found[name] += (
+                    [] if name == "experts" or _alike(params()) else ["ranks are shown others"]
+                )
                 assert_mentions(raised(optimizer.step), "step", "averaged_params()")
                 assert_mentions(raised(partial(optimizer.save, folder)), "averaged_params()")
             optimizer.offload_to_cpu()
             optimizer.restore_from_cpu()
             saved = _whole(optimizer._whole())
             optimizer.save(folder / name)
-        with exact_training(case.of(dp=1, tp=2, ep=1) if name != "experts" else case, EMA_DECAY=str(DECAY)) as other:
+        with exact_training(
+            case.of(dp=1, tp=2, ep=1) if name != "experts" else case, EMA_DECAY=str(DECAY)
+        ) as other:
             other.optimizer.load(folder / name)
-            found[name] += [] if _equal(saved, _whole(other.optimizer._whole())) else ["loaded at another layout"]
+            found[name] += (
+                []
+                if _equal(saved, _whole(other.optimizer._whole()))
+                else ["loaded at another layout"]
+            )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Who wrote to params and gradients: every alias of a param that torch can give, every operator that touches memory."""
+"""Who wrote to params and gradients: every alias of a param that torch can give, every operator
+that touches memory."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_param_when_it_is_written_to_then_that_is_known_until_it_is_forgotten(
     assert not watched.is_written
 
 
-def test_alias_when_it_is_held_over_several_steps_then_later_writes_are_seen(watched: _Writes) -> None:
+def test_alias_when_it_is_held_over_several_steps_then_later_writes_are_seen(
+    watched: _Writes,
+) -> None:
     alias: Tensor = watched.param.data
     for _ in range(3):
         watched.forget()
@@ -67,7 +70,9 @@ def test_alias_when_it_is_held_over_several_steps_then_later_writes_are_seen(wat
         assert watched.is_written
 
 
-def test_data_when_nobody_watches_any_more_then_it_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_when_nobody_watches_any_more_then_it_is_torchs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if "data" in vars(Parameter):  # another test has left somebody who watches
         monkeypatch.delattr(Parameter, "data")
     watch, user = _DataWatch(), _User()
@@ -101,7 +106,9 @@ TENSORS = {"a": BUFFER[:10].view(2, 5), "b": BUFFER[20:40], "c": APART}
         (lambda: torch.zeros(3, device="meta").add_(1), ""),
     ],
 )
-def test_watch_when_an_operation_writes_then_it_names_whose_memory(act: Callable[[], Tensor], written: str) -> None:
+def test_watch_when_an_operation_writes_then_it_names_whose_memory(
+    act: Callable[[], Tensor], written: str
+) -> None:
     seen: set[str] = set()
     with Watch(TENSORS, seen.add):
         act()

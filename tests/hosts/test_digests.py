@@ -1,7 +1,8 @@
 """Digests of real runs, and that a run which is repeated or resumed is the same to the bit.
 
-One spawn of two ranks makes all runs. Each case is trained without interruption, and once more with a restart from a
-checkpoint: the second run goes one step further than its checkpoint, as a run does that is killed.
+One spawn of two ranks makes all runs. Each case is trained without interruption, and once more with
+a restart from a checkpoint: the second run goes one step further than its checkpoint, as a run does
+that is killed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ CASES = {
     "overlapped, saved in the background": Case(
         {"async_save": True, "clip_grad": 0.5, "reduce_dtype": "bfloat16", **OVERLAPS}
     ),
-    "fp16": Case({"loss_scale": "dynamic", "hysteresis": 1, "growth_interval": 2}, torch.float16, (2, 5)),
-    "low precision": Case({"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}),
+    "fp16": Case(
+        {"loss_scale": "dynamic", "hysteresis": 1, "growth_interval": 2}, torch.float16, (2, 5)
+    ),
+    "low precision": Case(
+        {"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
+    ),
     "rounded at random": Case({"main_params_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"}),
     "nan is skipped": Case({"nonfinite": "skip"}, overflows=(2, 5)),
     "averaged": Case({"nonfinite": "skip", "ema_decay": 0.75}, overflows=(1, 5)),
@@ -49,12 +54,17 @@ CASES = {
 
 
 class Model(nn.Module):
-    """Some params of a size that no shard divides, one of which never has a gradient, and one that is frozen."""
+    """Some params of a size that no shard divides, one of which never has a gradient, and one that
+    is frozen."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.first, self.norm, self.last = nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 3, bias=False)
+        self.first, self.norm, self.last = (
+            nn.Linear(7, 13),
+            nn.LayerNorm(13),
+            nn.Linear(13, 3, bias=False),
+        )
         self.unused, self.frozen = nn.Parameter(torch.ones(11)), nn.Linear(3, 3, bias=False)
         for param in self.parameters():
             param.data = torch.randn(param.shape, generator=generator).to(dtype)
@@ -71,7 +81,13 @@ class Training:
         self.case, self.rank = case, rank
         self.model = Model(case.dtype)
         adam = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        options = {"accelerator": "torch", "log_digests": 1, "digest_file": str(path), **case.options, **more}
+        options = {
+            "accelerator": "torch",
+            "log_digests": 1,
+            "digest_file": str(path),
+            **case.options,
+            **more,
+        }
         self.optimizer = distribute(self.model, adam, **options)
 
     def step(self, number: int, grow: float = 1.0) -> None:
@@ -111,7 +127,8 @@ def _resumed(case: Case, rank: int, path: Path) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank found of a case: digests of both runs, and whether their params are equal to the bit."""
+    """What a rank found of a case: digests of both runs, and whether their params are equal to the
+    bit."""
 
     straight: LoggedRun
     resumed: LoggedRun
@@ -124,7 +141,10 @@ def _outcome(case: Case, rank: int, folder: Path) -> Outcome:
     straight = training.end()
     resumed = _resumed(case, rank, folder / "resumed")
     dist.barrier()
-    is_equal = all(torch.equal(one.view(-1), other.view(-1)) for one, other in zip(straight, resumed, strict=True))
+    is_equal = all(
+        torch.equal(one.view(-1), other.view(-1))
+        for one, other in zip(straight, resumed, strict=True)
+    )
     return Outcome(read_run(folder / "straight"), read_run(folder / "resumed"), is_equal)
 
 
@@ -136,7 +156,8 @@ def _of_other_runs(rank: int, folder: Path) -> dict[str, Any]:
     alone.steps(0, 1)
     alone.end()
     found["alone"] = read_run(folder / f"alone {rank}")
-    # A run with other data from step 3 on, which logs every second step; and params that begin to train in step 4.
+    # A run with other data from step 3 on, which logs every second step; and params that begin to
+    # train in step 4.
     other = Training(Case(), rank, folder / "other", log_digests=2)
     other.steps(0, 2)
     other.step(3, grow=1.5)
@@ -162,7 +183,9 @@ def _of_other_runs(rank: int, folder: Path) -> dict[str, Any]:
 
 def _ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
-    found: dict[str, Any] = {name: _outcome(case, rank, folder / name) for name, case in CASES.items()}
+    found: dict[str, Any] = {
+        name: _outcome(case, rank, folder / name) for name, case in CASES.items()
+    }
     return found | _of_other_runs(rank, folder)
 
 
@@ -172,12 +195,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def _parted(one: LoggedRun, other: LoggedRun) -> dict[int, list[Any]]:
-    steps = {number: differing(one.steps[number], other.steps[number]) for number in one.steps.keys() & other.steps}
+    steps = {
+        number: differing(one.steps[number], other.steps[number])
+        for number in one.steps.keys() & other.steps
+    }
     return {number: keys for number, keys in steps.items() if keys}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_run_when_resumed_from_a_checkpoint_then_equal_to_the_bit(name: str, found: list[dict[str, Any]]) -> None:
+def test_run_when_resumed_from_a_checkpoint_then_equal_to_the_bit(
+    name: str, found: list[dict[str, Any]]
+) -> None:
     for rank in found:
         outcome: Outcome = rank[name]
         assert outcome.is_equal
@@ -193,11 +221,16 @@ def test_digests_when_a_step_is_made_then_params_and_state_change_and_a_skipped_
     trained = {"first.weight", "first.bias", "norm.weight", "norm.bias", "last.weight"}
     assert {name for _, name in steps[1].digests} == {*trained, "unused"}
     for number in range(1, STEPS + 1):
-        is_skipped = not steps[number].facts["updated"]  # a loss scale that is still too large skips others as well
+        # a loss scale that is still too large skips others as well
+        is_skipped = not steps[number].facts["updated"]
         assert is_skipped or number not in CASES[name].overflows
         changed = differing(steps[number - 1], steps[number])
-        assert {name for kind, name in changed if kind in STATE} == (set() if is_skipped else trained)
-        assert {name for kind, name in changed if kind == "main_average"} <= (set() if is_skipped else trained)
+        assert {name for kind, name in changed if kind in STATE} == (
+            set() if is_skipped else trained
+        )
+        assert {name for kind, name in changed if kind == "main_average"} <= (
+            set() if is_skipped else trained
+        )
 
 
 def test_digests_when_the_number_of_ranks_is_another_then_the_same_weights_have_the_same(
@@ -205,31 +238,40 @@ def test_digests_when_the_number_of_ranks_is_another_then_the_same_weights_have_
 ) -> None:
     together, alone = found[0]["bf16"].straight, [rank["alone"] for rank in found]
     assert [differing(together.steps[0], each.steps[0]) for each in alone] == [[], []]
-    assert {kind for kind, _ in differing(*(each.steps[1] for each in alone))} >= {GRADS, "main"}  # other data
+    # other data
+    assert {kind for kind, _ in differing(*(each.steps[1] for each in alone))} >= {GRADS, "main"}
 
 
-def test_digests_when_another_run_sees_other_data_then_they_part_there(found: list[dict[str, Any]]) -> None:
+def test_digests_when_another_run_sees_other_data_then_they_part_there(
+    found: list[dict[str, Any]],
+) -> None:
     other = found[0]["other"]
     assert [*other.steps] == [0, 2, 4, 6]
     parted = _parted(found[0]["bf16"].straight, other)
     # Without clipping the update is another one from step 1 on, but not the first gradients.
     assert 0 not in parted
-    added = {name for _, name in other.steps[6].digests} - {name for _, name in other.steps[2].digests}
+    added = {name for _, name in other.steps[6].digests} - {
+        name for _, name in other.steps[2].digests
+    }
     assert added == {"frozen.weight"}
 
 
-def test_digests_when_averages_have_another_decay_then_only_these_part(found: list[dict[str, Any]]) -> None:
+def test_digests_when_averages_have_another_decay_then_only_these_part(
+    found: list[dict[str, Any]],
+) -> None:
     averaged = found[0]["averaged"].straight
     kinds = {number: {kind for kind, _ in step.digests} for number, step in averaged.steps.items()}
-    assert [number for number in kinds if "main_average" in kinds[number]] == [*range(2, STEPS + 1)], (
-        "step 1 is skipped"
-    )
+    assert [number for number in kinds if "main_average" in kinds[number]] == [
+        *range(2, STEPS + 1)
+    ], "step 1 is skipped"
     parted = _parted(averaged, found[0]["decay"])
     # The first average is a copy.
     assert [*parted] == [*range(3, STEPS + 1)]
     assert {kind for keys in parted.values() for kind, _ in keys} == {"main_average"}
 
 
-def test_digests_when_not_asked_for_or_not_writable_then_no_file_or_all_stop(found: list[dict[str, Any]]) -> None:
+def test_digests_when_not_asked_for_or_not_writable_then_no_file_or_all_stop(
+    found: list[dict[str, Any]],
+) -> None:
     assert not any(rank["off"] for rank in found)
     assert [rank["refused"] for rank in found] == [CheckpointError, RanksDisagreeError]

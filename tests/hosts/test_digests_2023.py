@@ -1,4 +1,5 @@
-"""Digests of runs in a fork of 2023: a run that is resumed is the same to the bit. One spawn of two ranks."""
+"""Digests of runs in a fork of 2023: a run that is resumed is the same to the bit. One spawn of two
+ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def _train(rank: int, size: int, folder: Path) -> dict[str, tuple[LoggedRun, Log
     for name, words in TRAININGS.items():
         where = folder / name.replace(" ", "_")
         given = f"{OURS} {words} --train-iters {ITERATIONS}"
-        files = {"straight": f"--save {where} --save-interval {SAVED_AT}", "resumed": f"--load {where}"}
+        files = {
+            "straight": f"--save {where} --save-interval {SAVED_AT}",
+            "resumed": f"--load {where}",
+        }
         for kind, of_kind in files.items():
             fork.train(*f"{given} --distopt-digest-file {where}/{kind}.jsonl {of_kind}".split())
             if kind == "straight":
@@ -54,4 +58,6 @@ def test_run_in_a_fork_when_resumed_then_equal_to_the_bit(
     assert all(differing(straight.steps[step], each) == [] for step, each in resumed.steps.items())
     last = straight.steps[ITERATIONS]
     assert {kind for kind, _ in last.digests} == {"grad", "main", "exp_avg", "exp_avg_sq"}
-    assert {name for _, name in differing(straight.steps[0], last)} == {name for _, name in last.digests}
+    assert {name for _, name in differing(straight.steps[0], last)} == {
+        name for _, name in last.digests
+    }

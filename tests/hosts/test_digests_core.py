@@ -1,4 +1,5 @@
-"""Digests of runs in megatron-core: a run that is resumed is the same to the bit. One spawn of two ranks."""
+"""Digests of runs in megatron-core: a run that is resumed is the same to the bit. One spawn of two
+ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ TRAININGS = {
 }
 #: Layouts at which the checkpoint of "dp 2" is loaded.
 OTHERS = {"tp 2": FP32.at(tp=2), "pp 2": FP32.at(pp=2)}
-#: By training, what it logged without and with a restart; and by layout what a run logged that was resumed at that one.
+#: By training, what it logged without and with a restart; and by layout what a run logged that was
+#: resumed at that one.
 Found = tuple[dict[str, tuple[LoggedRun, LoggedRun]], dict[str, LoggedRun]]
 
 
@@ -61,9 +63,14 @@ def _train(rank: int, size: int, folder: Path) -> Found:
                     training.params()  # gathers them, which the host does before it saves
                     training.optimizer.save(where / "checkpoint")
                 training.step()
-        found[name] = read_run(where / "straight"), _resumed(bench, run, where / "checkpoint", where / "resumed")
+        found[name] = (
+            read_run(where / "straight"),
+            _resumed(bench, run, where / "checkpoint", where / "resumed"),
+        )
     checkpoint = folder / "dp 2" / "checkpoint"
-    others = {name: _resumed(bench, run, checkpoint, folder / "at" / name) for name, run in OTHERS.items()}
+    others = {
+        name: _resumed(bench, run, checkpoint, folder / "at" / name) for name, run in OTHERS.items()
+    }
     return found, others
 
 
@@ -80,11 +87,15 @@ def test_run_when_resumed_then_equal_to_the_bit(name: str, found: Found) -> None
     assert all(differing(straight.steps[step], each) == [] for step, each in resumed.steps.items())
     last = straight.steps[STEPS]
     assert {kind for kind, _ in last.digests} == {"grad", "main", "exp_avg", "exp_avg_sq"}
-    assert {name for _, name in differing(straight.steps[0], last)} == {name for _, name in last.digests}
+    assert {name for _, name in differing(straight.steps[0], last)} == {
+        name for _, name in last.digests
+    }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_run_when_resumed_at_another_layout_then_it_begins_with_the_same_digests(name: str, found: Found) -> None:
+def test_run_when_resumed_at_another_layout_then_it_begins_with_the_same_digests(
+    name: str, found: Found
+) -> None:
     before = found[0]["dp 2"][0].steps[SAVED_AT]
     digests = found[1][name].steps[SAVED_AT].digests
     assert digests == {key: value for key, value in before.digests.items() if key[0] != "grad"}

@@ -1,4 +1,5 @@
-"""Fixes of hosts that cannot start for other reasons than their optimizer: when they are made, and the way back."""
+"""Fixes of hosts that cannot start for other reasons than their optimizer: when they are made, and
+the way back."""
 
 from __future__ import annotations
 
@@ -35,12 +36,15 @@ ALL = (STAND_IN, replace(DEFAULT, module="hurt.training"), replace(CONTIGUOUS, m
 FILES = {
     "hurt/__init__.py": "",
     "hurt/vision.py": (
-        "import absent_package.parts as P\nfrom absent_package import Base\n\n\nclass Ours(Base):\n    pass\n"
+        "import absent_package.parts as P\nfrom absent_package import Base\n\n\nclass "
+        "Ours(Base):\n    pass\n"
     ),
-    "hurt/training.py": "def setup(args):\n    if args.deepspeed:\n        args.deepspeed_config_dict = {}\n",
+    "hurt/training.py": "def setup(args):\n    if args.deepspeed:\n        "
+    "args.deepspeed_config_dict = {}\n",
     "hurt/model.py": (
-        "class CoreAttention:\n    def forward(self, query_layer, key_layer,\n                value_layer, mask):\n"
-        "        return query_layer.view(-1), key_layer.view(-1), value_layer.view(-1), mask\n"
+        "class CoreAttention:\n    def forward(self, query_layer, key_layer,\n                "
+        "value_layer, mask):\n        return query_layer.view(-1), key_layer.view(-1), "
+        "value_layer.view(-1), mask\n"
     ),
 }
 
@@ -58,7 +62,11 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SourceTree
 @pytest.mark.parametrize(
     ("file", "text", "left_out"),
     [
-        ("hurt/vision.py", "try:\n    import absent_package\nexcept ImportError:\n    pass\n", ALL[0]),
+        (
+            "hurt/vision.py",
+            "try:\n    import absent_package\nexcept ImportError:\n    pass\n",
+            ALL[0],
+        ),
         ("hurt/training.py", "def setup(args):\n    args.deepspeed_config_dict = {}\n", ALL[1]),
         ("hurt/model.py", FILES["hurt/model.py"].replace(".view", ".reshape"), ALL[2]),
         ("hurt/model.py", "class CoreAttention(:\n", ALL[2]),
@@ -83,13 +91,19 @@ def test_fixes_when_applied_then_the_host_works_and_undo_takes_them_back(tree: S
     undo = apply_fixes(ALL)
     assert applied_fixes() == ALL
     try:
-        vision, attention = import_module("hurt.vision"), import_module("hurt.model").CoreAttention()
+        vision, attention = (
+            import_module("hurt.vision"),
+            import_module("hurt.model").CoreAttention(),
+        )
         import_module("hurt.training")
         assert find_spec("absent_package") is None
         assert Namespace().deepspeed_config_dict is None
         assert "deepspeed_config_dict" not in vars(Namespace())
         turned = torch.arange(6.0).view(2, 3).t()
-        assert attention.forward(turned, turned, value_layer=turned, mask=1)[0].tolist() == turned.flatten().tolist()
+        assert (
+            attention.forward(turned, turned, value_layer=turned, mask=1)[0].tolist()
+            == turned.flatten().tolist()
+        )
         for use in (vision.Ours, vision.P.Resize):
             with pytest.raises(HostError, match="absent_package"):
                 use()
@@ -106,7 +120,8 @@ def test_fixes_when_applied_then_the_host_works_and_undo_takes_them_back(tree: S
 
 
 class _UsersHook(MetaPathFinder):
-    """As tools have it that change modules at their import: asks the other finders, and wraps the loader."""
+    """As tools have it that change modules at their import: asks the other finders, and wraps the
+    loader."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -130,7 +145,9 @@ class _UsersHook(MetaPathFinder):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_fixes_when_the_user_has_an_import_hook_then_both_act_once(tree: SourceTree, is_first: bool) -> None:
+def test_fixes_when_the_user_has_an_import_hook_then_both_act_once(
+    tree: SourceTree, is_first: bool
+) -> None:
     hook, mended = _UsersHook(), []
     fix = replace(ALL[2], after=lambda module: (mended.append(module.__name__), lambda: None)[1])
     if is_first:
@@ -146,7 +163,9 @@ def test_fixes_when_the_user_has_an_import_hook_then_both_act_once(tree: SourceT
         undo()
 
 
-def test_fixes_when_the_module_is_loaded_already_then_it_is_mended_at_once(tree: SourceTree) -> None:
+def test_fixes_when_the_module_is_loaded_already_then_it_is_mended_at_once(
+    tree: SourceTree,
+) -> None:
     owner = import_module("hurt.model").CoreAttention
     original = owner.forward
     undo = apply_fixes(ALL[2:])
@@ -155,7 +174,9 @@ def test_fixes_when_the_module_is_loaded_already_then_it_is_mended_at_once(tree:
     assert owner.forward is original
 
 
-def test_fixes_when_applied_in_the_middle_of_an_import_then_they_hold_for_the_rest_of_it(tree: SourceTree) -> None:
+def test_fixes_when_applied_in_the_middle_of_an_import_then_they_hold_for_the_rest_of_it(
+    tree: SourceTree,
+) -> None:
     vision = ModuleType("hurt.vision")
     vars(vision)["mend"] = lambda: (apply_fixes((STAND_IN,)), None)[1]
     sys.modules["hurt.vision"] = vision

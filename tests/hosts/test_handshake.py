@@ -1,4 +1,5 @@
-"""A launched program in which one rank does not use the package: the others name it, and no rank hangs.
+"""A launched program in which one rank does not use the package: the others name it, and no rank
+hangs.
 
 A rank that is switched off: test_megatron_2023_refusals.py and test_megatron_core_refusals.py.
 """
@@ -32,12 +33,16 @@ else:
 
 
 @pytest.mark.long
-def test_rank_when_it_runs_without_the_package_then_the_job_ends_within_a_minute_and_says_which(tmp_path: Path) -> None:
+def test_rank_when_it_runs_without_the_package_then_the_job_ends_within_a_minute_and_says_which(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "start.py"
     file.write_text(_START)
     words = [str(file), str(SCRIPT), "--use-distributed-optimizer"]
     began = time.monotonic()
-    job = launch("torchrun", 2, words, environment={"MINI_FORK_NATIVE": "1"})  # the fork's own runs on a CPU with it
+    # the fork's own runs on a CPU with it
+    job = launch("torchrun", 2, words, environment={"MINI_FORK_NATIVE": "1"})
     assert job.status != 0
     assert "megatron_distopt is not used on rank 1 (not loaded)" in job.output
-    assert time.monotonic() - began < 75  # a minute, and the start of two Pythons on a machine that is busy
+    # a minute, and the start of two Pythons on a machine that is busy
+    assert time.monotonic() - began < 75

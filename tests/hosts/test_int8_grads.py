@@ -1,6 +1,8 @@
-"""Gradients in 8 bits between nodes in plain torch: equal runs, resumed runs, NaN on one rank, one node, refusals.
+"""Gradients in 8 bits between nodes in plain torch: equal runs, resumed runs, NaN on one rank, one
+node, refusals.
 
-One spawn of two ranks, which count as two nodes by the number of a network namespace where a case says so.
+One spawn of two ranks, which count as two nodes by the number of a network namespace where a case
+says so.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ ALIKE: Mapping[str, dict[str, Any]] = {
     "repeated": {},
     "overlapped": {"overlap_grad_reduce": True},
     "in buckets": {"bucket_size": 3000},
-    "overlapped in buckets": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000},
+    "overlapped in buckets": {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 3000,
+    },
 }
 #: By name: scripts whose result does not depend on overlap either.
 SCRIPTS: Mapping[str, Script] = {
@@ -56,7 +62,10 @@ SCRIPTS: Mapping[str, Script] = {
 REFUSED: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown word": ({**INT8, "reduce_exact": "router,embedd"}, ("reduce_exact", "'embedd'")),
     "no use": ({"reduce_exact": "embed"}, ("reduce_exact", "reduce_dtype='int8'")),
-    "16-bit grads": ({**INT8, "grads_in_fp32": False}, ("reduce_dtype='int8'", "bfloat16", "grads_in_fp32=True")),
+    "16-bit grads": (
+        {**INT8, "grads_in_fp32": False},
+        ("reduce_dtype='int8'", "bfloat16", "grads_in_fp32=True"),
+    ),
 }
 
 
@@ -70,7 +79,9 @@ class Model(Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.body(self.embed(tokens)).relu()
-        return (hidden.square().mean() + self.router(hidden).float().sigmoid().square().mean()).float()
+        return (
+            hidden.square().mean() + self.router(hidden).float().sigmoid().square().mean()
+        ).float()
 
 
 def _two_nodes(patch: pytest.MonkeyPatch) -> Any:
@@ -81,7 +92,13 @@ def _two_nodes(patch: pytest.MonkeyPatch) -> Any:
 
 
 def _train(
-    folder: Path, handle: Any, script: Script = Script(), *, stop: int = STEPS, load: bool = False, **options: Any
+    folder: Path,
+    handle: Any,
+    script: Script = Script(),
+    *,
+    stop: int = STEPS,
+    load: bool = False,
+    **options: Any,
 ) -> Any:
     """Losses and params after some steps; saved at the end where it is not loaded."""
     model = Model().to(script.dtype)
@@ -97,7 +114,9 @@ def _train(
         if late is not None:
             late.requires_grad_(step > 0)
         for microbatch in range(script.microbatches):
-            generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + dist.get_rank())
+            generator = torch.Generator().manual_seed(
+                100 * step + 10 * microbatch + dist.get_rank()
+            )
             loss = model(torch.randint(0, 50, (4, 6), generator=generator))
             with optimizer.no_sync() if microbatch < script.microbatches - 1 else nullcontext():
                 loss = loss * torch.nan if script.nan and dist.get_rank() == 1 else loss
@@ -116,7 +135,9 @@ def _train(
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    return one[0][-2:] == other[0][-2:] and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    return one[0][-2:] == other[0][-2:] and all(
+        torch.equal(one[1][name], other[1][name]) for name in one[1]
+    )
 
 
 def _refusal(handle: Any, **options: Any) -> str:
@@ -137,16 +158,21 @@ def _all(rank: int, size: int, folder: Path) -> dict[str, Any]:
         _train(folder, _two_nodes(patch), stop=2)
         found["resumed"] = _is_equal(_train(folder, _two_nodes(patch), load=True), wanted)
         exact = _train(folder, _two_nodes(patch), reduce_dtype=None)
-        found["fp32 sums"] = _is_equal(_train(folder, _two_nodes(patch), reduce_dtype="float32"), exact)
+        found["fp32 sums"] = _is_equal(
+            _train(folder, _two_nodes(patch), reduce_dtype="float32"), exact
+        )
         found["rounds"] = not _is_equal(wanted, exact)
         found["losses"] = max(abs(a - b) / b for a, b in zip(wanted[0], exact[0], strict=True))
         found["nan"] = _nan(folder, _two_nodes(patch))
         found["fp16"] = _overflow(_two_nodes(patch))
         for name, script in SCRIPTS.items():
             runs = [
-                _train(folder, _two_nodes(patch), script, **ALIKE[options]) for options in ("repeated", "overlapped")
+                _train(folder, _two_nodes(patch), script, **ALIKE[options])
+                for options in ("repeated", "overlapped")
             ]
-            found[name] = _is_equal(*runs) and all(param.isfinite().all() for param in runs[0][1].values())
+            found[name] = _is_equal(*runs) and all(
+                param.isfinite().all() for param in runs[0][1].values()
+            )
         by_adam = _train(folder, _two_nodes(patch), Script(microbatches=2))
         found["differs"] = not _is_equal(by_adam, wanted)
         patch.setenv("MEGATRON_DISTOPT_REDUCE_EXACT", "embed,0,2,router")
@@ -156,8 +182,11 @@ def _all(rank: int, size: int, folder: Path) -> dict[str, Any]:
         for name in ("repeated", "overlapped in buckets"):
             file = folder / f"{name}.jsonl"
             _train(folder, _two_nodes(patch), log_digests=1, digest_file=str(file), **ALIKE[name])
-            lines = [json.loads(line) for line in file.read_text().splitlines() if '"digests":[' in line]
-            digests.append([sorted(line["digests"]) for line in lines])  # buckets have another order
+            lines = [
+                json.loads(line) for line in file.read_text().splitlines() if '"digests":[' in line
+            ]
+            # buckets have another order
+            digests.append([sorted(line["digests"]) for line in lines])
             dist.barrier()
         found["digests"] = digests[0] == digests[1] and len(digests[0]) > STEPS
         memory = {"protect_every": 1, "protect_folder": str(folder / "memory" / str(rank))}
@@ -165,7 +194,9 @@ def _all(rank: int, size: int, folder: Path) -> dict[str, Any]:
         found["bytes"] = _bytes(_two_nodes(patch), folder)
     on_one = _train(folder, dist.new_group(), reduce_dtype=None)
     found["one node"] = _is_equal(_train(folder, dist.new_group()), on_one)
-    found["refused"] = {name: _refusal(dist.new_group(), **options) for name, (options, _) in REFUSED.items()}
+    found["refused"] = {
+        name: _refusal(dist.new_group(), **options) for name, (options, _) in REFUSED.items()
+    }
     return found
 
 
@@ -178,10 +209,13 @@ def _nan(folder: Path, handle: Any) -> str:
 
 
 def _overflow(handle: Any) -> list[tuple[str, float | None]]:
-    """What steps with a dynamic loss scale did where the loss of one rank is inf in the second, and their scales."""
+    """What steps with a dynamic loss scale did where the loss of one rank is inf in the second, and
+    their scales."""
     model = Model().half()
     options = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "hysteresis": 1, **INT8}
-    optimizer = distribute(model, torch.optim.AdamW(model.parameters()), process_group=handle, **options)
+    optimizer = distribute(
+        model, torch.optim.AdamW(model.parameters()), process_group=handle, **options
+    )
     done = []
     for step in range(3):
         loss = model(torch.arange(24).view(4, 6))
@@ -196,11 +230,14 @@ def _overflow(handle: Any) -> list[tuple[str, float | None]]:
 
 
 def _gathered(bucket: Tensor, group: Any) -> None:
-    dist.all_gather_into_tensor(bucket, bucket.view(group.size, -1)[group.rank].clone(), group=group.handle)
+    dist.all_gather_into_tensor(
+        bucket, bucket.view(group.size, -1)[group.rank].clone(), group=group.handle
+    )
 
 
 def _bytes(handle: Any, folder: Path) -> tuple[int, int]:
-    """What a rank sends to the other node in each step for gradients, and the elements that it owns not."""
+    """What a rank sends to the other node in each step for gradients, and the elements that it owns
+    not."""
     sent, original = [0], pairwise.send
 
     def counted(tensor: Tensor, *args: Any) -> Any:
@@ -220,7 +257,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_all, RANKS, tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("name", [*ALIKE, "resumed", "protected", "digests", *SCRIPTS, "all exempted", "differs"])
+@pytest.mark.parametrize(
+    "name", [*ALIKE, "resumed", "protected", "digests", *SCRIPTS, "all exempted", "differs"]
+)
 def test_int8_when_a_run_is_repeated_with_other_buckets_or_resumed_then_it_is_equal_to_the_bit(
     name: str, found: list[dict[str, Any]]
 ) -> None:
@@ -233,11 +272,15 @@ def test_int8_when_there_is_one_node_then_nothing_is_rounded(found: list[dict[st
         assert each["losses"] < 0.05  # of a loss that four steps of Adam halve
 
 
-def test_int8_when_a_gradient_of_one_rank_is_nan_then_the_step_is_refused_on_all(found: list[dict[str, Any]]) -> None:
+def test_int8_when_a_gradient_of_one_rank_is_nan_then_the_step_is_refused_on_all(
+    found: list[dict[str, Any]],
+) -> None:
     assert [each["nan"] for each in found] == ["NonFiniteGradError"] * RANKS
 
 
-def test_int8_when_one_rank_overflows_in_fp16_then_all_skip_and_halve_their_scale(found: list[dict[str, Any]]) -> None:
+def test_int8_when_one_rank_overflows_in_fp16_then_all_skip_and_halve_their_scale(
+    found: list[dict[str, Any]],
+) -> None:
     for each in found:
         assert each["fp16"] == [("update", 64.0), ("skip", 32.0), ("update", 32.0)]
 
@@ -247,12 +290,15 @@ def test_int8_when_bytes_are_counted_then_an_element_takes_one_and_an_exempted_o
 ) -> None:
     numel, coded = found[0]["bytes"][1], (50 * 40 // 128 + 40 * 64 // 128 + 64 * 64 // 128) * 128
     for each in found:
-        # Half of each goes to the other rank; padding of up to a block for each param and for each shard goes along.
+        # Half of each goes to the other rank; padding of up to a block for each param and for each
+        # shard goes along.
         least = (coded * (1 + 1 / 128) + 4 * (numel - coded)) / 2
         assert 0.8 * least < each["bytes"][0] < 1.4 * least
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_int8_when_an_option_would_do_nothing_then_refused(name: str, found: list[dict[str, Any]]) -> None:
+def test_int8_when_an_option_would_do_nothing_then_refused(
+    name: str, found: list[dict[str, Any]]
+) -> None:
     for each in found:
         assert_mentions(each["refused"][name], *REFUSED[name][1])

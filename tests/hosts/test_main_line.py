@@ -1,11 +1,12 @@
-"""Main-line Megatron-LM's own `pretrain_gpt.py`, unedited, started by our runner as its users start it.
+"""Main-line Megatron-LM's own `pretrain_gpt.py`, unedited, started by our runner as its users start
+it.
 
 The trees are not part of this repository, so the tests need
 
     MEGATRON_LM_TREES=/path/to/core_v0.12.3:/path/to/core_v0.16.1:/path/to/core_v0.19.0
 
-and are skipped where it is unset. Stand-ins for CUDA are around the tree (tests/support/main_line), none of them
-inside. 0.19 imports triton: put a folder that has it into PYTHONPATH.
+and are skipped where it is unset. Stand-ins for CUDA are around the tree (tests/support/main_line),
+none of them inside. 0.19 imports triton: put a folder that has it into PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _STAND_INS = _ROOT / "tests" / "support" / "main_line"
 _TREES = [Path(tree) for tree in os.environ.get("MEGATRON_LM_TREES", "").split(":") if tree]
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not _TREES, reason="needs checkouts of Megatron-LM: MEGATRON_LM_TREES unset"),
+    pytest.mark.skipif(
+        not _TREES, reason="needs checkouts of Megatron-LM: MEGATRON_LM_TREES unset"
+    ),
 ]
 
 _SECONDS = 400.0
@@ -36,13 +39,15 @@ _OURS = "--use-distributed-optimizer"
 _STOP = ("--save-interval", "100", "--exit-interval", str(_HALF))
 #: Megatron-LM 0.12's mock data has tokens up to 4096.
 _WORDS = """
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
-    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2
-    --weight-decay 0.1 --clip-grad 1e9 --adam-beta1 0.9 --adam-beta2 0.95 --seed 1234 --log-interval 1
-    --eval-interval 4 --eval-iters 1 --num-workers 0 --split 90,5,5 --mock-data --tokenizer-type NullTokenizer
-    --vocab-size 4200 --distributed-backend gloo --transformer-impl local --use-cpu-initialization
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
-    --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --attention-dropout 0 --hidden-dropout 0 --bf16
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4
+    --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1e9 --adam-beta1 0.9
+    --adam-beta2 0.95 --seed 1234 --log-interval 1 --eval-interval 4 --eval-iters 1 --num-workers 0
+    --split 90,5,5 --mock-data --tokenizer-type NullTokenizer --vocab-size 4200
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
+    --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+    --attention-dropout 0 --hidden-dropout 0 --bf16
 """.split()  # noqa: SIM905 - as it is typed
 
 
@@ -62,8 +67,11 @@ class Curves:
 
 
 def _train(tree: Path, curves: Path, *words: str, ranks: int = 2, own: bool = False) -> Curves:
-    """Starts the tree's script; `own` leaves its optimizer to the host, which is then helped onto the CPU."""
-    python_path = os.pathsep.join([str(_STAND_INS), str(tree), str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    """Starts the tree's script; `own` leaves its optimizer to the host, which is then helped onto
+    the CPU."""
+    python_path = os.pathsep.join(
+        [str(_STAND_INS), str(tree), str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {
         **os.environ,
         "PYTHONPATH": python_path,
@@ -78,9 +86,23 @@ def _train(tree: Path, curves: Path, *words: str, ranks: int = 2, own: bool = Fa
         f"--nproc-per-node={ranks}",
         f"--master-port={free_port()}",
     ]
-    command = [*torchrun, "-m", "megatron_distopt", "pretrain_gpt.py", *_WORDS, f"--train-iters={_ITERATIONS}", *words]
+    command = [
+        *torchrun,
+        "-m",
+        "megatron_distopt",
+        "pretrain_gpt.py",
+        *_WORDS,
+        f"--train-iters={_ITERATIONS}",
+        *words,
+    ]
     done = subprocess.run(
-        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
+        command,
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     return Curves.read(Path(f"{curves}.0"))
@@ -118,13 +140,19 @@ def test_validation_when_of_averages_then_a_decay_of_0_is_without_and_training_s
         averaged = _train(tree, tmp_path / decay, _OURS)
         assert averaged == whole
         assert len(averaged.validations) == len(whole.validations) >= 2
-        are_same = [one == other for one, other in zip(averaged.validations, whole.validations, strict=True)]
+        are_same = [
+            one == other for one, other in zip(averaged.validations, whole.validations, strict=True)
+        ]
         assert all(are_same) if decay == "0" else not any(are_same)
 
 
 def _takes_boxes(tree: Path) -> bool:
-    """Whether the tree's `dist_checkpointing` takes shards that form no grid, as it does from 0.15 on."""
-    return "axis_fragmentations is not None:" in (tree / "megatron/core/dist_checkpointing/mapping.py").read_text()
+    """Whether the tree's `dist_checkpointing` takes shards that form no grid, as it does from 0.15
+    on."""
+    return (
+        "axis_fragmentations is not None:"
+        in (tree / "megatron/core/dist_checkpointing/mapping.py").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +175,9 @@ def test_resume_when_stopped_halfway_then_goes_on_as_if_never_stopped(
 def test_resume_when_on_one_rank_then_trains_on(tree: Path, whole: Curves, tmp_path: Path) -> None:
     words = () if _takes_boxes(tree) else ("--ckpt-format", "torch")
     _train(tree, tmp_path / "first", _OURS, *words, "--save", str(tmp_path / "saved"), *_STOP)
-    alone = _train(tree, tmp_path / "second", _OURS, *words, "--load", str(tmp_path / "saved"), ranks=1)
+    alone = _train(
+        tree, tmp_path / "second", _OURS, *words, "--load", str(tmp_path / "saved"), ranks=1
+    )
     assert len(alone.losses) == _ITERATIONS - _HALF
     for at, loss in alone.losses.items():
         assert float.fromhex(loss) == pytest.approx(float.fromhex(whole.losses[at]), rel=1e-4)
@@ -156,10 +186,15 @@ def test_resume_when_on_one_rank_then_trains_on(tree: Path, whole: Curves, tmp_p
 def test_resume_when_a_snapshot_is_in_memory_then_as_from_disk(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--attention-dropout", "0.1", *(() if _takes_boxes(tree) else ("--ckpt-format", "torch")))
+    words = (
+        "--attention-dropout",
+        "0.1",
+        *(() if _takes_boxes(tree) else ("--ckpt-format", "torch")),
+    )
     saved, nothing = tmp_path / "saved", ("--load", str(tmp_path / "none"))
     save = ("--save", str(saved), "--save-interval", str(_HALF))
-    monkeypatch.setenv("MEGATRON_DISTOPT_PROTECT_EVERY", str(_HALF + 1))  # the last border is that of iteration 4
+    # the last border is that of iteration 4
+    monkeypatch.setenv("MEGATRON_DISTOPT_PROTECT_EVERY", str(_HALF + 1))
     monkeypatch.setenv("MEGATRON_DISTOPT_PROTECT_FOLDER", str(tmp_path / "memory"))
     monkeypatch.setenv("FAILS_AFTER", str(_HALF + 1))
     with pytest.raises(AssertionError, match="RuntimeError: FAILS_AFTER"):

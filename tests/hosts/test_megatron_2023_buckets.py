@@ -1,7 +1,7 @@
 """Files of trainings in one bucket and in many, each read by both.
 
-Gathered files and ours; then per-rank files with the fork's one bucket, which the fork reads, and with many, which are
-of ours: `convert` makes of the second what the first are.
+Gathered files and ours; then per-rank files with the fork's one bucket, which the fork reads, and
+with many, which are of ours: `convert` makes of the second what the first are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ ONE = f"{DISTRIBUTED} --distopt-adam torch_foreach --lr 0.01 --clip-grad 1e9 {AF
 MANY = f"{DISTRIBUTED} --distopt-adam torch_foreach --lr 0.01 --clip-grad 1e9 {BUCKETS} {BOTH}"
 
 
-#: Who saved and who resumes; one bucket by one is what test_megatron_2023_checkpoints has of every model.
+#: Who saved and who resumes; one bucket by one is what test_megatron_2023_checkpoints has of every
+#: model.
 CROSSED = (("one", "many"), ("many", "one"), ("file", "many"))
 GATHERED = "--distopt-checkpoint-format gathered"
 MIXED = "--bf16 --fp32-norms"
@@ -53,12 +54,18 @@ def _saved(fork: MiniFork, words: str, folder: Path) -> TrainingRun:
 def _collect(rank: int, size: int, folder: Path) -> dict[tuple[str, str], bool]:
     """By who saved and who resumed, whether one more step ends at the bits of three in a row."""
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
-    chosen = {"one": f"{MIXED} {ONE}", "many": f"{MIXED} {MANY}", "file": f"{MIXED} {ONE} {GATHERED}"}
+    chosen = {
+        "one": f"{MIXED} {ONE}",
+        "many": f"{MIXED} {MANY}",
+        "file": f"{MIXED} {ONE} {GATHERED}",
+    }
     with contextlib.redirect_stdout(io.StringIO()), slow_gathers():
         runs = {kind: _saved(fork, words, folder / kind) for kind, words in chosen.items()}
         return {
             (saver, reader): same(
-                fork.train(*f"{chosen[reader]} --train-iters 3 --load {folder / saver}".split()).params,
+                fork.train(
+                    *f"{chosen[reader]} --train-iters 3 --load {folder / saver}".split()
+                ).params,
                 runs["one"].params,
             )
             for saver, reader in CROSSED
@@ -78,7 +85,8 @@ class Own:
 
     words: str
     bucket: int = 700  # elements, where there are many
-    trained: tuple[str, ...] = ()  # parts of the names of the params that are; all where there are none
+    # parts of the names of the params that are; all where there are none
+    trained: tuple[str, ...] = ()
 
     @property
     def of_fork(self) -> str:
@@ -87,7 +95,10 @@ class Own:
 
     def kinds(self) -> dict[str, str]:
         ours = f"{self.of_fork} --distopt-adam torch_foreach"
-        return {"one": f"{ours} {AFTER}", "many": f"{ours} --distopt-bucket-size {self.bucket} {BOTH}"}
+        return {
+            "one": f"{ours} {AFTER}",
+            "many": f"{ours} --distopt-bucket-size {self.bucket} {BOTH}",
+        }
 
 
 OWN_OF_TWO = {MIXED: Own(MIXED)}
@@ -98,7 +109,8 @@ BIASES = ("layers.0.input_layernorm.bias", "layers.0.post_attention_layernorm.bi
 OWN_OF_THREE = {
     # Word embeddings fill the last file, which has nothing of the group without decay.
     GROUP_MISSING: Own(f"--bf16 --vocab-size 2048 --num-layers 1 {OF_THREE}"),
-    # Two params of two elements: the files are of ranks 0 and 1, and the only bucket, of 66, is of ranks 0 and 2.
+    # Two params of two elements: the files are of ranks 0 and 1, and the only bucket, of 66, is of
+    # ranks 0 and 2.
     NOTHING: Own(f"--bf16 {TINY} {OF_THREE}", bucket=3, trained=BIASES),
 }
 
@@ -108,13 +120,16 @@ class OwnFiles:
     """Of trainings with one bucket and with many, on one rank of a per-rank file."""
 
     facts: dict[str, bool] = field(default_factory=dict)  # what has to be true, by name
-    buckets: dict[str, int] = field(default_factory=dict)  # of the first buffer, by how many there are
+    # of the first buffer, by how many there are
+    buckets: dict[str, int] = field(default_factory=dict)
     groups: int = 0  # how many this rank's file has
     owned: int = 0  # params of which this rank updates something, where there are many buckets
     refused: Refused | None = None  # on two ranks: a state that is wrong on rank 1 alone
 
 
-def _training_only(fork: MiniFork, parts: tuple[str, ...]) -> contextlib.AbstractContextManager[object]:
+def _training_only(
+    fork: MiniFork, parts: tuple[str, ...]
+) -> contextlib.AbstractContextManager[object]:
     """The model's other params are frozen."""
     provide = fork.script.model_provider
 
@@ -150,17 +165,25 @@ def _own_file(folder: Path, rank: int) -> Any:
 
 
 def _resumed(
-    fork: MiniFork, own: Own, size: int, folder: Path, runs: Mapping[str, TrainingRun], found: OwnFiles
+    fork: MiniFork,
+    own: Own,
+    size: int,
+    folder: Path,
+    runs: Mapping[str, TrainingRun],
+    found: OwnFiles,
 ) -> None:
     for saver in runs:
         for reader, words in own.kinds().items():
             if size == 2 or saver == reader:
                 again = fork.train(*f"{words} --train-iters 3 --load {folder / saver}".split())
-                found.facts[f"{reader} resumes what {saver} saved"] = same(again.params, runs[saver].params)
+                found.facts[f"{reader} resumes what {saver} saved"] = same(
+                    again.params, runs[saver].params
+                )
 
 
 def _converted(fork: MiniFork, own: Own, rank: int, folder: Path, found: OwnFiles) -> None:
-    """The fork's own optimizer, which keeps no update count in the same place, refuses our shards and takes its own."""
+    """The fork's own optimizer, which keeps no update count in the same place, refuses our shards
+    and takes its own."""
     words, files, theirs = f"{own.of_fork} --train-iters 3".split(), folder / "converted", []
     if rank == 0:
         convert(folder / "many" / "iter_0000002", files / "iter_0000002", "per-rank")
@@ -178,7 +201,9 @@ def _converted(fork: MiniFork, own: Own, rank: int, folder: Path, found: OwnFile
 def _same_values(left: Any, right: Any) -> bool:
     """Options may be lists or tuples, and counts tensors or numbers."""
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same_values(value, right[key]) for key, value in left.items())
+        return left.keys() == right.keys() and all(
+            _same_values(value, right[key]) for key, value in left.items()
+        )
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_same_values, left, right))
     if isinstance(left, Tensor) and left.dim() == 1:
@@ -195,7 +220,9 @@ def _refused(run: TrainingRun, rank: int) -> Refused:
     return refusal(run, lambda: run.optimizer.load_state_dict(state))
 
 
-def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder: Path) -> dict[str, OwnFiles]:
+def _collect_own(
+    rank: int, size: int, adam: str, cases: dict[str, Own], folder: Path
+) -> dict[str, OwnFiles]:
     fork = InstalledFork.imported(goes_back=True, file_layout="per_rank", adam=adam)
     found = {}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -207,7 +234,9 @@ def _collect_own(rank: int, size: int, adam: str, cases: dict[str, Own], folder:
 
 @pytest.fixture(scope="module")
 def own_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_collect_own, 2, "torch", OWN_OF_TWO, tmp_path_factory.mktemp("own"), seconds=600.0)
+    return run_ranks(
+        _collect_own, 2, "torch", OWN_OF_TWO, tmp_path_factory.mktemp("own"), seconds=600.0
+    )
 
 
 def test_own_files_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
@@ -232,7 +261,13 @@ def test_own_files_when_the_state_of_one_rank_is_wrong_then_nothing_changes_on_a
 @pytest.mark.long
 def test_own_files_when_one_has_less_than_another_then_ours_are_read(tmp_path: Path) -> None:
     found = run_ranks(_collect_own, 3, "fused", OWN_OF_THREE, tmp_path, seconds=600.0)
-    assert [fact for each in found for own in each.values() for fact, is_true in own.facts.items() if not is_true] == []
+    assert [
+        fact
+        for each in found
+        for own in each.values()
+        for fact, is_true in own.facts.items()
+        if not is_true
+    ] == []
     assert [each[GROUP_MISSING].groups for each in found] == [2, 1, 1]
     assert [each[NOTHING].groups for each in found] == [1, 1, 0]
     assert [each[NOTHING].owned for each in found] == [1, 0, 1]

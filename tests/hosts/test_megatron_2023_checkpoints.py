@@ -1,8 +1,10 @@
-"""The checkpoint files of the forks of 2023, both layouts: written by ours and by the fork's own optimizer.
+"""The checkpoint files of the forks of 2023, both layouts: written by ours and by the fork's own
+optimizer.
 
-One spawn a layout collects everything, see `_collect_gathered` and `_collect_per_rank`; its ranks form worlds of
-several sizes, one after the other, because a process costs seconds and a training a tenth of one. The files that they
-leave are compared in the test process. What is refused stands in four tables, see `REFUSED`.
+One spawn a layout collects everything, see `_collect_gathered` and `_collect_per_rank`; its ranks
+form worlds of several sizes, one after the other, because a process costs seconds and a training a
+tenth of one. The files that they leave are compared in the test process. What is refused stands in
+four tables, see `REFUSED`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
 from tests.support.fork_files import same
-from tests.support.fork_worlds import Continued, ForkInWorlds, Refused, adam_of_the_fork, held, refusal
+from tests.support.fork_worlds import (
+    Continued,
+    ForkInWorlds,
+    Refused,
+    adam_of_the_fork,
+    held,
+    refusal,
+)
 from tests.support.mini_fork import Iteration, TrainingRun, core_folder, point_to
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
@@ -33,9 +42,26 @@ SAVED_AT, ITERATIONS = 2, 4
 LOADED = Path(f"iter_{SAVED_AT:07d}")
 RESUME_STEP = ("--distopt-decay", "l2", "--distopt-resume-step", str(SAVED_AT))
 #: Overflows at the first iteration, grows again after two updates.
-FP16 = ("--fp16", "--initial-loss-scale", str(2.0**17), "--loss-scale-window", "2", "--hysteresis", "1")
+FP16 = (
+    "--fp16",
+    "--initial-loss-scale",
+    str(2.0**17),
+    "--loss-scale-window",
+    "2",
+    "--hysteresis",
+    "1",
+)
 #: 1,105 elements: an odd number, which 2, 3 and 4 ranks pad. The batch is the same at each size.
-ODD = ("--hidden-size", "5", "--num-attention-heads", "1", "--vocab-size", "63", "--seq-length", "10")
+ODD = (
+    "--hidden-size",
+    "5",
+    "--num-attention-heads",
+    "1",
+    "--vocab-size",
+    "63",
+    "--seq-length",
+    "10",
+)
 ODD = (*ODD, "--global-batch-size", "12", "--micro-batch-size", "1")
 ODD_NUMEL = 1105
 
@@ -48,26 +74,37 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
     "odd": (2, ("--bf16", "--fp32-norms", *ODD)),
     "experts apart": (2, ("--bf16", "--experts", "--expert-model-parallel-size", "2")),
     "tp2 dp2": (4, ("--bf16", "--tensor-model-parallel-size", "2")),
-    "experts of 4 ranks in 2 groups": (4, ("--bf16", "--experts", "--expert-model-parallel-size", "2")),
+    "experts of 4 ranks in 2 groups": (
+        4,
+        ("--bf16", "--experts", "--expert-model-parallel-size", "2"),
+    ),
 }
-#: Which trainings are interrupted with which files. What is written of a precision, of a class and of groups of ranks
-#: is another thing in the fork's two layouts; ours is one layout for all of them. No gathered file holds experts.
+#: Which trainings are interrupted with which files. What is written of a precision, of a class and
+#: of groups of ranks is another thing in the fork's two layouts; ours is one layout for all of
+#: them. No gathered file holds experts.
 KEPT_IN: dict[str, tuple[str, ...]] = {
     "gathered": ("bf16", "sgd", "odd", "tp2 dp2"),
     "per_rank": ("bf16", "fp32 norms", "experts apart"),
     "ours": ("fp32 norms in fp16", "experts of 4 ranks in 2 groups"),
 }
-#: In which trainings the fork's own optimizer goes on from ours, and ours from it; "torch" has torch's Adam and bf16.
+#: In which trainings the fork's own optimizer goes on from ours, and ours from it; "torch" has
+#: torch's Adam and bf16.
 CROSSED = {"gathered": ("fp16",), "per_rank": ("fp32", "torch")}
 
 
 OTHER_MODEL = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
-MOMENTS = "torch_fused needs exp_avg, exp_avg_sq | Resume with the optimizer of the saved run | --no-load-optim"
+MOMENTS = (
+    "torch_fused needs exp_avg, exp_avg_sq | Resume with the optimizer of the saved run | "
+    "--no-load-optim"
+)
 SAME_PARALLEL = "same tensor- and pipeline-parallel size | --no-load-optim"
-SAME_RANKS = "Resume with the ranks of the saved run | megatron-distopt convert --to per-rank --dp N"
+SAME_RANKS = (
+    "Resume with the ranks of the saved run | megatron-distopt convert --to per-rank --dp N"
+)
 LOST_STEP = "no update count | torch's Adam | Write --distopt-resume-step N"
 DECAYED, VECTORS = (
-    f"(name={name}_no_scale_lr, wd_mult={factor}, lr_mult=1.0)" for name, factor in (("wd", 1.0), ("no_wd", 0.0))
+    f"(name={name}_no_scale_lr, wd_mult={factor}, lr_mult=1.0)"
+    for name, factor in (("wd", 1.0), ("no_wd", 0.0))
 )
 WORDS = "language_model.embedding.word_embeddings.weight"
 #: Matrices of a bf16 model of which each of two ranks has something.
@@ -75,7 +112,8 @@ NUM_OF_TWO = (5, 6)
 HALVES, SHARDS = "fp32_from_fp16_params", "shard_fp32_from_float16_groups"
 CHUNK = f"chunk 0 | 7744 | {SAME_PARALLEL}"
 NO_VECTORS = f"no param group with {VECTORS} | has {DECAYED}. | {OTHER_MODEL}"
-#: What a refusal names, between bars; two texts where the ranks differ. `_bad_files` and the like make what is given.
+#: What a refusal names, between bars; two texts where the ranks differ. `_bad_files` and the like
+#: make what is given.
 REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
     "file": {
         "truncated": "is damaged | --no-load-optim",
@@ -103,8 +141,10 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         ),
         "of a gathered layout": f"without {SHARDS} | --no-load-optim",
         "main missing": (
-            f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | {SAME_RANKS}",
-            f"{NUM_OF_TWO[1]} params, {NUM_OF_TWO[1] - 1} of them | the model's {NUM_OF_TWO[1]} | {SAME_RANKS}",
+            f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | "
+            f"{SAME_RANKS}",
+            f"{NUM_OF_TWO[1]} params, {NUM_OF_TWO[1] - 1} of them | the model's {NUM_OF_TWO[1]} | "
+            f"{SAME_RANKS}",
         ),
         "moment missing": f"has exp_avg, | {MOMENTS}",
     },
@@ -119,7 +159,8 @@ class _Fork(ForkInWorlds):
 
     def __init__(self, file_layout: str, rank: int, folder: str) -> None:
         super().__init__(file_layout, rank, folder, ranks=RANKS[file_layout])
-        self.format = "gathered" if file_layout == "gathered" else "distopt"  # in which the fork's files are written
+        # in which the fork's files are written
+        self.format = "gathered" if file_layout == "gathered" else "distopt"
 
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective."""
@@ -127,8 +168,11 @@ class _Fork(ForkInWorlds):
         files = ("--distopt-checkpoint-format", self.format) if ours else ()
         return super().train("--use-distributed-optimizer", *files, *words, *to, ours=ours)
 
-    def train_and_save(self, folder: Path, *words: str, ours: bool = True, at: int = SAVED_AT) -> TrainingRun:
-        """Collective: saves on the way; the last checkpoint is forgotten, so that the one of `at` is loaded."""
+    def train_and_save(
+        self, folder: Path, *words: str, ours: bool = True, at: int = SAVED_AT
+    ) -> TrainingRun:
+        """Collective: saves on the way; the last checkpoint is forgotten, so that the one of `at`
+        is loaded."""
         run = self.train(*words, "--save-interval", str(at), "--save", str(folder), ours=ours)
         point_to(folder, at)
         return run
@@ -138,7 +182,9 @@ class _Fork(ForkInWorlds):
         return self.train(*words, "--load", str(folder), "--train-iters", str(SAVED_AT), ours=ours)
 
 
-def _resume(fork: _Fork, words: tuple[str, ...], folder: Path, at: int = SAVED_AT, to: int = SAVED_AT + 1) -> Continued:
+def _resume(
+    fork: _Fork, words: tuple[str, ...], folder: Path, at: int = SAVED_AT, to: int = SAVED_AT + 1
+) -> Continued:
     words = (*words, "--train-iters", str(to))
     full = fork.train_and_save(folder, *words, at=at)
     everything = held(full)
@@ -147,7 +193,8 @@ def _resume(fork: _Fork, words: tuple[str, ...], folder: Path, at: int = SAVED_A
 
 
 def _resume_all(fork: _Fork, files: str, size: int) -> dict[str, Continued]:
-    """In the fork's files, or in ours, which with a gathered file are a folder beside the fork's."""
+    """In the fork's files, or in ours, which with a gathered file are a folder beside the
+    fork's."""
     usual, suffix = fork.format, " in ours" if files == "ours" else ""
     fork.format = "distopt" if files == "ours" else usual
     cases = {name: RESUMED[name][1] for name in KEPT_IN[files] if RESUMED[name][0] == size}
@@ -164,11 +211,17 @@ FROM_FORK, FROM_OURS = "ours from the fork's", "the fork's from ours"
 
 
 def _cross(
-    fork: _Fork, name: str, words: tuple[str, ...], rewrite: Callable[[Any, Path], None], *of_ours: str
+    fork: _Fork,
+    name: str,
+    words: tuple[str, ...],
+    rewrite: Callable[[Any, Path], None],
+    *of_ours: str,
 ) -> dict[str, Continued]:
-    """From the fork's own optimizer to ours and back. `rewrite` writes the state that an optimizer has loaded."""
+    """From the fork's own optimizer to ours and back. `rewrite` writes the state that an optimizer
+    has loaded."""
     of_fork, ours = fork.folder / f"of fork {name}", fork.folder / name
-    uninterrupted = {ours: fork.train_and_save(ours, *words, *of_ours)}  # first: to install takes as long as to train
+    # first: to install takes as long as to train
+    uninterrupted = {ours: fork.train_and_save(ours, *words, *of_ours)}
     uninterrupted[of_fork] = fork.train_and_save(of_fork, *words, ours=False)
     ways = {FROM_OURS: (ours, (), False), FROM_FORK: (of_fork, of_ours, True)}
     found = {}
@@ -192,13 +245,21 @@ def _write_own(optimizer: Any, folder: Path) -> None:
 
 
 def _loss_scales(fork: _Fork) -> dict[str, tuple[int, bool]]:
-    """A scale in the checkpoint and none in the run, and the other way round: warnings, and whether it stays."""
+    """A scale in the checkpoint and none in the run, and the other way round: warnings, and whether
+    it stays."""
     found = {}
     for name, words in {"with": FP16, "without": ("--bf16",)}.items():
         run = fork.train(*words, "--train-iters", "1")
-        state, before = copy.deepcopy(run.optimizer.state_dict()), run.optimizer.get_loss_scale().item()
+        state, before = (
+            copy.deepcopy(run.optimizer.state_dict()),
+            run.optimizer.get_loss_scale().item(),
+        )
         if state.pop("grad_scaler", None) is None:
-            state["grad_scaler"] = {"scale": torch.ones(1), "growth_tracker": 0, "hysteresis_tracker": 1}
+            state["grad_scaler"] = {
+                "scale": torch.ones(1),
+                "growth_tracker": 0,
+                "hysteresis_tracker": 1,
+            }
         with mock.patch.object(logging.Logger, "warning") as warning:
             run.optimizer.load_state_dict(state)
         found[name] = (warning.call_count, run.optimizer.get_loss_scale().item() == before)
@@ -211,7 +272,9 @@ def _torchs_adam(fork: _Fork) -> dict[str, Any]:
     with adam_of_the_fork(torch.optim.Adam):
         theirs = fork.train_and_save(of_fork, *words, ours=False)
         groups: list[dict[str, Any]] = []
-        with fork.first(lambda optimizer: groups.extend(optimizer.state_dict()["optimizer"]["param_groups"])):
+        with fork.first(
+            lambda optimizer: groups.extend(optimizer.state_dict()["optimizer"]["param_groups"])
+        ):
             resumed = fork.train(*words, *RESUME_STEP, "--load", str(of_fork))
         found = {
             "resume step": Continued(theirs.iterations[SAVED_AT:], resumed.iterations),
@@ -231,7 +294,9 @@ def _bad_files(good: Path, folder: Path) -> dict[str, Path]:
         "short": {**tensors, "exp_avg": tensors["exp_avg"][:-1].clone()},
         "moment": {"param": tensors["param"], "exp_avg": tensors["exp_avg"]},
     }
-    states: dict[str, Any] = {name: {**state, 0: {torch.float32: each}} for name, each in chunks.items()}
+    states: dict[str, Any] = {
+        name: {**state, 0: {torch.float32: each}} for name, each in chunks.items()
+    }
     states["chunk"] = {key: value for key, value in state.items() if key != 0}
     for name, changed in states.items():
         torch.save(changed, bad[name])
@@ -244,7 +309,10 @@ def _bad_heads(good: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "nothing": {},
         "group missing": {**good, "optimizer": {"param_groups": groups[:1]}},
-        "group too many": {**good, "optimizer": {"param_groups": [*groups, {**groups[0], "name": "third"}]}},
+        "group too many": {
+            **good,
+            "optimizer": {"param_groups": [*groups, {**groups[0], "name": "third"}]},
+        },
     }
 
 
@@ -255,7 +323,9 @@ def _bad_undistributed(good: Mapping[str, Any]) -> dict[str, Any]:
     first = groups[0]["params"][0]
 
     def with_first(**changes: Any) -> dict[str, Any]:
-        changed = {key: value for key, value in {**states[first], **changes}.items() if value is not None}
+        changed = {
+            key: value for key, value in {**states[first], **changes}.items() if value is not None
+        }
         return {**good, "optimizer": {**inner, "state": {**states, first: changed}}}
 
     def with_groups(*changed: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +336,9 @@ def _bad_undistributed(good: Mapping[str, Any]) -> dict[str, Any]:
         "of an fp32 model": inner,
         "shape of a main": {**good, HALVES: [[mains[0][0].t(), *mains[0][1:]], mains[1]]},
         "moment missing": with_first(exp_avg_sq=None),
-        "step missing": with_groups(*({k: v for k, v in group.items() if k != "step"} for group in groups)),
+        "step missing": with_groups(
+            *({k: v for k, v in group.items() if k != "step"} for group in groups)
+        ),
     }
 
 
@@ -274,7 +346,9 @@ def _bad_own(good: Mapping[str, Any], of_other_rank: Mapping[str, Any]) -> dict[
     """`state_dict()` of per-rank files that is not this rank's."""
     inner, mains = good["optimizer"], good[SHARDS]
     groups, states = inner["param_groups"], inner["state"]
-    without_square = {number: {k: v for k, v in s.items() if k != "exp_avg_sq"} for number, s in states.items()}
+    without_square = {
+        number: {k: v for k, v in s.items() if k != "exp_avg_sq"} for number, s in states.items()
+    }
     return {
         "of the other rank": of_other_rank,
         "of a gathered layout": {"optimizer": {"param_groups": groups}},
@@ -287,7 +361,9 @@ def _refuse(run: TrainingRun, good: Any, bad: Mapping[str, Any], alone: str) -> 
     """What comes of each bad state, and of one of them on rank 1 alone."""
     load = run.optimizer.load_state_dict
     found = {name: refusal(run, lambda state=state: load(state)) for name, state in bad.items()}
-    found["on rank 1 alone"] = refusal(run, lambda: load(bad[alone] if dist.get_rank() == 1 else good))
+    found["on rank 1 alone"] = refusal(
+        run, lambda: load(bad[alone] if dist.get_rank() == 1 else good)
+    )
     return found
 
 
@@ -301,30 +377,48 @@ def _undistributed(fork: _Fork) -> dict[str, Any]:
     return {
         "refused": refused,
         "taken": _is_state_of(run, theirs),
-        "groups": [group["step"] for group in run.optimizer.state_dict()["optimizer"]["param_groups"]],
+        "groups": [
+            group["step"] for group in run.optimizer.state_dict()["optimizer"]["param_groups"]
+        ],
         "files": [raised(lambda: run.optimizer.load_parameter_state(nowhere)) for _ in range(2)],
     }
 
 
 def _is_state_of(ours: TrainingRun, theirs: TrainingRun) -> bool:
     """Whether every shard of our state is the fork's undistributed one, bit for bit."""
-    name_of = {param: name.replace("module.", "") for name, param in theirs.model[0].named_parameters()}
-    groups = zip(theirs.optimizer.float16_groups, theirs.optimizer.fp32_from_float16_groups, strict=True)
-    mains = {name_of[param]: main for halves, mains in groups for param, main in zip(halves, mains, strict=True)}
+    name_of = {
+        param: name.replace("module.", "") for name, param in theirs.model[0].named_parameters()
+    }
+    groups = zip(
+        theirs.optimizer.float16_groups, theirs.optimizer.fp32_from_float16_groups, strict=True
+    )
+    mains = {
+        name_of[param]: main
+        for halves, mains in groups
+        for param, main in zip(halves, mains, strict=True)
+    }
     found = []
     for run in ours.optimizer.sharded.flat_params:
         for shard in run.plan.shards:
             main, kept = mains[shard.name], theirs.optimizer.optimizer.state[mains[shard.name]]
             pairs = [(run.main, main)]
             pairs += [
-                (ours.optimizer.sharded.inner.state[run.main][key], kept[key]) for key in ("exp_avg", "exp_avg_sq")
+                (ours.optimizer.sharded.inner.state[run.main][key], kept[key])
+                for key in ("exp_avg", "exp_avg_sq")
             ]
             found += [
-                torch.equal(run.cut(mine, shard).detach(), whole.detach().view(-1)[shard.in_param.as_slice()])
+                torch.equal(
+                    run.cut(mine, shard).detach(),
+                    whole.detach().view(-1)[shard.in_param.as_slice()],
+                )
                 for mine, whole in pairs
             ]
-    params = {name.replace("module.", ""): param for name, param in ours.model[0].named_parameters()}
-    found += [torch.equal(params[name], main.to(params[name].dtype)) for name, main in mains.items()]
+    params = {
+        name.replace("module.", ""): param for name, param in ours.model[0].named_parameters()
+    }
+    found += [
+        torch.equal(params[name], main.to(params[name].dtype)) for name, main in mains.items()
+    ]
     return len(found) > len(mains) and all(found)
 
 
@@ -345,7 +439,10 @@ def _refusals_gathered(fork: _Fork) -> dict[str, Any]:
     optimizer, head = run.optimizer, copy.deepcopy(run.optimizer.state_dict())
     bad: list[Any] = [_bad_files(good, fork.folder) if fork.rank == 0 else None]
     dist.broadcast_object_list(bad)
-    files = {n: refusal(run, lambda file=file: optimizer.load_parameter_state(str(file))) for n, file in bad[0].items()}
+    files = {
+        n: refusal(run, lambda file=file: optimizer.load_parameter_state(str(file)))
+        for n, file in bad[0].items()
+    }
     heads = _refuse(run, head, _bad_heads(head), "nothing")
     optimizer.load_state_dict(_reordered(head))
     atomic = _crash_while_saving(fork, run, good)
@@ -369,13 +466,20 @@ def _crash_while_saving(fork: _Fork, run: TrainingRun, good: Path) -> dict[str, 
     kept = file.read_bytes() == before
     run.optimizer.load_parameter_state(str(file))
     run.optimizer.save_parameter_state(str(file))
-    return {"refused": refused, "kept": kept, "left": sorted(each.name for each in file.parent.iterdir())}
+    return {
+        "refused": refused,
+        "kept": kept,
+        "left": sorted(each.name for each in file.parent.iterdir()),
+    }
 
 
 def _mixed_by_fork(fork: _Fork) -> dict[str, Any]:
-    """What the fork's own optimizer leaves of a model with fp32 norms, and a file that looks as if it had."""
+    """What the fork's own optimizer leaves of a model with fp32 norms, and a file that looks as if
+    it had."""
     words = RESUMED["odd"][1]
-    of_fork = raised(lambda: fork.train_and_save(fork.folder / "mixed of fork", *words, ours=False, at=1))
+    of_fork = raised(
+        lambda: fork.train_and_save(fork.folder / "mixed of fork", *words, ours=False, at=1)
+    )
     run = fork.train(*words, "--train-iters", "1")
     file, looks_like_theirs = _checkpoint(fork.folder / "odd"), fork.folder / "m.pt"
     if fork.rank == 0:
@@ -418,7 +522,9 @@ def _collect_gathered(rank: int, size: int, folder: str) -> dict[str, Any]:
     if fork.enters(2):
         found["resumed"] = {files: _resume_all(fork, files, 2) for files in ("gathered", "ours")}
         found["crossed"] = {"fp16": _cross(fork, "fp16", FP16, _write_gathered)}
-        found["before the first step"] = _resume(fork, FP16, fork.folder / "unstepped", at=1, to=ITERATIONS)
+        found["before the first step"] = _resume(
+            fork, FP16, fork.folder / "unstepped", at=1, to=ITERATIONS
+        )
         found["torch's adam"] = _torchs_adam(fork)
         found["refused"] = _refusals_gathered(fork)
         found["undistributed"] = _undistributed(fork)
@@ -426,7 +532,9 @@ def _collect_gathered(rank: int, size: int, folder: str) -> dict[str, Any]:
         found["loss scales"] = _loss_scales(fork)
     if fork.enters(4):
         of_four = {files: _resume_all(fork, files, 4) for files in ("gathered", "ours")}
-        found["resumed"] = {files: found.get("resumed", {}).get(files, {}) | of_four[files] for files in of_four}
+        found["resumed"] = {
+            files: found.get("resumed", {}).get(files, {}) | of_four[files] for files in of_four
+        }
         found["slice"] = _refusal_of_one_slice(fork)
     if fork.enters(3):
         found["odd of 3"] = _three_ranks(fork)
@@ -459,13 +567,19 @@ def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     if fork.enters(2):
         found["resumed"] = {"per_rank": _resume_all(fork, "per_rank", 2)}
         found["crossed"] = {"fp32": _cross(fork, "fp32", (), _write_own)}
-        found["before the first step"] = _resume(fork, FP16, fork.folder / "unstepped", at=1, to=ITERATIONS)
+        found["before the first step"] = _resume(
+            fork, FP16, fork.folder / "unstepped", at=1, to=ITERATIONS
+        )
         of_fork = fork.folder / "unstepped of fork"
         theirs = fork.train_and_save(of_fork, *FP16, ours=False, at=1)
         resumed = fork.train(*FP16, "--load", str(of_fork))
-        found["the fork's before the first step"] = Continued(theirs.iterations[1:], resumed.iterations)
+        found["the fork's before the first step"] = Continued(
+            theirs.iterations[1:], resumed.iterations
+        )
         with adam_of_the_fork(torch.optim.Adam):
-            found["crossed"]["torch"] = _cross(fork, "torch", ("--bf16",), _write_own, "--distopt-decay", "l2")
+            found["crossed"]["torch"] = _cross(
+                fork, "torch", ("--bf16",), _write_own, "--distopt-decay", "l2"
+            )
         found["refused"] = _refusals_per_rank(fork)
         _mixed_own(fork)
     if fork.enters(1):
@@ -475,7 +589,8 @@ def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 def _mixed_own(fork: _Fork) -> None:
-    """From the fork's own optimizer to ours and back; curves differ, because the fork rounds fp32 norms to bf16."""
+    """From the fork's own optimizer to ours and back; curves differ, because the fork rounds fp32
+    norms to bf16."""
     words, of_fork = ("--bf16", "--fp32-norms"), fork.folder / "of fork fp32 norms"
     fork.train(*words, "--train-iters", str(SAVED_AT), "--save", str(of_fork), ours=False)
     ours = fork.open(of_fork, *words).optimizer
@@ -511,14 +626,22 @@ class Collected:
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> Collected:
     core_folder()
     folder = tmp_path_factory.mktemp("gathered")
-    return Collected("gathered", folder, run_ranks(_collect_gathered, RANKS["gathered"], str(folder), seconds=600))
+    return Collected(
+        "gathered",
+        folder,
+        run_ranks(_collect_gathered, RANKS["gathered"], str(folder), seconds=600),
+    )
 
 
 @pytest.fixture(scope="module")
 def per_rank(tmp_path_factory: pytest.TempPathFactory) -> Collected:
     core_folder()
     folder = tmp_path_factory.mktemp("per_rank")
-    return Collected("per_rank", folder, run_ranks(_collect_per_rank, RANKS["per_rank"], str(folder), seconds=600))
+    return Collected(
+        "per_rank",
+        folder,
+        run_ranks(_collect_per_rank, RANKS["per_rank"], str(folder), seconds=600),
+    )
 
 
 @pytest.fixture(params=["gathered", "per_rank"])
@@ -542,12 +665,16 @@ def _unpadded(tensors: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
     return {key: tensor[:numel] for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(("files", "name"), [(files, name) for files, names in KEPT_IN.items() for name in names])
+@pytest.mark.parametrize(
+    ("files", "name"), [(files, name) for files, names in KEPT_IN.items() for name in names]
+)
 def test_resume_when_ours_saved_then_it_is_the_uninterrupted_run_bit_for_bit(
     files: str, name: str, request: pytest.FixtureRequest
 ) -> None:
     collected: Collected = request.getfixturevalue("gathered" if files == "ours" else files)
-    of_ranks = [found[files][name] for found in collected.of_world("resumed") if name in found[files]]
+    of_ranks = [
+        found[files][name] for found in collected.of_world("resumed") if name in found[files]
+    ]
     assert len(of_ranks) == RESUMED[name][0]
     assert of_ranks[0].resumed
     _check_same(of_ranks)
@@ -559,20 +686,25 @@ def _check_same(of_ranks: list[Continued]) -> None:
     assert all(each.same_end for each in of_ranks)
 
 
-def test_resume_when_saved_before_the_first_update_then_it_is_the_uninterrupted_run(layout: Collected) -> None:
+def test_resume_when_saved_before_the_first_update_then_it_is_the_uninterrupted_run(
+    layout: Collected,
+) -> None:
     of_ranks = layout.of_world("before the first step")
     _check_same(of_ranks)
     assert [each.loss_scale for each in of_ranks[0].resumed] == [2.0**16, 2.0**17, 2.0**17]
 
 
-def test_resume_when_the_fork_saved_before_the_first_update_then_ours_goes_on(per_rank: Collected) -> None:
+def test_resume_when_the_fork_saved_before_the_first_update_then_ours_goes_on(
+    per_rank: Collected,
+) -> None:
     """With a gathered file the fork cannot save then."""
     found = per_rank.ranks[0]["the fork's before the first step"]
     assert found.largest_deviation < TOLERANCE_16_BIT
 
 
-#: Of a loss of 4 the last bit is 4.8e-7. Another Adam kernel and another order of the norm's sum may move it by one at
-#: each of two iterations; a step count or a moment that is lost moves it by 1e-3 and more.
+#: Of a loss of 4 the last bit is 4.8e-7. Another Adam kernel and another order of the norm's sum
+#: may move it by one at each of two iterations; a step count or a moment that is lost moves it by
+#: 1e-3 and more.
 TOLERANCE_FP32 = 2e-6
 #: Then a param may round to its other neighbour, of 7,744.
 TOLERANCE_16_BIT = 1e-4
@@ -580,17 +712,30 @@ TOLERANCE_16_BIT = 1e-4
 
 @pytest.mark.parametrize(
     ("files", "name", "way"),
-    [(files, name, way) for files, names in CROSSED.items() for name in names for way in (FROM_FORK, FROM_OURS)],
+    [
+        (files, name, way)
+        for files, names in CROSSED.items()
+        for name in names
+        for way in (FROM_FORK, FROM_OURS)
+    ],
 )
 def test_resume_when_another_optimizer_saved_then_it_goes_on_on_its_curve(
-    files: str, name: str, way: str, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+    files: str,
+    name: str,
+    way: str,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
 ) -> None:
     collected: Collected = request.getfixturevalue(files)
     found = collected.ranks[0]["crossed"][name][way]
     assert len(found.resumed) == ITERATIONS - SAVED_AT
-    record_property("deviation", {"what": f"Megatron of 2023, {way}", "loss": found.largest_deviation})
+    record_property(
+        "deviation", {"what": f"Megatron of 2023, {way}", "loss": found.largest_deviation}
+    )
     assert found.largest_deviation < (TOLERANCE_FP32 if name == "fp32" else TOLERANCE_16_BIT)
-    assert [each.loss_scale for each in found.resumed] == [each.loss_scale for each in found.uninterrupted]
+    assert [each.loss_scale for each in found.resumed] == [
+        each.loss_scale for each in found.uninterrupted
+    ]
 
 
 @pytest.mark.parametrize("way", [FROM_FORK, FROM_OURS])
@@ -620,7 +765,11 @@ def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_
         assert same(_moments(after), _moments(before))
         assert _steps(after) == _steps(before) == {SAVED_AT}
         if name == "fp32 norms":
-            (vectors,) = (g["params"] for g in after["optimizer"]["param_groups"] if g["name"] == "no_wd_no_scale_lr")
+            (vectors,) = (
+                g["params"]
+                for g in after["optimizer"]["param_groups"]
+                if g["name"] == "no_wd_no_scale_lr"
+            )
             assert 0 < len(after[SHARDS][1]) < len(vectors)  # biases among norms
 
 
@@ -633,12 +782,20 @@ def _moments(state: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
 
 def _steps(state: Mapping[str, Any]) -> set[int]:
     inner = state["optimizer"]
-    return {int(holder["step"]) for holder in [*inner["param_groups"], *inner["state"].values()] if "step" in holder}
+    return {
+        int(holder["step"])
+        for holder in [*inner["param_groups"], *inner["state"].values()]
+        if "step" in holder
+    }
 
 
-def test_param_groups_when_saved_then_they_have_the_keys_and_values_of_the_forks(layout: Collected) -> None:
+def test_param_groups_when_saved_then_they_have_the_keys_and_values_of_the_forks(
+    layout: Collected,
+) -> None:
     name = CROSSED[layout.files][0]
-    ours, theirs = (_param_groups(layout.folder / who, layout.files) for who in (name, f"of fork {name}"))
+    ours, theirs = (
+        _param_groups(layout.folder / who, layout.files) for who in (name, f"of fork {name}")
+    )
     assert ours == theirs
     of_adam = {"lr", "weight_decay", "betas", "eps", "bias_correction", "step"}
     assert ours[0].keys() >= {"name", "wd_mult", "lr_mult"} | of_adam
@@ -654,9 +811,14 @@ def _param_groups(folder: Path, files: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def test_gathered_file_when_loaded_at_another_size_and_back_then_every_bit_is_there(gathered: Collected) -> None:
+def test_gathered_file_when_loaded_at_another_size_and_back_then_every_bit_is_there(
+    gathered: Collected,
+) -> None:
     first = _gathered(_checkpoint(gathered.folder / "odd"))
-    there, back = (_gathered(gathered.folder / name / "distrib_optim.pt") for name in ("odd of 3", "odd of 3 and back"))
+    there, back = (
+        _gathered(gathered.folder / name / "distrib_optim.pt")
+        for name in ("odd of 3", "odd of 3 and back")
+    )
     assert {each.numel() for each in there.values()} == {-(-ODD_NUMEL // 3) * 3}
     assert same(_unpadded(there, ODD_NUMEL), _unpadded(first, ODD_NUMEL))
     assert same(back, first)
@@ -666,8 +828,8 @@ def test_gathered_file_when_loaded_at_another_size_and_back_then_every_bit_is_th
 def test_resume_when_at_another_size_then_it_goes_on_on_the_curve(gathered: Collected) -> None:
     wanted = gathered.ranks[0]["resumed"]["gathered"]["odd"].uninterrupted
     found = Continued(wanted, gathered.ranks[0]["odd of 3"])
-    # Gradients of the same twelve samples are added up in another order, so that some of the 1,105 params round to
-    # their other neighbour in bf16. Without its moments the run is 1e-2 away.
+    # Gradients of the same twelve samples are added up in another order, so that some of the 1,105
+    # params round to their other neighbour in bf16. Without its moments the run is 1e-2 away.
     assert found.largest_deviation < 1e-3
 
 
@@ -692,7 +854,10 @@ def _refusals_in(table: str, layout: Collected) -> list[dict[str, Refused]]:
 
 CASES = [
     (files, table, name)
-    for files, tables in {"gathered": ("file", "head", "undistributed"), "per_rank": ("own",)}.items()
+    for files, tables in {
+        "gathered": ("file", "head", "undistributed"),
+        "per_rank": ("own",),
+    }.items()
     for table in tables
     for name in REFUSED[table]
 ]
@@ -703,7 +868,9 @@ def test_state_when_it_does_not_fit_then_refused_on_all_ranks_and_nothing_is_cha
     files: str, table: str, name: str, request: pytest.FixtureRequest
 ) -> None:
     by_rank, mentions = _refusals_in(table, request.getfixturevalue(files)), REFUSED[table][name]
-    for refused, text in zip(by_rank, (mentions, mentions) if isinstance(mentions, str) else mentions, strict=True):
+    for refused, text in zip(
+        by_rank, (mentions, mentions) if isinstance(mentions, str) else mentions, strict=True
+    ):
         _check_refused(refused[name], text)
     if table == "file":
         assert f"{request.getfixturevalue(files).folder / 'bad '}{name}." in by_rank[0][name].text
@@ -721,13 +888,17 @@ def test_state_when_it_does_not_fit_then_refused_on_all_ranks_and_nothing_is_cha
 def test_state_when_one_rank_alone_sees_the_fault_then_both_refuse(
     files: str, table: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    first, second = (each["on rank 1 alone"] for each in _refusals_in(table, request.getfixturevalue(files)))
+    first, second = (
+        each["on rank 1 alone"] for each in _refusals_in(table, request.getfixturevalue(files))
+    )
     mentions = REFUSED[table][name]
     _check_refused(second, mentions if isinstance(mentions, str) else mentions[1])
     _check_told(first, second)
 
 
-def test_undistributed_state_when_loaded_then_every_rank_has_its_shards_of_it(gathered: Collected) -> None:
+def test_undistributed_state_when_loaded_then_every_rank_has_its_shards_of_it(
+    gathered: Collected,
+) -> None:
     found = gathered.of_world("undistributed")
     assert [each["taken"] for each in found] == [True, True]
     assert [each["groups"] for each in found] == [[SAVED_AT] * 2] * 2
@@ -741,10 +912,14 @@ def test_undistributed_state_when_loaded_then_one_call_for_a_file_of_tensors_is_
         first, (kind, text) = found["files"]
         assert (first, kind) == (("nothing", ""), "CheckpointError")
         nowhere = gathered.folder / "nowhere"
-        assert_mentions(text, f"{nowhere}.distopt/manifest.json", f"{nowhere}.pt", "--no-load-optim")
+        assert_mentions(
+            text, f"{nowhere}.distopt/manifest.json", f"{nowhere}.pt", "--no-load-optim"
+        )
 
 
-def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(gathered: Collected) -> None:
+def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(
+    gathered: Collected,
+) -> None:
     folder = gathered.folder / "tp2 dp2" / LOADED
     first, second, third, fourth = gathered.of_world("slice")
     file = folder / "mp_rank_01/nowhere.pt"
@@ -754,17 +929,23 @@ def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(
         _check_told(refused, second, size=4)
 
 
-def test_own_state_when_loaded_at_another_size_then_refused_on_all_ranks(per_rank: Collected) -> None:
+def test_own_state_when_loaded_at_another_size_then_refused_on_all_ranks(
+    per_rank: Collected,
+) -> None:
     (alone,) = per_rank.of_world("size 1")
     _check_refused(alone, f"{NUM_OF_TWO[0]} params | the model's 10 | {SAME_RANKS}")
 
 
-def test_groups_when_the_file_has_them_in_another_order_then_each_finds_its_own(layout: Collected) -> None:
+def test_groups_when_the_file_has_them_in_another_order_then_each_finds_its_own(
+    layout: Collected,
+) -> None:
     for refused in layout.of_world("refused"):
         assert refused["eps"] == {"wd_no_scale_lr": 0.1, "no_wd_no_scale_lr": 0.01}
 
 
-def test_save_when_writing_fails_then_the_old_file_stays_and_all_ranks_are_told(gathered: Collected) -> None:
+def test_save_when_writing_fails_then_the_old_file_stays_and_all_ranks_are_told(
+    gathered: Collected,
+) -> None:
     first, second = (refused["atomic"] for refused in gathered.of_world("refused"))
     _check_refused(first["refused"], "no space left")
     _check_told(second["refused"], first["refused"], rank=0)
@@ -772,7 +953,9 @@ def test_save_when_writing_fails_then_the_old_file_stays_and_all_ranks_are_told(
     assert first["left"] == ["distrib_optim.pt"]
 
 
-def test_step_when_the_fork_lost_that_of_torchs_adam_then_refused_with_the_flag_to_write(gathered: Collected) -> None:
+def test_step_when_the_fork_lost_that_of_torchs_adam_then_refused_with_the_flag_to_write(
+    gathered: Collected,
+) -> None:
     for found in gathered.of_world("torch's adam"):
         kind, text = found["ours"]
         assert kind == "CheckpointError"
@@ -780,12 +963,24 @@ def test_step_when_the_fork_lost_that_of_torchs_adam_then_refused_with_the_flag_
         assert found["fork"][0] == "SystemExit"  # it cannot read its own file
 
 
-def test_step_when_the_user_says_it_then_ours_goes_on_on_the_forks_curve(gathered: Collected) -> None:
+def test_step_when_the_user_says_it_then_ours_goes_on_on_the_forks_curve(
+    gathered: Collected,
+) -> None:
     found = gathered.ranks[0]["torch's adam"]
     assert len(found["resume step"].resumed) == ITERATIONS - SAVED_AT
     assert found["resume step"].largest_deviation < TOLERANCE_16_BIT
     assert found["steps"] == {SAVED_AT}
-    assert found["keys"] >= {"name", "wd_mult", "lr_mult", "lr", "weight_decay", "betas", "eps", "amsgrad", "step"}
+    assert found["keys"] >= {
+        "name",
+        "wd_mult",
+        "lr_mult",
+        "lr",
+        "weight_decay",
+        "betas",
+        "eps",
+        "amsgrad",
+        "step",
+    }
 
 
 def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_ours_is_not(
@@ -793,7 +988,8 @@ def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_
 ) -> None:
     first, second = gathered.of_world("mixed")
     _check_refused(
-        first["refused"], f"{gathered.folder / 'm.pt'} | fp32 with 16-bit | --no-load-optim | convert the run"
+        first["refused"],
+        f"{gathered.folder / 'm.pt'} | fp32 with 16-bit | --no-load-optim | convert the run",
     )
     assert second["refused"] == first["refused"]
     assert (first["ours"], second["ours"]) == (("nothing", ""), ("nothing", ""))

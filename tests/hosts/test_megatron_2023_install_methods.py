@@ -1,4 +1,5 @@
-"""The three install methods for a fork of 2023: the runner, the library and the entry point, on the small fork."""
+"""The three install methods for a fork of 2023: the runner, the library and the entry point, on the
+small fork."""
 
 from __future__ import annotations
 
@@ -48,14 +49,19 @@ class Curves:
         curves = json.loads(file.read_text())
         ranks = curves["ranks"]
         losses = [each["loss"] for each in curves["iterations"]]
-        return cls(losses, [rank["params"] for rank in ranks], [rank["optimizer_module"] for rank in ranks])
+        return cls(
+            losses, [rank["params"] for rank in ranks], [rank["optimizer_module"] for rank in ranks]
+        )
 
 
 def _block_in(output: str) -> list[str]:
     """The start-up block, which must be there once."""
     assert output.count(_ACTIVE) == 1, output
     lines = output[output.index(_ACTIVE) :].splitlines()
-    return [lines[0], *itertools.takewhile(lambda line: re.match(r"  [a-z]+ {2,}\S", line), lines[1:])]
+    return [
+        lines[0],
+        *itertools.takewhile(lambda line: re.match(r"  [a-z]+ {2,}\S", line), lines[1:]),
+    ]
 
 
 @dataclass(frozen=True)
@@ -79,12 +85,18 @@ LAUNCHERS = ["deepspeed", pytest.param("torchrun", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module", params=LAUNCHERS)
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Done]:
+def launched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Done]:
     """Name of the launcher, and what it did."""
     launcher, file = request.param, tmp_path_factory.mktemp("curves") / "curves.json"
     flags, environment = LAUNCHED[launcher]
     words = ["-m", "megatron_distopt", "pretrain.py", _BF16, *flags, "--curves", str(file)]
-    environment = {"MEGATRON_DISTOPT": "require", "PYTHONPATH": f"{_ROOT}{os.pathsep}{FOLDER}", **environment}
+    environment = {
+        "MEGATRON_DISTOPT": "require",
+        "PYTHONPATH": f"{_ROOT}{os.pathsep}{FOLDER}",
+        **environment,
+    }
     done = launch(launcher, SIZE, words, environment=environment, seconds=240.0)
     assert file.exists(), done.output
     return launcher, Done(done, Curves.of(file))
@@ -100,8 +112,9 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_entry_point(rank: int, size: int, patched: Path, installs: bool) -> tuple[list[str], str]:
-    """Modules of the optimizers of our training and of one that is switched off, and what was printed; nothing is
-    installed by hand, but for `installs`: then before the fork is imported, with options."""
+    """Modules of the optimizers of our training and of one that is switched off, and what was
+    printed; nothing is installed by hand, but for `installs`: then before the fork is imported,
+    with options."""
     os.environ["MEGATRON_DISTOPT"] = "require"
     if installs:
         sys.path.insert(0, str(patched))
@@ -121,7 +134,8 @@ Found = tuple[Curves, Curves, Mapping[str, object]]
 
 
 def as_library(rank: int, size: int) -> Found:
-    """Our curves, those of the fork's own optimizer, and facts; the first before the training module is imported."""
+    """Our curves, those of the fork's own optimizer, and facts; the first before the training
+    module is imported."""
     os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
     os.environ["MINI_FORK_CORE"], os.environ["MINI_FORK_NATIVE"] = str(core_folder()), "1"
     facts: dict[str, object] = {}
@@ -130,18 +144,27 @@ def as_library(rank: int, size: int) -> Found:
     facts["not yet imported"] = "megatron.training" not in sys.modules
     training, factory = import_module("megatron.training"), import_module("megatron.optimizer")
     factory_of_ours = factory.get_megatron_optimizer
-    facts["imported ours"] = training.get_megatron_optimizer is factory_of_ours and factory_of_ours.original.__name__
+    facts["imported ours"] = (
+        training.get_megatron_optimizer is factory_of_ours and factory_of_ours.original.__name__
+    )
     installation.undo()
 
     fork = MiniFork.imported(file_layout="gathered")
-    runs = {"their optimizer": fork.train(_BF16, _FLAG, ours=False), "our optimizer": fork.train(_BF16, _FLAG)}
+    runs = {
+        "their optimizer": fork.train(_BF16, _FLAG, ours=False),
+        "our optimizer": fork.train(_BF16, _FLAG),
+    }
     facts |= {name: type(run.optimizer).__module__ for name, run in runs.items()}
     theirs, ours = map(_curves_of, runs.values())
     # In a fork whose training module imports our function in place of its own.
-    with mock.patch.object(training, "get_megatron_optimizer", megatron_distopt.get_megatron_optimizer):
+    with mock.patch.object(
+        training, "get_megatron_optimizer", megatron_distopt.get_megatron_optimizer
+    ):
         run = fork.train(_BF16, _FLAG, ours=False)
         facts["called directly"] = (type(run.optimizer).__module__, _curves_of(run) == ours)
-    with_l2 = functools.partial(megatron_distopt.get_megatron_optimizer, options=DistOptConfig(decay="l2"))
+    with_l2 = functools.partial(
+        megatron_distopt.get_megatron_optimizer, options=DistOptConfig(decay="l2")
+    )
     with mock.patch.object(training, "get_megatron_optimizer", with_l2):
         short = fork.train(_BF16, _FLAG, "--train-iters", "1", ours=False)
         facts["called with options"] = short.optimizer.sharded.config.decay
@@ -149,7 +172,9 @@ def as_library(rank: int, size: int) -> Found:
     with mock.patch("megatron_distopt.hosts.base.announce", said.append):
         alone, beside = (fork.train(_BF16, ours=ours) for ours in (False, True))
     facts["said without the flag"] = said
-    facts["without the flag"] = _curves_of(alone) == _curves_of(beside) and type(beside.optimizer).__name__
+    facts["without the flag"] = (
+        _curves_of(alone) == _curves_of(beside) and type(beside.optimizer).__name__
+    )
     with mock.patch.dict(os.environ, MEGATRON_DISTOPT="0"):
         run = fork.train(_BF16, _FLAG, "--distopt-nonfinite", "skip")
     facts["switched off"] = _curves_of(run) == theirs and run.args.distopt_nonfinite
@@ -174,7 +199,11 @@ def found() -> list[Found]:
 def ours(found: list[Found]) -> Curves:
     """Of the library on all ranks, as rank 0 writes the curves down."""
     curves = [each for each, _, _ in found]
-    return Curves(curves[0].losses, [each.params[0] for each in curves], [each.optimizers[0] for each in curves])
+    return Curves(
+        curves[0].losses,
+        [each.params[0] for each in curves],
+        [each.optimizers[0] for each in curves],
+    )
 
 
 FACTS: dict[str, object] = {
@@ -190,15 +219,21 @@ FACTS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_as_library_when_used_in_a_fork_of_2023_then_as_promised(found: list[Found], name: str) -> None:
+def test_as_library_when_used_in_a_fork_of_2023_then_as_promised(
+    found: list[Found], name: str
+) -> None:
     assert [facts[name] for _, _, facts in found] == [FACTS[name]] * SIZE
 
 
-def test_as_library_when_it_is_required_and_the_flag_is_missing_then_refused(found: list[Found]) -> None:
+def test_as_library_when_it_is_required_and_the_flag_is_missing_then_refused(
+    found: list[Found],
+) -> None:
     for _, _, facts in found:
         kind, text = facts["required without the flag"]
         assert kind == "ConfigError"
-        assert_mentions(text, "MEGATRON_DISTOPT=require", "use_distributed_optimizer", f"Add {_FLAG}")
+        assert_mentions(
+            text, "MEGATRON_DISTOPT=require", "use_distributed_optimizer", f"Add {_FLAG}"
+        )
 
 
 def test_as_library_when_the_flag_is_missing_then_rank_0_alone_says_once_that_it_is_not_used(
@@ -209,7 +244,8 @@ def test_as_library_when_the_flag_is_missing_then_rank_0_alone_says_once_that_it
 
 
 def test_as_library_when_trained_then_the_curve_is_the_forks_own(found: list[Found]) -> None:
-    """Adam is torch's fused one here and the fork's stand-in for apex's there; a param in bf16 has 8 bits."""
+    """Adam is torch's fused one here and the fork's stand-in for apex's there; a param in bf16 has
+    8 bits."""
     logged = [(ours.losses, theirs.losses) for ours, theirs, _ in found if ours.losses]
     assert len(logged) == 1
     assert logged[0][0] == pytest.approx(logged[0][1], rel=1e-4)
@@ -223,27 +259,33 @@ def test_runner_when_a_launcher_starts_the_fork_then_ours_is_active_and_trains_a
     assert done.launched.status == 0, done.launched.output[-5000:]
 
 
-def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(launched: tuple[str, Done]) -> None:
+def test_runner_when_it_is_active_then_rank_0_says_once_what_it_does(
+    launched: tuple[str, Done],
+) -> None:
     launcher, done = launched
     files = {
         "deepspeed": "per-rank files, the fork's own",
         "torchrun": "gathered file, a folder that loads at any size",
     }
     assert _block_in(done.launched.output) == [
-        f"{_ACTIVE}a Megatron of 2023 (megatron.optimizer.get_megatron_optimizer, megatron.arguments.parse_args)",
+        f"{_ACTIVE}a Megatron of 2023 (megatron.optimizer.get_megatron_optimizer, "
+        "megatron.arguments.parse_args)",
         "  device     cpu (accelerator cpu, named by torch)",
         "  inner      torch_fused",
         "  decay      decoupled",
         "  nonfinite  skip",
-        "  groups     2 ranks, optimizer sharded over 2 by gloo, from pair to pair in shared memory",
-        "  overlap    grads after backward (all grads fit into one bucket), params before the next forward",
+        "  groups     2 ranks, optimizer sharded over 2 by gloo, from pair to pair in shared "
+        "memory",
+        "  overlap    grads after backward (all grads fit into one bucket), params before the next "
+        "forward",
         f"  files      {files[launcher]}",
-        "  buffer     params bfloat16, grads float32, 28 params of 7,744 elements in 1 bucket(s), 1/2 a rank",
+        "  buffer     params bfloat16, grads float32, 28 params of 7,744 elements in 1 bucket(s), "
+        "1/2 a rank",
         "  bytes      params 15.1 KiB, grads 30.2 KiB, main params 15.1 KiB, moments 30.2 KiB",
     ]
 
 
-def test_entry_point_when_the_fork_finds_us_then_announced_once_and_switched_off_the_forks_own_trains(
+def test_entry_point_when_the_fork_finds_us_then_announced_once_and_can_be_off(
     patched: Path,
 ) -> None:
     ((modules, printed),) = run_ranks(by_entry_point, 1, patched, False)

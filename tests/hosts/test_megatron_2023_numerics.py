@@ -1,8 +1,9 @@
 """The same small GPT, seed and data with the optimizers of a fork of 2023 and with ours.
 
-With torch's Adam and no clipping, the fork's optimizer without sharding ("plain") and ours compute the same to the last
-bit: in one bucket, and in many with communication hidden behind computation. The fork's fused Adam and its clipping
-round elsewhere than ours: what that does to a curve is measured in test_megatron_2023_checkpoints.py.
+With torch's Adam and no clipping, the fork's optimizer without sharding ("plain") and ours compute
+the same to the last bit: in one bucket, and in many with communication hidden behind computation.
+The fork's fused Adam and its clipping round elsewhere than ours: what that does to a curve is
+measured in test_megatron_2023_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class Case:
     """One training, run with several optimizers."""
 
     words: str
-    repaired: bool = False  # the plain reference averages experts and sequence-parallel ranks over the right groups
+    # the plain reference averages experts and sequence-parallel ranks over the right groups
+    repaired: bool = False
     overlapped: bool = False  # ours runs again in many buckets, with grads and params overlapped
-    change: str = ""  # what happens to the wrapped model before its optimizer is built, see `CHANGES`
+    # what happens to the wrapped model before its optimizer is built, see `CHANGES`
+    change: str = ""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -71,19 +74,24 @@ class Comparison:
 FP16 = "--fp16 --initial-loss-scale 4096"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EXPERTS = "--experts --expert-model-parallel-size 2"
-# The word embeddings of tokens that do not occur have a gradient of zero only where the output layer has others.
+# The word embeddings of tokens that do not occur have a gradient of zero only where the output
+# layer has others.
 UNTIED = "--untie-embeddings-and-output-weights"
 ZEROS = f"{UNTIED} --log-num-zeros-in-grad"
 
 #: 1,105 elements, which two ranks pad.
 ODD = "--hidden-size 5 --num-attention-heads 1 --vocab-size 63 --seq-length 10 --micro-batch-size 1"
 
-#: On two ranks of a gathered file; those with the process groups of the one before take a third of the time.
+#: On two ranks of a gathered file; those with the process groups of the one before take a third of
+#: the time.
 TWO = {
     "dp2-fp32": Case(ZEROS),
     "overlapped-bf16": Case("--bf16", overlapped=True),
     "overlapped-fp16-that-overflows": Case("--fp16 --initial-loss-scale 1e30", overlapped=True),
-    **{f"{change}-bf16": Case("--bf16", overlapped=True, change=change) for change in ("frozen-late", "built-twice")},
+    **{
+        f"{change}-bf16": Case("--bf16", overlapped=True, change=change)
+        for change in ("frozen-late", "built-twice")
+    },
     "accumulation-bf16": Case("--bf16 --global-batch-size 8", overlapped=True),
     "padded-fp32-norms-bf16": Case(f"--bf16 --fp32-norms {ODD}"),
     "fp32-norms-bf16": Case("--bf16 --fp32-norms", overlapped=True),
@@ -97,17 +105,20 @@ TWO = {
 #: On four; long.
 FOUR = {
     "tp2-dp2-bf16": Case(f"--bf16 {TP2} --sequence-parallel", overlapped=True),
-    # Ours adds the embedding's two stages up before the ranks, as the fork's distributed optimizer; its plain one the
-    # other way round. On a grid both sums are exact.
+    # Ours adds the embedding's two stages up before the ranks, as the fork's distributed optimizer;
+    # its plain one the other way round. On a grid both sums are exact.
     "pp2-dp2-bf16": Case(f"--bf16 {PP2} --grid-grads --global-batch-size 12", overlapped=True),
-    # gloo adds four ranks up in an order that depends on the place in the buffer; the plain reference has experts in
-    # tensors of their own, which moves the others.
-    "experts-fp32-norms-bf16": Case(f"--bf16 {EXPERTS} --fp32-norms --grid-grads", repaired=True, overlapped=True),
+    # gloo adds four ranks up in an order that depends on the place in the buffer; the plain
+    # reference has experts in tensors of their own, which moves the others.
+    "experts-fp32-norms-bf16": Case(
+        f"--bf16 {EXPERTS} --fp32-norms --grid-grads", repaired=True, overlapped=True
+    ),
 }
 
 
 def compare_all(rank: int, size: int, exact: dict[str, Case], norms: str) -> dict[str, Any]:
-    """In a rank: every case with the fork's plain optimizer, with ours, and some with its distributed one."""
+    """In a rank: every case with the fork's plain optimizer, with ours, and some with its
+    distributed one."""
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
     with contextlib.redirect_stdout(io.StringIO()):
         found: dict[str, Any] = _compare_each(fork, exact)
@@ -117,7 +128,8 @@ def compare_all(rank: int, size: int, exact: dict[str, Case], norms: str) -> dic
 
 
 def _compare_each(fork: MiniFork, cases: dict[str, Case]) -> dict[str, Comparison]:
-    """All of the fork's trainings, then all of ours from the last to the first: less is installed and set up anew."""
+    """All of the fork's trainings, then all of ours from the last to the first: less is installed
+    and set up anew."""
     from megatron.model import distributed
 
     of_fork = {}
@@ -129,7 +141,12 @@ def _compare_each(fork: MiniFork, cases: dict[str, Case]) -> dict[str, Compariso
 
 
 def _compare(fork: MiniFork, case: Case, plain: TrainingRun) -> Comparison:
-    early, overlapped, flags, buckets = list[int](), dict[str, Distance](), (*case.flags, *AS_TORCH), 1
+    early, overlapped, flags, buckets = (
+        list[int](),
+        dict[str, Distance](),
+        (*case.flags, *AS_TORCH),
+        1,
+    )
     with _changed(fork, case):
         if case.overlapped:
             with slow_gathers(), _noting_early(early):
@@ -140,7 +157,11 @@ def _compare(fork: MiniFork, case: Case, plain: TrainingRun) -> Comparison:
                 overlapped["grads"] = _distance(fork.train(*flags, *OVERLAPPED), plain)
         ours = fork.train(*flags)
     return Comparison(
-        ours_plain=_distance(ours, plain), losses=ours.losses, overlapped=overlapped, early=early, buckets=buckets
+        ours_plain=_distance(ours, plain),
+        losses=ours.losses,
+        overlapped=overlapped,
+        early=early,
+        buckets=buckets,
     )
 
 
@@ -203,7 +224,8 @@ def _relative(ours: float | None, theirs: float | None) -> float:
 
 @dataclass(frozen=True)
 class Norms:
-    """Of one training on one rank: what our optimizer said at each step and what the gradient says in float64."""
+    """Of one training on one rank: what our optimizer said at each step and what the gradient says
+    in float64."""
 
     ours: list[float]
     wanted: list[float]
@@ -211,8 +233,8 @@ class Norms:
     zeros_wanted: list[int]
 
 
-#: Flags. Nothing but the data-parallel average may happen to a gradient after the backward pass, so embeddings are not
-#: tied over stages.
+#: Flags. Nothing but the data-parallel average may happen to a gradient after the backward pass, so
+#: embeddings are not tied over stages.
 NORMS = f"--bf16 {EXPERTS}"
 
 
@@ -236,7 +258,8 @@ def _norms(fork: MiniFork, words: str) -> Norms:
 
 
 def _norm_and_zeros_in_float64(model: Any, loss_scale: float) -> tuple[float, int]:
-    """Collective: of the gradient of one copy of the whole model, from what every rank has before the reduction."""
+    """Collective: of the gradient of one copy of the whole model, from what every rank has before
+    the reduction."""
     from megatron.core import mpu
 
     squares, zeros = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -247,7 +270,10 @@ def _norm_and_zeros_in_float64(model: Any, loss_scale: float) -> tuple[float, in
         grad = param.main_grad.double()
         dist.all_reduce(grad, group=group)
         is_mine = dist.get_rank(group) == 0
-        is_whole = getattr(param, "tensor_model_parallel", False) or mpu.get_tensor_model_parallel_rank() == 0
+        is_whole = (
+            getattr(param, "tensor_model_parallel", False)
+            or mpu.get_tensor_model_parallel_rank() == 0
+        )
         if is_mine and is_whole:
             squares += (grad / (mpu.get_data_parallel_world_size() * loss_scale)).square().sum()
             zeros += grad.numel() - torch.count_nonzero(grad)
@@ -273,7 +299,10 @@ def four() -> Results:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [*(("two", name) for name in TWO), *(pytest.param("four", name, marks=pytest.mark.long) for name in FOUR)],
+    [
+        *(("two", name) for name in TWO),
+        *(pytest.param("four", name, marks=pytest.mark.long) for name in FOUR),
+    ],
 )
 def test_training_when_distributed_then_every_bit_is_that_of_the_plain_optimizer(
     ranks: str, name: str, request: pytest.FixtureRequest
@@ -283,8 +312,8 @@ def test_training_when_distributed_then_every_bit_is_that_of_the_plain_optimizer
         for what, distance in {"": comparison.ours_plain, **comparison.overlapped}.items():
             found = (distance.param, distance.is_equal, distance.loss, distance.zeros)
             assert found == (0.0, True, 0.0, True), (rank, what)
-            # The fork adds the squares up in fp32: some ulps of 6e-8. A rank of its plain optimizer knows its own
-            # experts only; with them, ours is compared with float64 below.
+            # The fork adds the squares up in fp32: some ulps of 6e-8. A rank of its plain optimizer
+            # knows its own experts only; with them, ours is compared with float64 below.
             assert distance.norm <= 1e-6 or name.startswith("experts")
     logged = next(found[name].losses for found in by_rank if found[name].losses)
     assert len(set(logged)) == 3, "every iteration has other data"
@@ -300,7 +329,9 @@ def test_grads_when_overlapped_then_from_the_second_step_on_all_buckets_go_befor
         assert TWO[name].change or (len(comparison.early), comparison.early[0]) == (3, 0)
 
 
-def test_norm_and_zeros_when_computed_in_float64_then_they_are_those_of_one_copy_of_the_model(two: Results) -> None:
+def test_norm_and_zeros_when_computed_in_float64_then_they_are_those_of_one_copy_of_the_model(
+    two: Results,
+) -> None:
     logged = next(found["norms"] for found in two if found["norms"].ours)
     # Ours adds up squares in fp32 in pieces of 65,536 elements, the pieces in float64.
     assert logged.ours == pytest.approx(logged.wanted, rel=1e-6)

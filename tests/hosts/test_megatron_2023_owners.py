@@ -1,8 +1,10 @@
-"""Muon and optimizers of whole params in a fork of 2023, against the host's own optimizer without sharding.
+"""Muon and optimizers of whole params in a fork of 2023, against the host's own optimizer without
+sharding.
 
-The reference has `WholeMuon`, or the very class, in place of the host's Adam. Gradients are on a grid, so that their
-sums over ranks are exact, and nothing is clipped, because a norm has another order of sums. Tensor-parallel ranks put
-the parts of a matrix together for Muon; a class of whole params takes its part for a param of its own, there as here.
+The reference has `WholeMuon`, or the very class, in place of the host's Adam. Gradients are on a
+grid, so that their sums over ranks are exact, and nothing is clipped, because a norm has another
+order of sums. Tensor-parallel ranks put the parts of a matrix together for Muon; a class of whole
+params takes its part for a param of its own, there as here.
 """
 
 from __future__ import annotations
@@ -52,23 +54,37 @@ MUON = f"{ADAM} --distopt-optimizer muon"
 NAMED = f"{OURS} --distopt-optimizer torch.optim:Adafactor"
 GRID = "--grid-grads --clip-grad 1e9 --lr 0.02 --train-iters 3"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-OVERLAPS = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather --distopt-bucket-size 1500"
+OVERLAPS = (
+    "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather --distopt-bucket-size 1500"
+)
 EXPERTS = "--bf16 --experts --expert-model-parallel-size 2"
 OPTIONS = (
-    "--distopt-muon-momentum 0.9 --distopt-muon-nesterov no --distopt-muon-ns-steps 3 --distopt-muon-adjust-lr original"
+    "--distopt-muon-momentum 0.9 --distopt-muon-nesterov no --distopt-muon-ns-steps 3 "
+    "--distopt-muon-adjust-lr original"
 )
 
 
 def _muon(
-    ranks: int, words: str, own: str = "", options: Mapping[str, Any] = TORCHS, repaired: bool = False, **of: Any
+    ranks: int,
+    words: str,
+    own: str = "",
+    options: Mapping[str, Any] = TORCHS,
+    repaired: bool = False,
+    **of: Any,
 ) -> Compared:
     whole = Reference(options=options, **of)
-    return Compared(ranks, words, lambda script: in_the_fork(script, whole, repaired=repaired), f"{MUON} {own}")
+    return Compared(
+        ranks, words, lambda script: in_the_fork(script, whole, repaired=repaired), f"{MUON} {own}"
+    )
 
 
-def _whole(ranks: int, words: str = "", own: str = "", *, is_named: bool = False, repaired: bool = False) -> Compared:
+def _whole(
+    ranks: int, words: str = "", own: str = "", *, is_named: bool = False, repaired: bool = False
+) -> Compared:
     if is_named:
-        return Compared(ranks, words, lambda script: in_place_of_forks_adam(Adafactor), f"{NAMED} {own}")
+        return Compared(
+            ranks, words, lambda script: in_place_of_forks_adam(Adafactor), f"{NAMED} {own}"
+        )
 
     def whole(script: Any) -> contextlib.AbstractContextManager[Any]:
         return in_place_of_forks_adam(Soap, repaired=repaired)
@@ -78,10 +94,14 @@ def _whole(ranks: int, words: str = "", own: str = "", *, is_named: bool = False
 
 CASES: dict[tuple[str, str], Compared] = {
     ("muon", "bf16, overlapped"): _muon(2, "--bf16", OVERLAPS),
-    ("muon", "tp2, options, not split"): _muon(2, TP, f"{OPTIONS} --distopt-muon-split none", OTHER, split=False),
+    ("muon", "tp2, options, not split"): _muon(
+        2, TP, f"{OPTIONS} --distopt-muon-split none", OTHER, split=False
+    ),
     ("muon", "pp2, fp16"): _muon(2, f"--fp16 --initial-loss-scale 4096 {PP} --global-batch-size 4"),
     ("muon", "multi-query tp2"): _muon(2, f"{TP} --multi-query"),
-    ("muon", "tp2, blockwise"): _muon(2, f"--bf16 {TP}", "--distopt-muon-tp-mode blockwise", joins=False),
+    ("muon", "tp2, blockwise"): _muon(
+        2, f"--bf16 {TP}", "--distopt-muon-tp-mode blockwise", joins=False
+    ),
     ("muon", "tp2, dp2"): _muon(4, f"--bf16 {TP} --sequence-parallel"),
     ("muon", "experts"): _muon(2, EXPERTS, repaired=True),  # see test_megatron_2023_numerics.py
     ("whole", "named"): _whole(2, "--bf16 --fp32-norms --adam-beta2 0.99", is_named=True),
@@ -89,7 +109,8 @@ CASES: dict[tuple[str, str], Compared] = {
     ("whole", "tp2"): _whole(2, f"--bf16 {TP} --sequence-parallel"),
     ("whole", "experts"): _whole(2, EXPERTS, repaired=True),
 }
-#: How ours goes on in each kind of checkpoint, what stands in place of the fork's Adam then, and on how many ranks.
+#: How ours goes on in each kind of checkpoint, what stands in place of the fork's Adam then, and on
+#: how many ranks.
 ON: dict[str, tuple[str, Context, int]] = {
     "muon": (MUON, nullcontext, 3),
     "whole": (OURS, lambda: in_place_of_forks_adam(Soap), 1),
@@ -105,13 +126,17 @@ REFUSED = {
 
 @tried_once()
 def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
-    """In a rank: every case with the reference and with ours; the cases of a world one after the other."""
+    """In a rank: every case with the reference and with ours; the cases of a world one after the
+    other."""
     fork, found = ForkInWorlds("gathered", rank, folder, ranks=size), dict[Any, Any]()
     train = partial(_train, fork)
     for ranks in (4, 2):
         if not fork.enters(ranks):
             continue
-        cases, whole = {key: compared for key, compared in CASES.items() if compared.ranks == ranks}, {}
+        cases, whole = (
+            {key: compared for key, compared in CASES.items() if compared.ranks == ranks},
+            {},
+        )
         for key, compared in cases.items():
             with compared.whole(fork.fork.script):
                 whole[key] = train(compared.case, ours=False)
@@ -125,10 +150,14 @@ def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
             plain = train("--train-iters 1", ours=False).optimizer.state_dict()
             sharded = train(f"{OURS} --train-iters 1").optimizer
         found["plain"] = raised(lambda: sharded.load_state_dict(plain))[0]
-        found["refused"] = {name: raised(lambda w=words: train(w))[0] for name, words in REFUSED.items()}
+        found["refused"] = {
+            name: raised(lambda w=words: train(w))[0] for name, words in REFUSED.items()
+        }
     for inner, (words, place, ranks) in ON.items():
         with place():
-            found["resumed", inner] = _resumed(fork, Path(folder) / inner, ranks, *f"{GRID} --bf16 {words}".split())
+            found["resumed", inner] = _resumed(
+                fork, Path(folder) / inner, ranks, *f"{GRID} --bf16 {words}".split()
+            )
     fork.leaves()
     return found
 
@@ -137,8 +166,11 @@ def _train(fork: ForkInWorlds, *words: str, ours: bool = True) -> TrainingRun:
     return fork.train(*" ".join((GRID, *words)).split(), ours=ours)
 
 
-def _resumed(fork: ForkInWorlds, folder: Path, ranks: int, *words: str) -> dict[str, tuple[dict[str, Tensor], int]]:
-    """Collective: three iterations of two ranks, and the last one of them on `ranks` that load a save.
+def _resumed(
+    fork: ForkInWorlds, folder: Path, ranks: int, *words: str
+) -> dict[str, tuple[dict[str, Tensor], int]]:
+    """Collective: three iterations of two ranks, and the last one of them on `ranks` that load a
+    save.
 
     Returns:
         By "whole" or "resumed": this rank's params, and the iterations that it logged.
@@ -147,7 +179,9 @@ def _resumed(fork: ForkInWorlds, folder: Path, ranks: int, *words: str) -> dict[
     runs = dict[str, TrainingRun]()
     # See [Note: same arithmetic] in test_megatron_2023_reshard.py.
     if fork.enters(2):
-        runs["whole"] = fork.train(*words, "--loss-scale", "3", "--save", str(folder), "--save-interval", "2")
+        runs["whole"] = fork.train(
+            *words, "--loss-scale", "3", "--save", str(folder), "--save-interval", "2"
+        )
         point_to(folder, 2)
     if fork.enters(ranks):
         runs["resumed"] = fork.train(*words, "--loss-scale", str(6 // ranks), "--load", str(folder))
@@ -155,10 +189,13 @@ def _resumed(fork: ForkInWorlds, folder: Path, ranks: int, *words: str) -> dict[
 
 
 def _distributed(train: Callable[..., TrainingRun]) -> tuple[float, float]:
-    """How far a step with products that are added up is from one with whole matrices, and how far from no step."""
+    """How far a step with products that are added up is from one with whole matrices, and how far
+    from no step."""
     words = f"{TP} --train-iters 1 {MUON}"  # with sums in another order longer trainings part
     start, whole = train(words, "--lr 0"), train(words)
-    return distance(whole, train(words, "--distopt-muon-tp-mode distributed")), distance(whole, start)
+    return distance(whole, train(words, "--distopt-muon-tp-mode distributed")), distance(
+        whole, start
+    )
 
 
 @tried_once()
@@ -198,8 +235,11 @@ def test_training_when_updates_are_sharded_then_it_is_that_of_the_reference_with
     assert len(set(losses)) == len(losses), "it has not trained"
 
 
-def test_muon_when_products_are_added_up_then_near_to_that_of_whole_matrices(found: dict[Any, list[Any]]) -> None:
-    # The iteration is in bfloat16, with 8 bits: its five steps leave some thousandths of the update.
+def test_muon_when_products_are_added_up_then_near_to_that_of_whole_matrices(
+    found: dict[Any, list[Any]],
+) -> None:
+    # The iteration is in bfloat16, with 8 bits: its five steps leave some thousandths of the
+    # update.
     for apart, moved in found["distributed"]:
         assert 0 < apart < 0.05 * moved
 
@@ -216,7 +256,7 @@ def test_load_when_resumed_at_another_size_then_equal_to_the_uninterrupted_train
         assert all(torch.equal(params[name], wanted[name]) for name in wanted)
 
 
-def test_load_when_files_are_those_of_each_rank_then_muon_is_resumed_alike_and_a_class_of_whole_params_refused(
+def test_load_when_per_rank_files_then_muon_is_resumed_and_whole_params_refused(
     tmp_path: Path,
 ) -> None:
     found = run_ranks(collect_per_rank, 2, str(tmp_path), seconds=300)
@@ -225,7 +265,9 @@ def test_load_when_files_are_those_of_each_rank_then_muon_is_resumed_alike_and_a
     assert {of_rank["from Adam"] for of_rank in found} <= {"CheckpointError", "RanksDisagreeError"}
     for kind, text in (of_rank["whole"] for of_rank in found):
         assert kind == "ConfigError"
-        assert_mentions(text, "Adafactor", "per-rank files", "Write --optimizer adam or sgd", "muon")
+        assert_mentions(
+            text, "Adafactor", "per-rank files", "Write --optimizer adam or sgd", "muon"
+        )
 
 
 def test_load_when_the_state_is_of_a_run_without_sharding_then_a_class_of_whole_params_refuses_it(
@@ -235,5 +277,7 @@ def test_load_when_the_state_is_of_a_run_without_sharding_then_a_class_of_whole_
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_start_when_something_is_not_served_then_an_error_on_all_ranks(name: str, found: dict[Any, list[Any]]) -> None:
+def test_start_when_something_is_not_served_then_an_error_on_all_ranks(
+    name: str, found: dict[Any, list[Any]]
+) -> None:
     assert [errors[name] for errors in found["refused"]] == ["ConfigError"] * 2

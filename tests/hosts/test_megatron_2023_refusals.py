@@ -38,14 +38,16 @@ class Refused:
 
     kind: str  # class of the error
     text: str
-    changed: tuple[str, ...] = ()  # what is not as it was before: attributes of the fork's modules, params, gradients
+    # what is not as it was before: attributes of the fork's modules, params, gradients
+    changed: tuple[str, ...] = ()
 
 
 TRAINED = Refused("nothing", "it trained")
 
 
 class _Entered(list[tuple[object, ...]]):
-    """Keeps process groups: every refusal comes before anything is under way in them, and new ones take longest."""
+    """Keeps process groups: every refusal comes before anything is under way in them, and new ones
+    take longest."""
 
     def clear(self) -> None:
         """Not after an error, see `MiniFork.train`."""
@@ -61,15 +63,22 @@ class Attempts:
         self.factory = sys.modules["megatron.optimizer"]
         self.parser = sys.modules["megatron.arguments"]
 
-    def train(self, words: str = "", change: _CHANGE = lambda chunks: chunks, *, apart: bool = False) -> Refused:
+    def train(
+        self, words: str = "", change: _CHANGE = lambda chunks: chunks, *, apart: bool = False
+    ) -> Refused:
         """With `words` beside the flag, and the model changed after it was wrapped."""
         fork = self.apart if apart else self.fork
         return self.attempt(lambda: fork.train(_FLAG, *words.split()), change, apart=apart)
 
     def attempt(
-        self, run: Callable[[], object], change: _CHANGE = lambda chunks: chunks, *, apart: bool = False
+        self,
+        run: Callable[[], object],
+        change: _CHANGE = lambda chunks: chunks,
+        *,
+        apart: bool = False,
     ) -> Refused:
-        """`apart`: the package is installed for this one alone, if it is; that takes as long as all the rest."""
+        """`apart`: the package is installed for this one alone, if it is; that takes as long as all
+        the rest."""
         (self.fork.uninstall if apart else self.fork.install)()
         before, models, build = _attributes(), [], self.fork.training.get_model
 
@@ -82,9 +91,19 @@ class Attempts:
             with mock.patch.object(self.fork.training, "get_model", get_model):
                 run()
         except Exception as error:  # noqa: BLE001 - compared with what is wanted
-            moved = [place for chunks, places in models for place in places.items() - _places(chunks).items()]
-            changed = [name for name, value in _attributes().items() if before.get(name, value) is not value]
-            return Refused(type(error).__name__, str(error), (*changed, *(str(place) for place in moved)))
+            moved = [
+                place
+                for chunks, places in models
+                for place in places.items() - _places(chunks).items()
+            ]
+            changed = [
+                name
+                for name, value in _attributes().items()
+                if before.get(name, value) is not value
+            ]
+            return Refused(
+                type(error).__name__, str(error), (*changed, *(str(place) for place in moved))
+            )
         return TRAINED
 
     def with_arguments(self, words: str = "", **values: object) -> Refused:
@@ -97,7 +116,9 @@ class Attempts:
         return self.train(words, change)
 
     def with_ddp(self, **values: object) -> Refused:
-        return self.train(change=lambda chunks: [vars(chunk).update(values) or chunk for chunk in chunks])
+        return self.train(
+            change=lambda chunks: [vars(chunk).update(values) or chunk for chunk in chunks]
+        )
 
     def with_adam(self, base: type) -> Refused:
         with mock.patch.object(self.factory, "Adam", base):
@@ -158,7 +179,9 @@ class Attempts:
             return self.train(apart=True)
 
     def with_other_variable(self) -> Refused:
-        with mock.patch.dict(os.environ, {"MEGATRON_DISTOPT_DECAY": "l2"} if self.rank == 1 else {}):
+        with mock.patch.dict(
+            os.environ, {"MEGATRON_DISTOPT_DECAY": "l2"} if self.rank == 1 else {}
+        ):
             return self.train(apart=True)
 
 
@@ -168,14 +191,18 @@ class DistributedOptimizer:
         pass
 
 def get_megatron_optimizer(model, no_weight_decay_cond=None, scale_lr_cond=None, lr_mult=1.0):
-    base = Adam(get_param_groups(model, no_weight_decay_cond, scale_lr_cond, lr_mult), lr=get_args().lr)
+    groups = get_param_groups(model, no_weight_decay_cond, scale_lr_cond, lr_mult)
+    base = Adam(groups, lr=get_args().lr)
     return {what}
 """
 
 
 def _attributes() -> dict[str, Any]:
-    """Of the fork's modules, without the process groups of parallel_state, which every run makes anew."""
-    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
+    """Of the fork's modules, without the process groups of parallel_state, which every run makes
+    anew."""
+    modules = {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"
+    }
     return {
         f"{module_name}.{name}": value
         for module_name, module in modules.items()
@@ -187,7 +214,10 @@ def _attributes() -> dict[str, Any]:
 def _places(chunks: Sequence[Any]) -> Mapping[str, tuple[int, ...]]:
     """Where params and gradients lie."""
     named = [item for chunk in chunks for item in chunk.named_parameters()]
-    return {name: (param.data_ptr(), getattr(param, "main_grad", param).data_ptr()) for name, param in named}
+    return {
+        name: (param.data_ptr(), getattr(param, "main_grad", param).data_ptr())
+        for name, param in named
+    }
 
 
 def _as(dtype: torch.dtype) -> _CHANGE:
@@ -202,30 +232,38 @@ def _as(dtype: torch.dtype) -> _CHANGE:
 class Clipped(torch.optim.SGD):
     """Of a user; looks at the norm of all gradients."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, betas: object, eps: float) -> None:
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float, betas: object, eps: float
+    ) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay)
         self.defaults.update(betas=betas, eps=eps)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        torch.nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 1.0)
+        torch.nn.utils.clip_grad_norm_(
+            [param for group in self.param_groups for param in group["params"]], 1.0
+        )
         super().step(closure)
 
 
 class NeedsMore(torch.optim.SGD):
     """Of a user; has an argument without a default that is not among its defaults."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, betas: object, eps: float) -> None:
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float, betas: object, eps: float
+    ) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay)
 
 
 _USUAL = (
-    "optimizer, clip_grad, log_num_zeros_in_grad, params_have_main_grad, use_contiguous_buffers_in_local_ddp, fp16, "
-    "bf16, params_dtype, grad_scaler, models"
+    "optimizer, clip_grad, log_num_zeros_in_grad, params_have_main_grad, "
+    "use_contiguous_buffers_in_local_ddp, fp16, bf16, params_dtype, grad_scaler, models"
 )
 _GIVEN = "base, 1.0, False, True, True, False, False, get_args().params_dtype, None, model"
 _BUILD = f"DistributedOptimizer({_GIVEN})"
-_WORD, _POSITION = (f"language_model.embedding.{kind}_embeddings.weight" for kind in ("word", "position"))
+_WORD, _POSITION = (
+    f"language_model.embedding.{kind}_embeddings.weight" for kind in ("word", "position")
+)
 _LISTED, _ADAM = "docs/hosts.md", "--distopt-adam"
 _CLASS = f"DistributedOptimizer | {_LISTED} | megatron_distopt.DistributedOptimizer"
 _FACTORY_NAME = "megatron.optimizer.get_megatron_optimizer"
@@ -238,13 +276,21 @@ def _on_rank_1(option: str, value: str, others: str) -> str:
     return f"rank 1 has {option}={value} | rank 0 has {option}={others} | all 2 | rank(s) 1"
 
 
-#: What is done: words beside the flag, or an act. Then the class of the error, and what its message names, what to
-#: write instead among it, between bars.
+#: What is done: words beside the flag, or an act. Then the class of the error, and what its message
+#: names, what to write instead among it, between bars.
 CASES: dict[str, tuple[Any, str, str]] = {
     # Flags.
-    "deepspeed": ("--deepspeed", "ConfigError", f'--deepspeed | {_FLAG} | "zero_optimization": {{"stage": 1}} | Drop'),
+    "deepspeed": (
+        "--deepspeed",
+        "ConfigError",
+        f'--deepspeed | {_FLAG} | "zero_optimization": {{"stage": 1}} | Drop',
+    ),
     "torch's DDP": ("--DDP-impl torch", "ConfigError", "--DDP-impl torch | Write --DDP-impl local"),
-    "no buffers": ("--no-contiguous-buffers-in-local-ddp", "ConfigError", "Drop --no-contiguous-buffers-in-local-ddp"),
+    "no buffers": (
+        "--no-contiguous-buffers-in-local-ddp",
+        "ConfigError",
+        "Drop --no-contiguous-buffers-in-local-ddp",
+    ),
     "optimiser": (
         lambda at: at.attempt(lambda: at.fork.train("--use-distributed-optimiser")),
         "ConfigError",
@@ -255,7 +301,11 @@ CASES: dict[str, tuple[Any, str, str]] = {
         "ConfigError",
         f"--use_distributed_optimizer | Did you mean {_FLAG}?",
     ),
-    "hyphens": (Attempts.with_underscores, "ConfigError", f"{_FLAG} | Did you mean --use_distributed_optimizer?"),
+    "hyphens": (
+        Attempts.with_underscores,
+        "ConfigError",
+        f"{_FLAG} | Did you mean --use_distributed_optimizer?",
+    ),
     "adma, leniently": (
         lambda at: at.parse_leniently("--distopt-adma torch_fused"),
         "ConfigError",
@@ -265,7 +315,8 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "factory with other parameters": (
         lambda at: at.install_with("def get_megatron_optimizer(chunks, **options): pass"),
         "HostMismatchError",
-        f"{_FACTORY_NAME} | (chunks, options) | (model, no_weight_decay_cond, scale_lr_cond, lr_mult) | {_LISTED}",
+        f"{_FACTORY_NAME} | (chunks, options) | (model, no_weight_decay_cond, scale_lr_cond, "
+        f"lr_mult) | {_LISTED}",
     ),
     "class with one more": (
         lambda at: at.built_by(_BUILD, f"{_USUAL}, overlap"),
@@ -285,7 +336,8 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "factory that builds something else": (
         lambda at: at.built_by(f"FP32Optimizer({_GIVEN[:36]})", _USUAL),
         "HostError",
-        f"{_FACTORY_NAME} | FP32Optimizer | DistributedOptimizer | use_distributed_optimizer | {_LISTED}",
+        f"{_FACTORY_NAME} | FP32Optimizer | DistributedOptimizer | use_distributed_optimizer | "
+        f"{_LISTED}",
     ),
     "no microbatch count": (
         lambda at: at.without_count(f"{_OVERLAP} yes"),
@@ -294,8 +346,16 @@ CASES: dict[str, tuple[Any, str, str]] = {
     ),
     "no microbatch count, by itself": (Attempts.without_count, "nothing", "it trained"),
     # Arguments of other forks, and the model.
-    "FSDP": (lambda at: at.with_arguments(DDP_impl="FSDP"), "ConfigError", "--DDP-impl FSDP | Write --DDP-impl local"),
-    "use_fsdp": (lambda at: at.with_arguments(use_fsdp=True), "ConfigError", f"Drop --use-fsdp | {_FLAG}"),
+    "FSDP": (
+        lambda at: at.with_arguments(DDP_impl="FSDP"),
+        "ConfigError",
+        "--DDP-impl FSDP | Write --DDP-impl local",
+    ),
+    "use_fsdp": (
+        lambda at: at.with_arguments(use_fsdp=True),
+        "ConfigError",
+        f"Drop --use-fsdp | {_FLAG}",
+    ),
     "use_torch_fsdp2": (
         lambda at: at.with_arguments(use_torch_fsdp2=True),
         "ConfigError",
@@ -333,7 +393,9 @@ CASES: dict[str, tuple[Any, str, str]] = {
         "fp16 | loss_scale=None | loss_scale='dynamic' | --fp16 | --loss-scale 1024",
     ),
     "unfrozen after wrapping": (
-        lambda at: at.train("--frozen-param", lambda chunks: [chunk.requires_grad_(True) for chunk in chunks]),
+        lambda at: at.train(
+            "--frozen-param", lambda chunks: [chunk.requires_grad_(True) for chunk in chunks]
+        ),
         "LayoutError",
         f"'{_POSITION}' | DistributedDataParallel | Unfreeze params before wrapping",
     ),
@@ -375,8 +437,13 @@ CASES: dict[str, tuple[Any, str, str]] = {
 def run_all(rank: int, size: int) -> dict[str, Refused]:
     os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
     at = Attempts(rank)
-    found = {name: at.train(act) if isinstance(act, str) else act(at) for name, (act, *_) in CASES.items()}
-    found["float64 on one rank"] = at.train(change=_as(torch.float64) if rank == 1 else lambda chunks: chunks)
+    found = {
+        name: at.train(act) if isinstance(act, str) else act(at)
+        for name, (act, *_) in CASES.items()
+    }
+    found["float64 on one rank"] = at.train(
+        change=_as(torch.float64) if rank == 1 else lambda chunks: chunks
+    )
     # Last of all: no collective is possible any more where one rank has left.
     off = mock.patch.dict(os.environ, {"MEGATRON_DISTOPT": "0"} if rank == 1 else {})
     with off, mock.patch.object(agree, "SECONDS_TO_LOOK", 0.25):
@@ -400,16 +467,24 @@ def test_host_of_2023_when_input_is_bad_then_every_rank_says_what_to_do_and_noth
     assert_mentions(first.text, *mentions.split(" | "))
 
 
-def test_host_of_2023_when_one_rank_refuses_then_the_other_says_which(found: list[dict[str, Refused]]) -> None:
+def test_host_of_2023_when_one_rank_refuses_then_the_other_says_which(
+    found: list[dict[str, Refused]],
+) -> None:
     own, other = found[1]["float64 on one rank"], found[0]["float64 on one rank"]
     assert (own.kind, other.kind) == ("LayoutError", "RanksDisagreeError")
     assert_mentions(own.text, *_FLOAT64.split(" | "))
     assert f"rank 1 refused with «{own.text}»" in other.text
 
 
-def test_rank_when_it_is_switched_off_then_the_other_says_which(found: list[dict[str, Refused]]) -> None:
-    """A rank that runs without the package: see test_handshake.py. megatron-core: test_megatron_core_refusals.py."""
-    assert "megatron_distopt is not used on rank 1 (MEGATRON_DISTOPT=0)" in found[0]["off on one rank"].text
+def test_rank_when_it_is_switched_off_then_the_other_says_which(
+    found: list[dict[str, Refused]],
+) -> None:
+    """A rank that runs without the package: see test_handshake.py. megatron-core:
+    test_megatron_core_refusals.py."""
+    assert (
+        "megatron_distopt is not used on rank 1 (MEGATRON_DISTOPT=0)"
+        in found[0]["off on one rank"].text
+    )
     assert found[1]["off on one rank"] != TRAINED
 
 
@@ -421,16 +496,27 @@ def test_inner_when_the_fork_wants_torchs_on_the_cpu_then_the_best_there_is() ->
 
 _APEX = "from apex.optimizers import FusedAdam\n"
 _NO_APEX = "cannot be imported | No module named 'apex' | Install what it misses | NVIDIA apex"
-#: Name of a fork: how it is made, a file that is different and what is in it, and what the message names.
+#: Name of a fork: how it is made, a file that is different and what is in it, and what the message
+#: names.
 FORKS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
-    "GPT-NeoX": (fork_trees.neox, "", "", 'GPT-NeoX | "zero_optimization": {"stage": 1} | DeepSpeed'),
+    "GPT-NeoX": (
+        fork_trees.neox,
+        "",
+        "",
+        'GPT-NeoX | "zero_optimization": {"stage": 1} | DeepSpeed',
+    ),
     "core 0.4": (
         fork_trees.early_core,
         "",
         "",
         "megatron-core 0.4 or 0.5 | megatron-core 0.9 | megatron_distopt.distribute(...)",
     ),
-    "2.6": (fork_trees.pre_distopt, "", "", "megatron_distopt.distribute(...) | DistributedDataParallel"),
+    "2.6": (
+        fork_trees.pre_distopt,
+        "",
+        "",
+        "megatron_distopt.distribute(...) | DistributedDataParallel",
+    ),
     "no apex": (fork_trees.gathered_2023, "megatron/__init__.py", _APEX, _NO_APEX),
     "no apex in the parser": (
         fork_trees.gathered_2023,
@@ -481,10 +567,14 @@ def _chosen(make: Any, config: DistOptConfig | None = None) -> tuple[str, Any]:
 
 
 def test_inner_when_ours_does_the_same_as_the_forks_then_it_is_replaced() -> None:
-    """Where it does not, the fork's own is used: see "amsgrad" and "own_class_named_as_torchs" in test_promise_2023."""
+    """Where it does not, the fork's own is used: see "amsgrad" and "own_class_named_as_torchs" in
+    test_promise_2023."""
     assert _chosen(torch.optim.Adam)[0] == "torch_fused"
     assert _chosen(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5))[0] == "torch_sgd"
-    assert _chosen(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5, nesterov=True))[0] == "SGD"
+    assert (
+        _chosen(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.5, nesterov=True))[0]
+        == "SGD"
+    )
     assert _chosen(lambda groups: torch.optim.AdamW(groups, maximize=True))[0] == "AdamW"
 
 
@@ -504,10 +594,22 @@ _NOT_BOTH = ("amsgrad=True, maximize=True", "Drop one of the two")
 @pytest.mark.parametrize(
     ("base", "config", "flags", "device", "mentions"),
     [
-        (torch.optim.Adam, DistOptConfig(), _ON_HOST, "cuda", ("'deepspeed_cpu'", "cpu", "cuda", "adam='auto'")),
+        (
+            torch.optim.Adam,
+            DistOptConfig(),
+            _ON_HOST,
+            "cuda",
+            ("'deepspeed_cpu'", "cpu", "cuda", "adam='auto'"),
+        ),
         (_with_options, FOREACH, SimpleNamespace(), "cpu", _NOT_BOTH),
         (_with_options, DistOptConfig(optimizer="adam"), SimpleNamespace(), "cpu", _NOT_BOTH),
-        (_own_adam, FOREACH, None, "cpu", ("adam is torch_foreach", "AdamW", "--distopt-optimizer adam")),
+        (
+            _own_adam,
+            FOREACH,
+            None,
+            "cpu",
+            ("adam is torch_foreach", "AdamW", "--distopt-optimizer adam"),
+        ),
     ],
     ids=["another device", "options and an adam", "options and an optimizer", "a class of its own"],
 )
@@ -515,14 +617,21 @@ def test_inner_when_what_is_asked_for_cannot_take_the_place_of_the_forks_then_re
     base: Any, config: DistOptConfig, flags: Any, device: str, mentions: tuple[str, ...]
 ) -> None:
     groups = [{"params": [torch.zeros(1)]}]
-    assert_mentions(refused(ConfigError, lambda: choose_for(base(groups), config, flags, device)), *mentions)
+    assert_mentions(
+        refused(ConfigError, lambda: choose_for(base(groups), config, flags, device)), *mentions
+    )
 
 
 def test_inner_when_adam_is_named_in_the_place_of_the_forks_own_class_then_it_is_replaced() -> None:
-    assert _chosen(_own_adam, DistOptConfig(adam="torch_foreach", optimizer="adam"))[0] == "torch_foreach"
+    assert (
+        _chosen(_own_adam, DistOptConfig(adam="torch_foreach", optimizer="adam"))[0]
+        == "torch_foreach"
+    )
 
 
-@pytest.mark.parametrize(("mode", "decay", "is_decoupled"), [(1, None, True), (0, None, False), (0, "decoupled", True)])
+@pytest.mark.parametrize(
+    ("mode", "decay", "is_decoupled"), [(1, None, True), (0, None, False), (0, "decoupled", True)]
+)
 def test_inner_when_apexs_adam_is_told_how_to_decay_then_ours_does_so_unless_an_option_says_else(
     mode: int, decay: str | None, is_decoupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +641,8 @@ def test_inner_when_apexs_adam_is_told_how_to_decay_then_ours_does_so_unless_an_
         adam_w_mode = mode
 
     monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=FusedAdam))
-    name, built = _chosen(FusedAdam, DistOptConfig() if decay is None else DistOptConfig(decay=decay))
+    name, built = _chosen(
+        FusedAdam, DistOptConfig() if decay is None else DistOptConfig(decay=decay)
+    )
     assert name == "torch_fused"
     assert isinstance(built, torch.optim.AdamW) is is_decoupled

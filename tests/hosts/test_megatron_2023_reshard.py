@@ -1,14 +1,17 @@
-"""Checkpoints of the forks of 2023 in our own format: saved at one layout, resumed at another, with real processes.
+"""Checkpoints of the forks of 2023 in our own format: saved at one layout, resumed at another, with
+real processes.
 
-One spawn of six ranks collects everything, see `_collect`; inside it the ranks form worlds of one to six of them, one
-after the other. Every resume is looked at twice: what each rank holds right after the load is compared bit for bit with
-the saved tensors of the whole model, and what training makes of it with the run that was not interrupted.
+One spawn of six ranks collects everything, see `_collect`; inside it the ranks form worlds of one
+to six of them, one after the other. Every resume is looked at twice: what each rank holds right
+after the load is compared bit for bit with the saved tensors of the whole model, and what training
+makes of it with the run that was not interrupted.
 
-[Note: same arithmetic] Sums over another number of ranks are the same only where they are exact. `--grid-grads` rounds
-each microbatch's gradients to multiples of 2**-8; a constant loss scale of as many as there are microbatches takes the
-division by their number out of the backward pass, so that every layout rounds the same numbers. All that is left is the
-division of an exact sum by the batch size. Without clipping, whose norm is summed in another order, the state is then
-the same bit for bit at every data-parallel size.
+[Note: same arithmetic] Sums over another number of ranks are the same only where they are exact.
+`--grid-grads` rounds each microbatch's gradients to multiples of 2**-8; a constant loss scale of as
+many as there are microbatches takes the division by their number out of the backward pass, so that
+every layout rounds the same numbers. All that is left is the division of an exact sum by the batch
+size. Without clipping, whose norm is summed in another order, the state is then the same bit for
+bit at every data-parallel size.
 """
 
 from __future__ import annotations
@@ -61,11 +64,17 @@ class Layout:
 
     @property
     def words(self) -> tuple[str, ...]:
-        model = ("--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp))
+        model = (
+            "--tensor-model-parallel-size",
+            str(self.tp),
+            "--pipeline-model-parallel-size",
+            str(self.pp),
+        )
         return (*model, *(("--ds-sequence-parallel-size", str(self.sp)) if self.sp > 1 else ()))
 
 
-#: torch_fused on a CPU rounds the last elements of a shard, which fill no vector, in another way than the others.
+#: torch_fused on a CPU rounds the last elements of a shard, which fill no vector, in another way
+#: than the others.
 ADAM_OF_EQUAL_TAILS = ("--distopt-adam", "torch_foreach")
 
 
@@ -81,7 +90,14 @@ class Saved:
     def flags(self, layout: Layout) -> tuple[str, ...]:
         """Of the same training at any layout."""
         batch = ("--global-batch-size", str(self.batch), "--micro-batch-size", "1")
-        exact = ("--grid-grads", "--clip-grad", "0", "--loss-scale", str(self.batch // layout.dp), *ADAM_OF_EQUAL_TAILS)
+        exact = (
+            "--grid-grads",
+            "--clip-grad",
+            "0",
+            "--loss-scale",
+            str(self.batch // layout.dp),
+            *ADAM_OF_EQUAL_TAILS,
+        )
         return (FLAG, *self.words, *layout.words, *batch, *(exact if self.is_exact else ()))
 
 
@@ -110,7 +126,8 @@ SAVED: dict[str, Saved] = {
     "sequences": Saved(Layout(2, sp=2), is_exact=False),
     "padded": Saved(Layout(1), ("--bf16", "--vocab-size", "63"), is_exact=False),
 }
-#: Resumes that compute something else: sentences of another vocabulary, attention over the whole sequence.
+#: Resumes that compute something else: sentences of another vocabulary, attention over the whole
+#: sequence.
 OF_STATE_ALONE = ("padded", "sequences")
 
 
@@ -133,10 +150,12 @@ class Pair:
         return (old.tp, old.pp) == (new.tp, new.pp)
 
 
-#: Gradients are added up in another order, or computed by other parts of a matrix: some of the 7,744 params round to
-#: their other neighbour. A run that has lost its moments is 6e-3 and more away (of six layers 3e-4).
+#: Gradients are added up in another order, or computed by other parts of a matrix: some of the
+#: 7,744 params round to their other neighbour. A run that has lost its moments is 6e-3 and more
+#: away (of six layers 3e-4).
 ROUNDED = 1e-3
-#: Of a loss of 4 the last bit is 4.8e-7. Another order of sums moves it by a few of them; lost moments move it by 8e-3.
+#: Of a loss of 4 the last bit is 4.8e-7. Another order of sums moves it by a few of them; lost
+#: moments move it by 8e-3.
 ROUNDED_FP32 = 1e-5
 
 PAIRS = [
@@ -195,7 +214,8 @@ def _saved_at(folder: Path, iteration: int = SAVED_AT) -> Path:
 
 
 def _compare(optimizer: Any, iteration: Path) -> tuple[int, tuple[str, ...]]:
-    """Elements of the state that this rank owns, and what of it, or of its model params, is not as saved."""
+    """Elements of the state that this rank owns, and what of it, or of its model params, is not as
+    saved."""
     from megatron_distopt.hosts.megatron_2023.checkpoint import whole_model_of
 
     read, model = _Reader(_folder_in(iteration)), whole_model_of(optimizer)
@@ -209,7 +229,11 @@ def _compare(optimizer: Any, iteration: Path) -> tuple[int, tuple[str, ...]]:
     (share,) = model.shares
     for name, param in optimizer.start.named.items():
         for piece in share.placements[name].pieces(Span(0, param.numel())):
-            stretch = param.detach().view(-1)[piece.in_param.as_slice()].view(piece.sizes)[piece.inside.as_slices()]
+            stretch = (
+                param.detach()
+                .view(-1)[piece.in_param.as_slice()]
+                .view(piece.sizes)[piece.inside.as_slices()]
+            )
             whole = read(key_of(MAIN, share.placements[name].name))
             saved, mine = _both(whole, piece.in_global.as_slices(), stretch)
             if not torch.equal(mine, saved.to(param.dtype)):
@@ -243,7 +267,10 @@ def _head(iteration: Path) -> dict[str, Any]:
 def _load_across(model: Any, optimizer: Any, scheduler: Any) -> int:
     """In the place of the fork's, whose model file is of one tensor- and pipeline-parallel size."""
     from megatron import get_args
-    from megatron.checkpointing import get_checkpoint_name, get_distributed_optimizer_checkpoint_name
+    from megatron.checkpointing import (
+        get_checkpoint_name,
+        get_distributed_optimizer_checkpoint_name,
+    )
 
     args = get_args()
     head = _head(_saved_at(Path(args.load)))
@@ -257,7 +284,8 @@ def _load_across(model: Any, optimizer: Any, scheduler: Any) -> int:
 
 
 class _Fork(ForkInWorlds):
-    """With the package installed once for all trainings; it is active in those that have the fork's flag."""
+    """With the package installed once for all trainings; it is active in those that have the fork's
+    flag."""
 
     def __init__(self, rank: int, folder: str) -> None:
         super().__init__("gathered", rank, folder, ranks=RANKS)
@@ -288,7 +316,14 @@ class _Fork(ForkInWorlds):
         compared: list[tuple[int, tuple[str, ...]]] = []
         look = self.first(lambda optimizer: compared.append(_compare(optimizer, _saved_at(folder))))
         load = training.load_checkpoint if pair.is_by_the_fork else _load_across
-        words = (*saved.flags(pair.layout), *pair.words, "--load", str(folder), "--save", str(self.folder / str(pair)))
+        words = (
+            *saved.flags(pair.layout),
+            *pair.words,
+            "--load",
+            str(folder),
+            "--save",
+            str(self.folder / str(pair)),
+        )
         with look, mock.patch.object(training, "load_checkpoint", load):
             run = self.train(*words)
         return Resumed(run.iterations, *compared[0])
@@ -315,10 +350,21 @@ def _formats(fork: _Fork) -> dict[str, Any]:
         if after:
             point_to(folder, after)
         load = ("--load", str(folder)) if after else ()
-        words = (*PLAIN, "--save", str(folder), "--exit-interval", "1", "--distopt-checkpoint-format", format_name)
+        words = (
+            *PLAIN,
+            "--save",
+            str(folder),
+            "--exit-interval",
+            "1",
+            "--distopt-checkpoint-format",
+            format_name,
+        )
         return fork.train(*words, *load)
 
-    runs = [goes_on(name, after) for after, name in enumerate(("gathered", "distopt", "gathered", "distopt"))]
+    runs = [
+        goes_on(name, after)
+        for after, name in enumerate(("gathered", "distopt", "gathered", "distopt"))
+    ]
     found = {"files": _files_in(folder), "same": same(held(full), held(runs[-1]))}
     goes_on("distopt", 2)
     if fork.rank == 0:  # it is the older of the two, and nobody looks at it
@@ -328,7 +374,8 @@ def _formats(fork: _Fork) -> dict[str, Any]:
 
 
 def _unfinished(fork: _Fork) -> tuple[str, str]:
-    """The process ended while it saved the last iteration; the fork has written its own files of it."""
+    """The process ended while it saved the last iteration; the fork has written its own files of
+    it."""
     folder = fork.copy("two", "unfinished")
     if fork.rank == 0:
         (_folder_in(_saved_at(folder, ITERATIONS)) / "manifest.json").unlink()
@@ -337,9 +384,13 @@ def _unfinished(fork: _Fork) -> tuple[str, str]:
 
 
 def _loaded_beside_a_run(fork: _Fork) -> dict[str, Any]:
-    """What differs from a save once it is loaded where nobody brought its head, and where a param is frozen since."""
+    """What differs from a save once it is loaded where nobody brought its head, and where a param
+    is frozen since."""
     found = {}
-    for name, running, saved in (("without head", "fp16", "fp16"), ("frozen since", "frozen", "two")):
+    for name, running, saved in (
+        ("without head", "fp16", "fp16"),
+        ("frozen since", "frozen", "two"),
+    ):
         iteration = _saved_at(fork.folder / saved)
         run = fork.train(*SAVED[running].flags(Layout(3)), "--lr", "0.005", "--train-iters", "3")
         if name != "without head":
@@ -365,7 +416,14 @@ def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
                     found["resumed"][str(pair)] = fork.resume(pair)
             if ranks == 2:
                 found["formats"], found["unfinished"] = _formats(fork), _unfinished(fork)
-                fork.train(*PLAIN, "--save", str(fork.folder / "none"), "--no-save-optim", "--train-iters", "1")
+                fork.train(
+                    *PLAIN,
+                    "--save",
+                    str(fork.folder / "none"),
+                    "--no-save-optim",
+                    "--train-iters",
+                    "1",
+                )
             if ranks == 3:
                 found["beside a run"] = _loaded_beside_a_run(fork)
     fork.leaves()
@@ -402,7 +460,9 @@ def test_load_when_the_layout_is_another_then_every_rank_has_what_was_saved_bit_
     assert len(of_ranks) == pair.layout.size
     assert [each.differences for each in of_ranks] == [()] * pair.layout.size
     # Replicas outside of data parallelism hold the same elements again.
-    assert sum(each.numel for each in of_ranks) >= _numel_in(_folder_in(_saved_at(found.folder / pair.saved)))
+    assert sum(each.numel for each in of_ranks) >= _numel_in(
+        _folder_in(_saved_at(found.folder / pair.saved))
+    )
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.tolerance is None], ids=str)
@@ -410,7 +470,9 @@ def test_resume_when_the_arithmetic_is_the_same_then_the_end_is_the_same_bit_for
     pair: Pair, found: Collected
 ) -> None:
     folders = (found.folder / pair.saved, found.folder / str(pair))
-    uninterrupted, resumed = (_Reader(_folder_in(_saved_at(folder, ITERATIONS))) for folder in folders)
+    uninterrupted, resumed = (
+        _Reader(_folder_in(_saved_at(folder, ITERATIONS))) for folder in folders
+    )
     assert uninterrupted.source.tensors == resumed.source.tensors
     assert len(uninterrupted.source.tensors) > 20
     for key in uninterrupted.source.tensors:
@@ -421,20 +483,29 @@ def test_resume_when_the_arithmetic_is_the_same_then_the_end_is_the_same_bit_for
     assert len(moved) > 0.9 * len(before.source.tensors)
 
 
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.saved not in OF_STATE_ALONE], ids=str)
+@pytest.mark.parametrize(
+    "pair", [pair for pair in PAIRS if pair.saved not in OF_STATE_ALONE], ids=str
+)
 def test_resume_when_the_layout_is_another_then_training_goes_on_on_the_curve(
     pair: Pair, found: Collected, record_property: Callable[[str, object], None]
 ) -> None:
     uninterrupted = found.ranks[0]["saved"][pair.saved][SAVED_AT:]
     resumed = found.ranks[0]["resumed"][str(pair)].iterations
     assert len(resumed) == len(uninterrupted) == ITERATIONS - SAVED_AT
-    # Where the arithmetic is the same, losses are still averaged over ranks and microbatches in another order.
+    # Where the arithmetic is the same, losses are still averaged over ranks and microbatches in
+    # another order.
     tolerance = ROUNDED_FP32 if pair.tolerance is None else pair.tolerance
-    deviation = max(abs(one.loss - other.loss) for one, other in zip(uninterrupted, resumed, strict=True))
+    deviation = max(
+        abs(one.loss - other.loss) for one, other in zip(uninterrupted, resumed, strict=True)
+    )
     kind = "same arithmetic" if pair.tolerance is None else "16 bits"
-    record_property("deviation", {"what": f"Megatron of 2023, another layout, {kind}", "loss": deviation})
+    record_property(
+        "deviation", {"what": f"Megatron of 2023, another layout, {kind}", "loss": deviation}
+    )
     assert deviation < tolerance
-    assert [(each.lr, each.skipped) for each in resumed] == [(each.lr, each.skipped) for each in uninterrupted]
+    assert [(each.lr, each.skipped) for each in resumed] == [
+        (each.lr, each.skipped) for each in uninterrupted
+    ]
     if not SAVED[pair.saved].is_exact:  # there the scale is that of the layout
         assert [each.loss_scale for each in resumed] == [each.loss_scale for each in uninterrupted]
 
@@ -442,28 +513,44 @@ def test_resume_when_the_layout_is_another_then_training_goes_on_on_the_curve(
 NATIVE, OURS = "mp_rank_00/distrib_optim.pt", "distrib_optim.distopt/manifest.json"
 
 
-def test_format_when_it_changes_within_a_run_then_the_run_goes_on_and_no_older_state_is_taken(found: Collected) -> None:
+def test_format_when_it_changes_within_a_run_then_the_run_goes_on_and_no_older_state_is_taken(
+    found: Collected,
+) -> None:
     first, second = (each["formats"] for each in found.ranks[:2])
     assert first["same"] and second["same"]
     iterations = [f"iter_{number:07d}" for number in range(1, 5)]
-    assert first["files"] == dict(zip(iterations, [[NATIVE], [OURS], [NATIVE], [OURS]], strict=True))
+    assert first["files"] == dict(
+        zip(iterations, [[NATIVE], [OURS], [NATIVE], [OURS]], strict=True)
+    )
     assert first["same beside an older file"] and second["same beside an older file"]
 
 
-def test_save_when_the_fork_is_told_not_to_save_the_optimizer_then_no_file_of_it_is_there(found: Collected) -> None:
+def test_save_when_the_fork_is_told_not_to_save_the_optimizer_then_no_file_of_it_is_there(
+    found: Collected,
+) -> None:
     files = {path.name for path in _saved_at(found.folder / "none", 1).rglob("*")}
     assert files == {"mp_rank_00", "model_optim_rng.pt"}
 
 
-def test_load_when_the_last_save_never_ended_then_the_iteration_that_did_is_named(found: Collected) -> None:
+def test_load_when_the_last_save_never_ended_then_the_iteration_that_did_is_named(
+    found: Collected,
+) -> None:
     folder = _saved_at(found.folder / "unfinished", ITERATIONS)
     for each in found.ranks[:2]:
         kind, text = each["unfinished"]
         assert kind == "CheckpointError"
-        assert_mentions(text, f"{_folder_in(folder)}/manifest.json", f"{folder}/mp_rank_00/distrib_optim.pt")
-        assert_mentions(text, f"Write {SAVED_AT} into latest_checkpointed_iteration.txt", f"that of {SAVED_AT} did")
+        assert_mentions(
+            text, f"{_folder_in(folder)}/manifest.json", f"{folder}/mp_rank_00/distrib_optim.pt"
+        )
+        assert_mentions(
+            text,
+            f"Write {SAVED_AT} into latest_checkpointed_iteration.txt",
+            f"that of {SAVED_AT} did",
+        )
 
 
 @pytest.mark.parametrize("name", ["without head", "frozen since"])
-def test_load_when_less_is_given_than_was_saved_then_the_rest_is_as_saved(name: str, found: Collected) -> None:
+def test_load_when_less_is_given_than_was_saved_then_the_rest_is_as_saved(
+    name: str, found: Collected
+) -> None:
     assert [each["beside a run"][name] for each in found.ranks[:3]] == [()] * 3

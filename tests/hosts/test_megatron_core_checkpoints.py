@@ -1,7 +1,8 @@
-"""Training on megatron-core, saved at one layout and resumed at another, by our own calls and by the host's.
+"""Training on megatron-core, saved at one layout and resumed at another, by our own calls and by
+the host's.
 
-One spawn of four ranks does all of it, see `_collect`. What a load gives back is compared bit for bit with the
-tensors of the whole model that `save` wrote at the same moment.
+One spawn of four ranks does all of it, see `_collect`. What a load gives back is compared bit for
+bit with the tensors of the whole model that `save` wrote at the same moment.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ from tests.support.spawn import outcomes, run_ranks
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
-        not core_mentions("dist_checkpointing/mapping.py", "if self.axis_fragmentations is not None:"),
+        not core_mentions(
+            "dist_checkpointing/mapping.py", "if self.axis_fragmentations is not None:"
+        ),
         reason="dist_checkpointing of this megatron-core takes shards of a regular grid only; see "
         "test_megatron_core_folders.py",
     ),
     pytest.mark.skipif(
-        core_mentions("dist_checkpointing/mapping.py", "np.product") and not hasattr(numpy, "product"),
-        reason="dist_checkpointing of this megatron-core calls np.product, which numpy 2 does not have",
+        core_mentions("dist_checkpointing/mapping.py", "np.product")
+        and not hasattr(numpy, "product"),
+        reason="dist_checkpointing of this megatron-core calls np.product, which numpy 2 does not "
+        "have",
     ),
 ]
 
@@ -63,7 +68,9 @@ class Run(Case):
     def layers(self) -> int:
         return self.depth
 
-    def at(self, *, dp: int = 1, tp: int = 1, pp: int = 1, vp: int = 1, batch: int = 4, **changes: Any) -> Run:
+    def at(
+        self, *, dp: int = 1, tp: int = 1, pp: int = 1, vp: int = 1, batch: int = 4, **changes: Any
+    ) -> Run:
         """The same training at another layout: the same global batch."""
         layout = {"dp": dp, "tp": tp, "pp": pp, "vp": vp, "num_microbatches": batch // dp}
         return dataclasses.replace(self, **layout, **changes)
@@ -71,14 +78,19 @@ class Run(Case):
 
 FP32 = Run("distopt")
 BF16 = Run("distopt", precision="bf16")
-#: fp32 norms in a 16-bit model: two buffers, and main params that are model params. Not with virtual stages, where the
-#: host gathers both in one coalesced call: gloo writes one of two dtypes wrongly (seen with torch 2.13).
+#: fp32 norms in a 16-bit model: two buffers, and main params that are model params. Not with
+#: virtual stages, where the host gathers both in one coalesced call: gloo writes one of two dtypes
+#: wrongly (seen with torch 2.13).
 MIXED = BF16.of(fp32_norms=True)
 DEEP = BF16.of(depth=4)
 #: The loss scale doubles after the third step, which is the first one after the save.
 FP16 = Run("distopt", precision="fp16", loss_scale_window=3)
 SGD = FP32.of(optimizer_name="sgd", lr=0.1)
-OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
+OVERLAPPED: dict[str, Any] = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket_size": 3000,
+}
 TWO_OPTIMIZERS = {**OVERLAPPED, "overlap_param_gather_with_step": True}
 FOR_EACH: dict[str, Any] = {"of_options": (("ADAM", "torch_foreach"),)}
 
@@ -105,18 +117,22 @@ class Pair:
     saved: str  # name in `SAVED`
     run: Run  # resumes
     ways: tuple[str, ...]  # "own" for our `load`, "host" for the host's `dist_checkpointing`
-    #: Of the losses, absolute; 0.0 where all arithmetic is the same. None: it is another model, and makes no steps.
+    #: Of the losses, absolute; 0.0 where all arithmetic is the same. None: it is another model, and
+    #: makes no steps.
     tolerance: float | None
 
 
-# Sums over another number of ranks, added up in another order: an ulp of fp32, 5e-7 of a loss of 4, at each step.
+# Sums over another number of ranks, added up in another order: an ulp of fp32, 5e-7 of a loss of 4,
+# at each step.
 IN_FP32 = 2e-6
-# Tensor-parallel ranks round their partial sums to 16 bits, 2**-9 of each, so that even the first forward pass, of
-# equal params, differs; the mean over 128 tokens averages most of that. bf16 instead of fp32 norms do the same.
+# Tensor-parallel ranks round their partial sums to 16 bits, 2**-9 of each, so that even the first
+# forward pass, of equal params, differs; the mean over 128 tokens averages most of that. bf16
+# instead of fp32 norms do the same.
 IN_16_BITS = 1e-3
 
 PAIRS: dict[str, Pair] = {
-    # What two ranks add is the same in either order, and nothing is clipped, whose norm is summed shard by shard.
+    # What two ranks add is the same in either order, and nothing is clipped, whose norm is summed
+    # shard by shard.
     "same arithmetic": Pair("tp2 dp2", FP32.at(tp=2, dp=2, **OVERLAPPED), ("own", "host"), 0.0),
     "muon": Pair("muon dp4", SAVED["muon dp4"], ("host",), 0.0),
     "same layout": Pair("deep untied dp4", SAVED["deep untied dp4"], ("host",), 0.0),
@@ -126,13 +142,22 @@ PAIRS: dict[str, Pair] = {
     "not to mixed": Pair("deep tp2 pp2", MIXED.at(dp=4, depth=4), ("own",), IN_16_BITS),
     "pp to vp": Pair("deep tp2 pp2", DEEP.at(pp=2, vp=2, dp=2), ("own", "host"), IN_16_BITS),
     "one to two optimizers": Pair(
-        "deep untied dp4", DEEP.at(pp=2, vp=2, dp=2, tied=False, **TWO_OPTIMIZERS), ("host",), IN_16_BITS
+        "deep untied dp4",
+        DEEP.at(pp=2, vp=2, dp=2, tied=False, **TWO_OPTIMIZERS),
+        ("host",),
+        IN_16_BITS,
     ),
-    "two optimizers to one": Pair("deep two optimizers", DEEP.at(tp=2, dp=2, tied=False), ("host",), IN_16_BITS),
-    "gated tp to dp": Pair("mixed gated tp2 dp2", MIXED.at(dp=4, gated=True), ("host",), IN_16_BITS),
+    "two optimizers to one": Pair(
+        "deep two optimizers", DEEP.at(tp=2, dp=2, tied=False), ("host",), IN_16_BITS
+    ),
+    "gated tp to dp": Pair(
+        "mixed gated tp2 dp2", MIXED.at(dp=4, gated=True), ("host",), IN_16_BITS
+    ),
     "fp16 tp to dp": Pair("fp16 tp2 dp2", FP16.at(dp=4), ("own", "host"), IN_16_BITS),
     "sgd tp to dp": Pair("sgd tp2 dp2", SGD.at(dp=4), ("host",), IN_FP32),
-    "larger vocabulary": Pair("dp4", FP32.at(tp=2, dp=2, batch=12, vocabulary=136), ("own", "host"), None),
+    "larger vocabulary": Pair(
+        "dp4", FP32.at(tp=2, dp=2, batch=12, vocabulary=136), ("own", "host"), None
+    ),
     "not begun": Pair("not begun", FP32.at(tp=2, dp=2), ("host",), IN_FP32),
 }
 WAYS = [(name, way) for name, pair in PAIRS.items() for way in pair.ways]
@@ -210,20 +235,29 @@ class _Bench:
     def resume(self, name: str, way: str) -> None:
         """Collective: loads in one of the ways and trains on."""
         pair = PAIRS[name]
-        folder, source, saved = self.folder / pair.saved / way, self.source(pair.saved), self.saved[pair.saved]
+        folder, source, saved = (
+            self.folder / pair.saved / way,
+            self.source(pair.saved),
+            self.saved[pair.saved],
+        )
         with self.training(pair.run) as training:
             if way == "own":
                 training.optimizer.load(folder)
             else:
                 state = self.read_by_host(training, folder)
-                # The host writes norms and the vocabulary into the params of the model as it knows them.
+                # The host writes norms and the vocabulary into the params of the model as it knows
+                # them.
                 self.load_model(training, state)
                 assert _params_that_differ(training, source) == []
                 training.optimizer.load_state_dict(state["optimizer"])
             assert _differing(training, source) == []
             assert _params_that_differ(training, source) == []
             assert _head(training) == saved.head
-            kinds = {key.partition("/")[0] for p in owned_pieces(_model_of(training)) for key, _ in p.tensors()}
+            kinds = {
+                key.partition("/")[0]
+                for p in owned_pieces(_model_of(training))
+                for key, _ in p.tensors()
+            }
             assert kinds == KINDS.get(name, kinds)
             if pair.tolerance is not None:
                 self.begin_at(training, STEPS if SAVED[pair.saved].begun else 0)
@@ -245,27 +279,42 @@ class _Bench:
         from megatron.core.utils import unwrap_model
 
         chunks = unwrap_model(training.chunks)
-        return {"model" if len(chunks) == 1 else f"model{number}": chunk for number, chunk in enumerate(chunks)}
+        return {
+            "model" if len(chunks) == 1 else f"model{number}": chunk
+            for number, chunk in enumerate(chunks)
+        }
 
     def state_of_host(self, training: Any, *, is_loading: bool) -> dict[str, Any]:
         """Collective: as the host's training loop puts it together."""
-        state = {key: chunk.sharded_state_dict() for key, chunk in self.chunks_by_key(training).items()}
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-        state["optimizer"] = training.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        state = {
+            key: chunk.sharded_state_dict() for key, chunk in self.chunks_by_key(training).items()
+        }
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+        }
+        state["optimizer"] = training.optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
         return {"iteration": STEPS, **state}
 
     def save_by_host(self, training: Any, folder: Path) -> None:
-        """Collective: with the wrapper that the host's training loop uses unless it is told not to."""
+        """Collective: with the wrapper that the host's training loop uses unless it is told not
+        to."""
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+            FullyParallelSaveStrategyWrapper,
+        )
 
         if self.rank == 0:
             folder.mkdir()
         dist.barrier()
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
-        dist_checkpointing.save(self.state_of_host(training, is_loading=False), str(folder), strategy)
+        dist_checkpointing.save(
+            self.state_of_host(training, is_loading=False), str(folder), strategy
+        )
 
     def read_by_host(self, training: Any, folder: Path) -> dict[str, Any]:
         """Collective."""
@@ -288,7 +337,8 @@ class _Bench:
 
 
 def _let_the_host_write() -> None:
-    """Its writer starts processes, which a daemon may not; one of them, for results, is not needed here."""
+    """Its writer starts processes, which a daemon may not; one of them, for results, is not needed
+    here."""
     import multiprocessing
     import queue
 
@@ -305,7 +355,8 @@ def _model_of(training: Any) -> WholeModel:
 
 
 def _differing(training: Any, source: Source) -> list[str]:
-    """Keys of what this rank owns and the source has otherwise; it may have no such rows of padding."""
+    """Keys of what this rank owns and the source has otherwise; it may have no such rows of
+    padding."""
     differs = []
     for piece in owned_pieces(_model_of(training)):
         for key, tensor in piece.tensors():
@@ -321,14 +372,19 @@ def _agree(box: Tensor, whole: Tensor, slices: tuple[slice, ...]) -> bool:
 
 
 def _params_that_differ(training: Any, source: Source) -> list[str]:
-    """Names of model params of this rank, owned or not, that are not what the saved main params round to."""
+    """Names of model params of this rank, owned or not, that are not what the saved main params
+    round to."""
     differs = []
-    for optimizer, share in zip(training.optimizer.chained_optimizers, _model_of(training).shares, strict=True):
+    for optimizer, share in zip(
+        training.optimizer.chained_optimizers, _model_of(training).shares, strict=True
+    ):
         for name, placement in share.placements.items():
             param = optimizer.named[name].detach()
             whole = source.read(f"main/{placement.name}").to(param.dtype)
             for piece in placement.pieces(Span(0, param.numel())):
-                found = param.flatten()[piece.in_param.as_slice()].view(piece.sizes)[piece.inside.as_slices()]
+                found = param.flatten()[piece.in_param.as_slice()].view(piece.sizes)[
+                    piece.inside.as_slices()
+                ]
                 if not _agree(found, whole, piece.in_global.as_slices()):
                     differs.append(placement.name)
     return differs
@@ -338,7 +394,12 @@ def _head(training: Any) -> Head:
     from megatron_distopt.optimizer.inner import count_updates
 
     heads = {
-        Head(group["lr"], count_updates(each.sharded.inner), float(each.get_loss_scale()), each.sharded.num_skipped)
+        Head(
+            group["lr"],
+            count_updates(each.sharded.inner),
+            float(each.get_loss_scale()),
+            each.sharded.num_skipped,
+        )
         for each in training.optimizer.chained_optimizers
         for group in each.param_groups
     }
@@ -360,8 +421,13 @@ def _held(training: Any) -> dict[str, Any]:
     held = {
         "params": [param.detach() for _, param in training.named_params()],
         "main": [run.main.detach() for each in sharded for run in each.flat_params],
-        "state": [dict(each.inner.state.get(run.main, {})) for each in sharded for run in each.flat_params],
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in training.optimizer.param_groups],
+        "state": [
+            dict(each.inner.state.get(run.main, {})) for each in sharded for run in each.flat_params
+        ],
+        "groups": [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in training.optimizer.param_groups
+        ],
         "head": _head(training),
     }
     return copy.deepcopy(held)
@@ -371,7 +437,9 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
+        return left.keys() == right.keys() and all(
+            _same(value, right[key]) for key, value in left.items()
+        )
     if isinstance(left, list):
         return len(left) == len(right) and all(map(_same, left, right))
     return bool(left == right)
@@ -382,7 +450,9 @@ def _check_near(found: list[Step], saved: list[Step], tolerance: float) -> None:
     assert losses == pytest.approx(others, rel=0, abs=tolerance)
     assert [step.loss_scale for step in found] == [step.loss_scale for step in saved]
     if saved[0].loss_scale != 1.0:
-        assert [step.loss_scale for step in saved] == [4096.0, 8192.0], "it grows at the step at which it would have"
+        assert [step.loss_scale for step in saved] == [4096.0, 8192.0], (
+            "it grows at the step at which it would have"
+        )
 
 
 def _gathered(value: Any) -> list[Any]:
@@ -392,10 +462,14 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _views_and_one_text(bench: _Bench) -> None:
-    """What `sharded_state_dict` gives to the host: views of what each rank owns, and the same text on all."""
+    """What `sharded_state_dict` gives to the host: views of what each rank owns, and the same text
+    on all."""
     with bench.training(SAVED["mixed tp2 pp2"]) as training:
         training.step()
-        memory = {p.view(p.flat.main).untyped_storage().data_ptr() for p in owned_pieces(_model_of(training))}
+        memory = {
+            p.view(p.flat.main).untyped_storage().data_ptr()
+            for p in owned_pieces(_model_of(training))
+        }
         state = training.optimizer.sharded_state_dict({})
         shards = [each for key, each in state.items() if key != "distopt"]
         main = [each for each in shards if each.key.startswith("optimizer.distopt.main.")]
@@ -403,8 +477,13 @@ def _views_and_one_text(bench: _Bench) -> None:
         assert len(set(_gathered(state["distopt"]))) == 1
         wholes = _gathered({each.key: math.prod(each.global_shape) for each in shards})
         numels = _gathered(sum(each.data.numel() for each in shards))
-        # Norms are on both tensor-parallel ranks, the tied embedding on both stages: each element is written once.
-        assert sum(numels) == sum({k: v for whole in wholes for k, v in whole.items()}.values()) == 3 * 45_280
+        # Norms are on both tensor-parallel ranks, the tied embedding on both stages: each element
+        # is written once.
+        assert (
+            sum(numels)
+            == sum({k: v for whole in wholes for k, v in whole.items()}.values())
+            == 3 * 45_280
+        )
         assert max(numels) < 3 * 45_280 / 3
         asked = training.optimizer.sharded_state_dict({}, is_loading=True).values()
         to_load = [each for each in asked if isinstance(each, type(shards[0]))]
@@ -414,13 +493,42 @@ def _views_and_one_text(bench: _Bench) -> None:
 
 #: What the rank says that finds it: the class, and what is in the text.
 REFUSALS: dict[str, tuple[str, ...]] = {
-    "box missing on one rank": ("CheckpointError", "'exp_avg/decoder.final_layernorm.bias'", "Must hold all 40"),
-    "text damaged on one rank": ("CheckpointError", "manifest of the host: CRC-32", "Load an earlier checkpoint"),
-    "another model": ("CheckpointError", "'output_layer.weight', which the model does not have", "--no-load-optim"),
-    "not asked for": ("CheckpointError", "told --no-save-optim asks for no tensor", "Drop --no-save-optim"),
-    "not read": ("CheckpointError", "a ShardedTensor", "what megatron.core.dist_checkpointing.load returned."),
-    "other inner optimizer": ("CheckpointException", "optimizer.distopt.exp_avg.", "from model not in state dict"),
-    "nowhere": ("CheckpointError", "iter_0000002/distrib_optim.distopt", "mp_rank_0", "--no-load-optim"),
+    "box missing on one rank": (
+        "CheckpointError",
+        "'exp_avg/decoder.final_layernorm.bias'",
+        "Must hold all 40",
+    ),
+    "text damaged on one rank": (
+        "CheckpointError",
+        "manifest of the host: CRC-32",
+        "Load an earlier checkpoint",
+    ),
+    "another model": (
+        "CheckpointError",
+        "'output_layer.weight', which the model does not have",
+        "--no-load-optim",
+    ),
+    "not asked for": (
+        "CheckpointError",
+        "told --no-save-optim asks for no tensor",
+        "Drop --no-save-optim",
+    ),
+    "not read": (
+        "CheckpointError",
+        "a ShardedTensor",
+        "what megatron.core.dist_checkpointing.load returned.",
+    ),
+    "other inner optimizer": (
+        "CheckpointException",
+        "optimizer.distopt.exp_avg.",
+        "from model not in state dict",
+    ),
+    "nowhere": (
+        "CheckpointError",
+        "iter_0000002/distrib_optim.distopt",
+        "mp_rank_0",
+        "--no-load-optim",
+    ),
 }
 
 
@@ -450,24 +558,34 @@ def _refusals(bench: _Bench) -> None:
             changed = dict(state)
             change(changed, bench.rank)
             _check_refused(training, name, partial(load, changed))
-        unread = bench.state_of_host(training, is_loading=True)["optimizer"] | {"distopt": state["distopt"]}
+        unread = bench.state_of_host(training, is_loading=True)["optimizer"] | {
+            "distopt": state["distopt"]
+        }
         _check_refused(training, "not read", partial(load, unread))
         script = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(no_save_optim=True))
         with mock.patch.dict(sys.modules, {"megatron.training.global_vars": script}):
             _check_refused(training, "not asked for", partial(load, {"distopt": state["distopt"]}))
         sgd = bench.folder / "sgd tp2 dp2" / "host"
-        _check_refused(training, "other inner optimizer", lambda: bench.read_optimizer_alone(training, sgd))
+        _check_refused(
+            training, "other inner optimizer", lambda: bench.read_optimizer_alone(training, sgd)
+        )
     with bench.training(DEEP.at(tp=2, dp=2, tied=True)) as training:
         load = training.optimizer.load_state_dict
         state = bench.read_by_host(training, bench.folder / "deep untied dp4" / "host")["optimizer"]
         _check_refused(training, "another model", partial(load, state))
-        nowhere = str(bench.folder / "iter_0000002" / f"mp_rank_{bench.rank:02}" / "distrib_optim.pt")
-        _check_refused(training, "nowhere", lambda: training.optimizer.load_parameter_state(nowhere))
+        nowhere = str(
+            bench.folder / "iter_0000002" / f"mp_rank_{bench.rank:02}" / "distrib_optim.pt"
+        )
+        _check_refused(
+            training, "nowhere", lambda: training.optimizer.load_parameter_state(nowhere)
+        )
 
 
 def _drop_a_box(state: dict[str, Any], rank: int) -> None:
     if rank == 1:
-        del state[min(key for key in state if key.startswith("exp_avg/decoder.final_layernorm.bias"))]
+        del state[
+            min(key for key in state if key.startswith("exp_avg/decoder.final_layernorm.bias"))
+        ]
 
 
 def _damage_the_text(state: dict[str, Any], rank: int) -> None:
@@ -483,20 +601,26 @@ CHANGES: dict[str, Callable[[dict[str, Any], int], None]] = {
 
 
 def _legacy(bench: _Bench) -> None:
-    """Collective: the first rank's state dict lies in a file of the host's, the tensors go by calls of their own.
+    """Collective: the first rank's state dict lies in a file of the host's, the tensors go by calls
+    of their own.
 
     Once by the chain and once by the optimizer in it; what the one has saved the other loads.
     """
-    folders = {name: bench.folder / f"legacy of {name}" / "iter_0000002" for name in ("chain", "optimizer")}
+    folders = {
+        name: bench.folder / f"legacy of {name}" / "iter_0000002" for name in ("chain", "optimizer")
+    }
     with bench.training(FP16.at(tp=2, dp=2)) as training:
         for _ in range(STEPS):
             training.step()
         _change_head(training)
         state = _gathered(copy.deepcopy(training.optimizer.state_dict()))[0]
         for name, each in _chain_and_optimizer(training).items():
-            each.save_parameter_state(str(folders[name] / f"mp_rank_{bench.rank % 2:02}" / "distrib_optim.pt"))
+            each.save_parameter_state(
+                str(folders[name] / f"mp_rank_{bench.rank % 2:02}" / "distrib_optim.pt")
+            )
         head, steps = _head(training), [training.step() for _ in range(MORE_STEPS)]
-    assert [path.name for path in folders["chain"].iterdir()] == ["distrib_optim.distopt"]  # for all ranks of the model
+    # for all ranks of the model
+    assert [path.name for path in folders["chain"].iterdir()] == ["distrib_optim.distopt"]
     source = open_checkpoint(folders["chain"] / "distrib_optim.distopt")
     with bench.training(FP16.at(dp=4)) as training:
         each = _chain_and_optimizer(training)
@@ -538,7 +662,9 @@ def _layout(run: Run) -> tuple[int, int, int]:
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(_collect, RANKS, str(tmp_path_factory.mktemp("checkpoints")), seconds=300, core=True)
+    return run_ranks(
+        _collect, RANKS, str(tmp_path_factory.mktemp("checkpoints")), seconds=300, core=True
+    )
 
 
 NAMES = [*(f"save {name}" for name in SAVED), *(f"{name}, {way}" for name, way in WAYS), *OTHERS]

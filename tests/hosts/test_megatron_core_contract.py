@@ -1,4 +1,5 @@
-"""What megatron-core reads off an optimizer while it trains and saves, it finds on ours: see core_contract.py."""
+"""What megatron-core reads off an optimizer while it trains and saves, it finds on ours: see
+core_contract.py."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def by_rank() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_contract_when_the_host_relies_on_it_then_ours_keeps_it(name: str, by_rank: list[dict[str, str]]) -> None:
+def test_contract_when_the_host_relies_on_it_then_ours_keeps_it(
+    name: str, by_rank: list[dict[str, str]]
+) -> None:
     for found in by_rank:
         if LACKING in found[name]:
             pytest.skip(found[name].splitlines()[-1])

@@ -1,4 +1,5 @@
-"""Whoever constructs megatron-core's distributed optimizer gets ours: copied factories, wrapped ones, those below.
+"""Whoever constructs megatron-core's distributed optimizer gets ours: copied factories, wrapped
+ones, those below.
 
 All of it runs in one spawn of two ranks.
 """
@@ -44,7 +45,8 @@ def _refused(make: Callable[[], Any], kind: type[DistOptError], *parts: str) -> 
 
 
 def _copied() -> Callable[..., Any]:
-    """As a framework has it that copied the module: its own functions over names that it imported by value."""
+    """As a framework has it that copied the module: its own functions over names that it imported
+    by value."""
     import megatron.core.optimizer as host
 
     space = dict(vars(host))
@@ -70,7 +72,9 @@ def _wrapped() -> None:
     host.get_megatron_optimizer = wrapper
 
 
-def _with_factory(make: Callable[[], Callable[..., Any] | None], case: Case = CASE, *, switch: str = "1") -> Facts:
+def _with_factory(
+    make: Callable[[], Callable[..., Any] | None], case: Case = CASE, *, switch: str = "1"
+) -> Facts:
     """Trains with what a factory builds that was made before the installation."""
     import megatron.core.optimizer as host
 
@@ -83,16 +87,23 @@ def _with_factory(make: Callable[[], Callable[..., Any] | None], case: Case = CA
             patch.setenv("MEGATRON_DISTOPT", switch)
             if copied is not None:
                 patch.setattr(host, "get_megatron_optimizer", copied)
-            training = gpt.Training(case.of(optimizer="host-distributed"))  # which installs nothing itself
+            # which installs nothing itself
+            training = gpt.Training(case.of(optimizer="host-distributed"))
             losses = [training.step().loss for _ in range(case.steps)]
-        kinds = [type(each).__module__ for each in (training.optimizer, *gpt.parts_of(training.optimizer))]
+        kinds = [
+            type(each).__module__
+            for each in (training.optimizer, *gpt.parts_of(training.optimizer))
+        ]
     return {"losses": losses, "kinds": sorted({kind.split(".")[0] for kind in kinds})}
 
 
 class _Stateless(torch.optim.Optimizer):
-    """Without moments, as a framework for reinforcement learning puts in the place of the host's Adam."""
+    """Without moments, as a framework for reinforcement learning puts in the place of the host's
+    Adam."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, eps: float = 1e-8, weight_decay: float = 0.0, **_: Any) -> None:
+    def __init__(
+        self, params: Any, lr: float = 1e-3, eps: float = 1e-8, weight_decay: float = 0.0, **_: Any
+    ) -> None:
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -101,7 +112,9 @@ class _Stateless(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     update = self.update_of(param.grad, group["eps"])
-                    param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+                    param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                        update, alpha=group["lr"]
+                    )
 
     def update_of(self, grad: Tensor, eps: float) -> Tensor:
         return grad / (grad.abs() + eps)
@@ -126,7 +139,8 @@ def _with_adam(adam: type, optimizer: str, source: str = "auto") -> Facts:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for module in (host, distrib_optimizer):
             patch.setattr(module, "Adam", adam, raising=False)
-        # Without apex and TransformerEngine the host would take torch's class and not the name in its module.
+        # Without apex and TransformerEngine the host would take torch's class and not the name in
+        # its module.
         patch.setattr(host, "USING_PYTORCH_OPTIMIZER", False, raising=False)
         patch.setenv("MEGATRON_DISTOPT_ADAM", source)
         if optimizer == "distopt":
@@ -197,7 +211,8 @@ def _method_of_other_code() -> None:
 
 
 def _not_used() -> None:
-    """A run whose flag the host has reset, as its arguments do for Muon: one line on rank 0 says so."""
+    """A run whose flag the host has reset, as its arguments do for Muon: one line on rank 0 says
+    so."""
     from megatron_distopt import DistOptConfig
     from megatron_distopt.hosts.megatron_core.adapter import build
 
@@ -218,14 +233,20 @@ def _not_used() -> None:
 def _same_as_own() -> None:
     """Copied and wrapped factories build ours, and every bit is the same."""
     own = _with_factory(lambda: None)
-    found = [_with_factory(_copied), _with_factory(_wrapped), _with_factory(_copied, switch="require")]
+    found = [
+        _with_factory(_copied),
+        _with_factory(_wrapped),
+        _with_factory(_copied, switch="require"),
+    ]
     if OFFLOADS:
         found.append(_with_factory(_copied, CASE.of(fields=OFFLOADED)))
     for each in (own, *found):
         assert each == {"losses": own["losses"], "kinds": ["megatron_distopt"]}
     assert own["losses"][-1] < own["losses"][0]
     # An Adam class of a framework in place of the host's is used itself.
-    ours, theirs = (_with_adam(_Stateless, optimizer) for optimizer in ("distopt", "host-distributed"))
+    ours, theirs = (
+        _with_adam(_Stateless, optimizer) for optimizer in ("distopt", "host-distributed")
+    )
     assert ours["kind"] == theirs["kind"] == "_Stateless"
     # The norm by which both clip differs in its last bits.
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
@@ -239,7 +260,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "subclass": _refused(_subclass, ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
     "chained with another": _refused(_mixed_chain, ConfigError, "FP32Optimizer", "adam or sgd"),
     "method of other code": _refused(
-        _method_of_other_code, HostMismatchError, "DistributedOptimizer.state_dict", "Switch that patch off"
+        _method_of_other_code,
+        HostMismatchError,
+        "DistributedOptimizer.state_dict",
+        "Switch that patch off",
     ),
     "another Adam across params": _refused(
         lambda: _with_adam(_Clipped, "distopt"), ConfigError, "_Clipped", "torch.optim.AdamW"
@@ -254,7 +278,10 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 if CHAINS_ALWAYS:
     CHECKS["required and not used"] = _refused(
-        _required_without_flag, ConfigError, "use_distributed_optimizer", "--use-distributed-optimizer"
+        _required_without_flag,
+        ConfigError,
+        "use_distributed_optimizer",
+        "--use-distributed-optimizer",
     )
 
 
@@ -264,5 +291,7 @@ def found() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_host_when_others_construct_its_class_then_ours_or_refused(found: list[dict[str, str]], name: str) -> None:
+def test_host_when_others_construct_its_class_then_ours_or_refused(
+    found: list[dict[str, str]], name: str
+) -> None:
     assert [each[name] for each in found] == ["", ""]

@@ -1,6 +1,8 @@
-"""`save(folder)` and `load(folder)` on every version of megatron-core, at other layouts; what a version cannot take.
+"""`save(folder)` and `load(folder)` on every version of megatron-core, at other layouts; what a
+version cannot take.
 
-tests/hosts/test_megatron_core_checkpoints.py goes much further, on the versions whose `dist_checkpointing` takes ours.
+tests/hosts/test_megatron_core_checkpoints.py goes much further, on the versions whose
+`dist_checkpointing` takes ours.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ SAVED = {
     "low": DP2.of(precision="bf16"),  # goes on at the other layout with state in fp32
 }
 #: By name of what is saved, variables of ours.
-OPTIONS = {"low": {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"}}
+OPTIONS = {
+    "low": {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"}
+}
 #: The global batch is the same.
 TP2 = {"dp": 1, "tp": 2, "num_microbatches": 4}
 #: After the save.
@@ -38,7 +42,9 @@ MORE_STEPS = 2
 #: Of losses of 4 at another layout: sums of parts in 16 bits, and state that is rounded.
 NEAR = 5e-3
 #: Until 0.14 the host wants shards on a regular grid.
-TAKES_BOXES = core_mentions("dist_checkpointing/mapping.py", "if self.axis_fragmentations is not None:")
+TAKES_BOXES = core_mentions(
+    "dist_checkpointing/mapping.py", "if self.axis_fragmentations is not None:"
+)
 
 
 def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -75,7 +81,9 @@ def _resume(case: Case, folder: str, saved: dict[str, Tensor]) -> dict[str, Any]
     resumed.optimizer.load(folder)
     resumed.steps_taken = case.steps
     # Those that tensor parallelism does not cut; the losses tell of the others.
-    whole = {key: value for key, value in resumed.params().items() if value.shape == saved[key].shape}
+    whole = {
+        key: value for key, value in resumed.params().items() if value.shape == saved[key].shape
+    }
     same = all(torch.equal(value, saved[key]) for key, value in whole.items())
     losses = [resumed.step().loss for _ in range(MORE_STEPS)]
     resumed.close()
@@ -95,7 +103,8 @@ def _sharded() -> str:
     return "taken"
 
 
-#: Arguments of Megatron-LM's training script; those of the first ask for what a host with a grid cannot save.
+#: Arguments of Megatron-LM's training script; those of the first ask for what a host with a grid
+#: cannot save.
 SCRIPTS: tuple[dict[str, Any], ...] = (
     {"save": "folder", "ckpt_format": "torch_dist"},
     {"save": "folder", "ckpt_format": "torch"},
@@ -127,10 +136,14 @@ def _start(**args: Any) -> str:
 
 
 def _leave_out_nan() -> None:
-    """slime and miles measure by themselves where they were told not to check, and then make the step or not."""
+    """slime and miles measure by themselves where they were told not to check, and then make the
+    step or not."""
     from tests.support.gpt import Training
 
-    with _script(check_for_nan_in_loss_and_grad=False), contextlib.closing(Training(DP2)) as training:
+    with (
+        _script(check_for_nan_in_loss_and_grad=False),
+        contextlib.closing(Training(DP2)) as training,
+    ):
         training.step()
         before = training.params()
         training.forward_backward()
@@ -155,14 +168,20 @@ def test_folder_when_loaded_at_another_layout_then_the_run_goes_on(
     for facts in found:
         again = facts[name][layout]
         assert again["params"]
-        assert again["losses"] == pytest.approx(facts[name]["losses"], abs=0.0 if layout == "dp2" else NEAR)
+        assert again["losses"] == pytest.approx(
+            facts[name]["losses"], abs=0.0 if layout == "dp2" else NEAR
+        )
 
 
-def test_step_when_the_script_was_told_not_to_check_for_nan_then_it_is_left_out(found: list[dict[str, Any]]) -> None:
+def test_step_when_the_script_was_told_not_to_check_for_nan_then_it_is_left_out(
+    found: list[dict[str, Any]],
+) -> None:
     assert [facts["nan"] for facts in found] == [""] * 2
 
 
-def test_sharded_state_when_the_host_wants_a_grid_then_refused_with_the_way_out(found: list[dict[str, Any]]) -> None:
+def test_sharded_state_when_the_host_wants_a_grid_then_refused_with_the_way_out(
+    found: list[dict[str, Any]],
+) -> None:
     for facts in found:
         if TAKES_BOXES:
             assert facts["sharded"] == "taken"

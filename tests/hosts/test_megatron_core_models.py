@@ -1,7 +1,9 @@
-"""What today's models have, against the host's own distributed optimizer, and resumed at another layout.
+"""What today's models have, against the host's own distributed optimizer, and resumed at another
+layout.
 
-Attention over parts of a sequence needs TransformerEngine, so with context parallelism each rank attends to its own
-part alone; what the optimizer has to do with it, gradients averaged over more ranks, is the same.
+Attention over parts of a sequence needs TransformerEngine, so with context parallelism each rank
+attends to its own part alone; what the optimizer has to do with it, gradients averaged over more
+ranks, is the same.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from tests.support.core_version import core_mentions
 from tests.support.spawn import run_ranks
 
 HAS_ETP = core_mentions("parallel_state.py", "expert_tensor_parallel_size")
-HAS_SHARED = core_mentions("transformer/transformer_config.py", "moe_shared_expert_intermediate_size")
+HAS_SHARED = core_mentions(
+    "transformer/transformer_config.py", "moe_shared_expert_intermediate_size"
+)
 HAS_INSTANCES = core_mentions("parallel_state.py", "num_distributed_optimizer_instances")
 HAS_MTP = core_mentions("models/gpt/gpt_layer_specs.py", "def get_gpt_mtp_block_spec")
 #: See test_megatron_core_parity.py.
 MISPLACES_TIED = core_mentions(
-    "distributed/param_and_grad_buffer.py", "if param_start_index % self.data_parallel_world_size != 0"
+    "distributed/param_and_grad_buffer.py",
+    "if param_start_index % self.data_parallel_world_size != 0",
 )
 #: Its torch norms are no function that a test could mark.
 MARKS_NORMS = core_mentions("transformer/torch_norm.py", "class WrappedTorchNorm")
@@ -34,7 +39,10 @@ _EXPERTS = {"num_experts": 4}
 _ALL: dict[str, tuple[dict[str, Any], bool]] = {
     "multi-token prediction": ({"dp": 2, "mtp": 1}, HAS_MTP),
     "experts apart": ({"dp": 2, "ep": 2, "shared_experts": HAS_SHARED, **_EXPERTS}, True),
-    "experts without tensor parallelism": ({"tp": 2, "etp": 1, "ep": 2, **_EXPERTS}, HAS_ETP and MARKS_NORMS),
+    "experts without tensor parallelism": (
+        {"tp": 2, "etp": 1, "ep": 2, **_EXPERTS},
+        HAS_ETP and MARKS_NORMS,
+    ),
     "tied virtual stages": ({"pp": 2, "vp": 2}, not MISPLACES_TIED),
     "context parallelism": ({"cp": 2}, True),
 }
@@ -45,14 +53,21 @@ RESUMED = {
     "experts without tensor parallelism": {"tp": 2, **_EXPERTS},
     "multi-token prediction": {"tp": 2, "mtp": 1},
 }
-RESUMED = {name: to for name, to in RESUMED.items() if name in MODELS and (to.get("tp", 1) == 1 or MARKS_NORMS)}
-if MISPLACES_TIED:  # 0.12 has other gradients of these layers under tensor parallelism, with its own optimizer as well
+RESUMED = {
+    name: to
+    for name, to in RESUMED.items()
+    if name in MODELS and (to.get("tp", 1) == 1 or MARKS_NORMS)
+}
+# 0.12 has other gradients of these layers under tensor parallelism, with its own optimizer as well
+if MISPLACES_TIED:
     RESUMED.pop("multi-token prediction", None)
-#: Of losses of 4.6 to 4.9, and relative of norms: what separates the host's own two optimizers, and sums of more ranks.
+#: Of losses of 4.6 to 4.9, and relative of norms: what separates the host's own two optimizers, and
+#: sums of more ranks.
 NEAR = 1e-6
 
 
-#: Of each training, and before which of them it is saved: what it saves is told by the losses of the two after it.
+#: Of each training, and before which of them it is saved: what it saves is told by the losses of
+#: the two after it.
 STEPS, SAVED_BEFORE = 3, 1
 OPTIMIZERS: tuple[Literal["distopt", "host-distributed"], ...] = ("distopt", "host-distributed")
 Curves = dict[tuple[str, str], list[Step]]  # by model and optimizer
@@ -60,7 +75,9 @@ Curves = dict[tuple[str, str], list[Step]]  # by model and optimizer
 
 def collect(rank: int, size: int, folder: str) -> Mapping[str, Any]:
     curves: Curves = {
-        (name, optimizer): _train(name, optimizer, Path(folder)) for name in MODELS for optimizer in OPTIMIZERS
+        (name, optimizer): _train(name, optimizer, Path(folder))
+        for name in MODELS
+        for optimizer in OPTIMIZERS
     }
     taken_over = _taken_over(Path(folder) / "context")
     resumed = {name: _resume(name, Path(folder)) for name in RESUMED}
@@ -102,14 +119,17 @@ def _resume(name: str, folder: Path) -> list[float]:
     from tests.support import gpt
 
     layout = _one_layout(MODELS[name], RESUMED[name])
-    with contextlib.closing(gpt.Training(Case("distopt", **{**MODELS[name], **layout}))) as training:
+    with contextlib.closing(
+        gpt.Training(Case("distopt", **{**MODELS[name], **layout}))
+    ) as training:
         training.steps_taken = SAVED_BEFORE
         training.optimizer.load(_folder_of(name, folder))
         return [training.step().loss for _ in range(SAVED_BEFORE, STEPS)]
 
 
 def _one_layout(before: Mapping[str, Any], to: Mapping[str, Any]) -> dict[str, Any]:
-    """With the samples of a step as before: more microbatches where there are fewer data-parallel ranks."""
+    """With the samples of a step as before: more microbatches where there are fewer data-parallel
+    ranks."""
     fresh = {"dp": 1, "tp": 1, "ep": 1, "etp": None, **to}
     return {**fresh, "num_microbatches": 2 * before.get("dp", 1) // fresh["dp"]}
 
@@ -135,7 +155,9 @@ def test_curve_when_the_model_is_of_today_then_it_is_the_hosts(
 def _distance(ours: Sequence[Step], theirs: Sequence[Step]) -> tuple[float, float]:
     pairs = list(zip(ours, theirs, strict=True))
     norms = [(one.grad_norm or 0.0, other.grad_norm or 0.0) for one, other in pairs]
-    return max(abs(one.loss - other.loss) for one, other in pairs), max(abs(a - b) / b for a, b in norms)
+    return max(abs(one.loss - other.loss) for one, other in pairs), max(
+        abs(a - b) / b for a, b in norms
+    )
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -164,7 +186,9 @@ def collect_instances(rank: int, size: int, folder: str) -> Mapping[str, Any]:
     from tests.support import gpt
 
     curves = {
-        optimizer: train_all(rank, size, {name: case.of(optimizer=optimizer) for name, case in INSTANCES.items()})
+        optimizer: train_all(
+            rank, size, {name: case.of(optimizer=optimizer) for name, case in INSTANCES.items()}
+        )
         for optimizer in OPTIMIZERS
     }
     with contextlib.closing(gpt.Training(INSTANCES["two instances"])) as training:
@@ -178,11 +202,17 @@ def collect_instances(rank: int, size: int, folder: str) -> Mapping[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_INSTANCES, reason="this megatron-core has one instance of its distributed optimizer")
-def test_curve_when_there_are_two_instances_then_it_is_the_hosts_and_one_goes_on(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not HAS_INSTANCES, reason="this megatron-core has one instance of its distributed optimizer"
+)
+def test_curve_when_there_are_two_instances_then_it_is_the_hosts_and_one_goes_on(
+    tmp_path: Path,
+) -> None:
     found = run_ranks(collect_instances, 4, str(tmp_path), seconds=200.0, core=True)[0]
     for name in INSTANCES:
-        loss, norm = _distance(*(found["curves"][optimizer][name].steps for optimizer in OPTIMIZERS))
+        loss, norm = _distance(
+            *(found["curves"][optimizer][name].steps for optimizer in OPTIMIZERS)
+        )
         assert loss <= NEAR, name
         assert norm <= NEAR, name
     assert found["resumed"][1] == pytest.approx(found["resumed"][0], abs=NEAR)

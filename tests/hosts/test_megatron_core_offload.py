@@ -1,7 +1,9 @@
-"""State that is offloaded between steps, as frameworks for reinforcement learning do it while they generate.
+"""State that is offloaded between steps, as frameworks for reinforcement learning do it while they
+generate.
 
-There is one device here, so "moved away" is "copied to other memory of the CPU", which changes everything that a move
-changes; and moments on torch's meta device, which keeps no values, show what is refused.
+There is one device here, so "moved away" is "copied to other memory of the CPU", which changes
+everything that a move changes; and moments on torch's meta device, which keeps no values, show what
+is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ SIZE = 2
 BF16 = Case("distopt", dp=SIZE, precision="bf16", num_microbatches=1)
 FP32 = BF16.of(precision="fp32")
 #: State in other forms than fp32: variables that ask for it.
-FORMS = {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "float8_e4m3fn"}
+FORMS = {
+    "MAIN_PARAMS_DTYPE": "remainder",
+    "EXP_AVG_DTYPE": "int8",
+    "EXP_AVG_SQ_DTYPE": "float8_e4m3fn",
+}
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -37,7 +43,8 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _as_verl_does(optimizer: Any) -> None:
-    """One direction of verl/utils/megatron_utils.py: assigns to `data` of main params and to the entries of state."""
+    """One direction of verl/utils/megatron_utils.py: assigns to `data` of main params and to the
+    entries of state."""
     for part in _parts(optimizer):
         for group in part.shard_fp32_from_float16_groups:
             for param in group:
@@ -63,12 +70,18 @@ def _as_megatron_core_does(optimizer: Any) -> None:
 
 
 def _as_roll_does(optimizer: Any) -> None:
-    """ROLL's offload_states.py copies all of a kind into one tensor, and gives each a part; then the host's buffers."""
+    """ROLL's offload_states.py copies all of a kind into one tensor, and gives each a part; then
+    the host's buffers."""
     for part in _parts(optimizer):
         _move_buffers(part)
         mains = [param for group in part.shard_fp32_from_float16_groups for param in group]
-        states = [state for state in part.optimizer.state.values() if type(state["exp_avg"]) is Tensor]
-        for tensors in (mains, [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]):
+        states = [
+            state for state in part.optimizer.state.values() if type(state["exp_avg"]) is Tensor
+        ]
+        for tensors in (
+            mains,
+            [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")],
+        ):
             whole, start = torch.empty(sum(tensor.numel() for tensor in tensors)), 0
             for tensor in tensors:
                 part_of = whole.narrow(0, start, tensor.numel()).copy_(tensor.view(-1))
@@ -76,7 +89,8 @@ def _as_roll_does(optimizer: Any) -> None:
 
 
 def _move_buffers(part: Any) -> None:
-    """ROLL's offload_states_patch.py: params move with their buffer, gradients are dropped and made anew."""
+    """ROLL's offload_states_patch.py: params move with their buffer, gradients are dropped and made
+    anew."""
     for buffer in part.buffers:
         buffer.param_data.data = buffer.param_data.data.clone()
         usual, numel = buffer.grad_data.dtype, buffer.grad_data.numel()
@@ -87,11 +101,20 @@ def _move_buffers(part: Any) -> None:
             param.main_grad = buffer.grad_data[start:stop].view(param.shape)
         for bucket in buffer.buckets:
             elements = slice(bucket.offset, bucket.offset + bucket.grad_data.numel())
-            bucket.param_data.data, bucket.grad_data.data = buffer.param_data[elements], buffer.grad_data[elements]
+            bucket.param_data.data, bucket.grad_data.data = (
+                buffer.param_data[elements],
+                buffer.grad_data[elements],
+            )
 
 
-WAYS: tuple[Callable[[Any], object], ...] = (_as_verl_does, _as_nemo_does, _as_megatron_core_does, _as_roll_does)
-#: After each step but the last: a loss that differs tells which. The first again, which moves what the others left.
+WAYS: tuple[Callable[[Any], object], ...] = (
+    _as_verl_does,
+    _as_nemo_does,
+    _as_megatron_core_does,
+    _as_roll_does,
+)
+#: After each step but the last: a loss that differs tells which. The first again, which moves what
+#: the others left.
 MOVES = (*WAYS, *WAYS[::-1])
 
 
@@ -99,12 +122,18 @@ def _storages(optimizer: Any) -> Iterator[torch.UntypedStorage]:
     """All that we see of the host's buffers, main params of 16-bit params, and moments."""
     for part in _parts(optimizer):
         yield from (
-            tensor.untyped_storage() for buffer in part.sharded.buffers for tensor in (buffer.param, buffer.grad)
+            tensor.untyped_storage()
+            for buffer in part.sharded.buffers
+            for tensor in (buffer.param, buffer.grad)
         )
         for flat in part.sharded.flat_params:
             if flat.owns_memory:
                 yield flat.main.untyped_storage()
-            yield from (each.untyped_storage() for each in part.optimizer.state[flat.main].values() if each.dim())
+            yield from (
+                each.untyped_storage()
+                for each in part.optimizer.state[flat.main].values()
+                if each.dim()
+            )
 
 
 def _moved_and_back(case: Case) -> None:
@@ -139,7 +168,8 @@ def _freed(case: Case) -> None:
         mains = [main.untyped_storage().data_ptr() for main in published if main is not None]
         assert bool(mains) == (case.precision == "bf16")
         assert set(mains) <= {storage.data_ptr() for storage in _storages(training.optimizer)}
-        if case.precision == "fp32":  # as the host's own `buffer.offload_to_cpu()`: what a save reads is not there
+        # as the host's own `buffer.offload_to_cpu()`: what a save reads is not there
+        if case.precision == "fp32":
             _parts(training.optimizer)[0].buffers[0].param_data.untyped_storage().resize_(0)
             with pytest.raises(LayoutError, match="a main param has no values"):
                 training.optimizer.save("unused")
@@ -155,7 +185,9 @@ def _refused_meanwhile(rank: int, folder: Path) -> None:
         optimizer = training.optimizer
         optimizer.save(folder)
         if rank == 1:
-            for state in (each for part in _parts(optimizer) for each in part.optimizer.state.values()):
+            for state in (
+                each for part in _parts(optimizer) for each in part.optimizer.state.values()
+            ):
                 state["exp_avg"] = state["exp_avg"].to("meta")
         for call in (training.step, lambda: optimizer.save(folder), lambda: optimizer.load(folder)):
             with pytest.raises(kind, match=r"emptied: exp_avg .* load it again"):
@@ -202,7 +234,9 @@ def _refused_elsewhere() -> None:
     """State that is on another device than the params."""
     from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 
-    flat = SimpleNamespace(main=torch.zeros(2), model=torch.zeros(2, device="meta"), owns_memory=True, on_host=None)
+    flat = SimpleNamespace(
+        main=torch.zeros(2), model=torch.zeros(2, device="meta"), owns_memory=True, on_host=None
+    )
     flat.plan = SimpleNamespace(in_buffer=Span(0, 2))
     sharded = SimpleNamespace(flat_params=[flat], inner=torch.optim.SGD([flat.main]))
     with pytest.raises(LayoutError, match=r"is on cpu.* on meta.*restore_from_cpu\(\)"):

@@ -1,4 +1,5 @@
-"""Every field of megatron-core's two configs was judged, and what newer versions ask of a step is done."""
+"""Every field of megatron-core's two configs was judged, and what newer versions ask of a step is
+done."""
 
 from __future__ import annotations
 
@@ -14,14 +15,19 @@ from tests.support.spawn import run_ranks
 
 CONFIGS = {
     "config": ("optimizer/optimizer_config.py", "OptimizerConfig"),
-    "ddp_config": ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+    "ddp_config": (
+        "distributed/distributed_data_parallel_config.py",
+        "DistributedDataParallelConfig",
+    ),
 }
 
 
 def fields_of(file: Path, name: str) -> set[str]:
     """Names of the annotated attributes in the body of a class."""
     classes = [
-        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
     ]
     return {
         node.target.id
@@ -37,12 +43,15 @@ def test_fields_when_this_version_of_the_host_has_them_then_each_was_judged(wher
     found = fields_of(core_folder() / file, name)
     assert len(found) > 8
     unknown = [name for name in found if not is_judged(where, name)]
-    assert not unknown, "decide in hosts/megatron_core/facts.py whether it is served, idle or refused"
+    assert not unknown, (
+        "decide in hosts/megatron_core/facts.py whether it is served, idle or refused"
+    )
 
 
 HAS_THRESHOLD = core_mentions("optimizer/optimizer_config.py", "grad_norm_skip_threshold")
 HAS_FP32_ACCUMULATION = core_mentions(
-    "distributed/distributed_data_parallel_config.py", "param_name_patterns_for_fp32_local_accumulation"
+    "distributed/distributed_data_parallel_config.py",
+    "param_name_patterns_for_fp32_local_accumulation",
 )
 OPTIMIZERS = ("host-distributed", "distopt")
 DP2 = Case("distopt", dp=2, steps=8, log_num_zeros=True, frozen=("linear_qkv.bias",), tied=False)
@@ -50,16 +59,29 @@ THRESHOLDS = {
     "all": DP2.of(skip_threshold=0.01),
     "none": DP2.of(skip_threshold=1e6),
     "some": DP2.of(skip_threshold=1.15),
-    "some-fp16": DP2.of(skip_threshold=1.15, precision="fp16", initial_loss_scale=2.0**20, steps=16),
+    "some-fp16": DP2.of(
+        skip_threshold=1.15, precision="fp16", initial_loss_scale=2.0**20, steps=16
+    ),
 }
 BF16_GRADS = Case("distopt", dp=2, steps=6, precision="bf16", grad_reduce_in_fp32=False)
-ACCUMULATIONS = {"fp32 accumulation of some": BF16_GRADS.of(fp32_accumulation=("*linear_fc1*",), num_microbatches=4)}
+ACCUMULATIONS = {
+    "fp32 accumulation of some": BF16_GRADS.of(
+        fp32_accumulation=("*linear_fc1*",), num_microbatches=4
+    )
+}
 
 
 @pytest.fixture(scope="module")
 def curves() -> dict[str, Curve]:
-    cases = {**(THRESHOLDS if HAS_THRESHOLD else {}), **(ACCUMULATIONS if HAS_FP32_ACCUMULATION else {})}
-    of_each = {f"{name} {each}": case.of(optimizer=each) for name, case in cases.items() for each in OPTIMIZERS}
+    cases = {
+        **(THRESHOLDS if HAS_THRESHOLD else {}),
+        **(ACCUMULATIONS if HAS_FP32_ACCUMULATION else {}),
+    }
+    of_each = {
+        f"{name} {each}": case.of(optimizer=each)
+        for name, case in cases.items()
+        for each in OPTIMIZERS
+    }
     return run_ranks(train_all, 2, of_each, seconds=300, core=True)[0]
 
 
@@ -84,9 +106,13 @@ def _logged(curve: Curve) -> list[tuple[float | None, float | None]]:
     return [(step.grad_norm, step.num_zeros) for step in curve.steps]
 
 
-@pytest.mark.skipif(not HAS_FP32_ACCUMULATION, reason="this megatron-core accumulates in the grad buffer alone")
+@pytest.mark.skipif(
+    not HAS_FP32_ACCUMULATION, reason="this megatron-core accumulates in the grad buffer alone"
+)
 @pytest.mark.parametrize("name", ACCUMULATIONS)
-def test_curve_when_params_accumulate_in_fp32_then_it_is_the_hosts(curves: dict[str, Curve], name: str) -> None:
+def test_curve_when_params_accumulate_in_fp32_then_it_is_the_hosts(
+    curves: dict[str, Curve], name: str
+) -> None:
     theirs, ours = (curves[f"{name} {each}"] for each in OPTIMIZERS)
     assert ours.losses[-1] < ours.losses[0] - 0.1
     assert ours.losses == pytest.approx(theirs.losses, abs=2e-3)

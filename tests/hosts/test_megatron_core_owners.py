@@ -1,8 +1,10 @@
-"""Muon and optimizers of whole params in megatron-core, against the host's own optimizer without sharding.
+"""Muon and optimizers of whole params in megatron-core, against the host's own optimizer without
+sharding.
 
-The reference has `WholeMuon`, or the very class, in place of the host's Adam. Gradients are on a grid, so that their
-sums over ranks are exact, and nothing is clipped, because a norm has another order of sums. Tensor-parallel ranks put
-the parts of a matrix together for Muon; a class of whole params takes its part for a param of its own, there as here.
+The reference has `WholeMuon`, or the very class, in place of the host's Adam. Gradients are on a
+grid, so that their sums over ranks are exact, and nothing is clipped, because a norm has another
+order of sums. Tensor-parallel ranks put the parts of a matrix together for Muon; a class of whole
+params takes its part for a param of its own, there as here.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from megatron_distopt.errors import DistOptError
 from megatron_distopt.layout import Box
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
-from tests.support.exact_core import BF16, EXACT, OVERLAPPED, PLAIN, distance, exact_training, train_exactly
+from tests.support.exact_core import (
+    BF16,
+    EXACT,
+    OVERLAPPED,
+    PLAIN,
+    distance,
+    exact_training,
+    train_exactly,
+)
 from tests.support.spawn import run_ranks
 from tests.support.whole_classes import Adafactor, Soap, in_place_of_cores_adam, tried_once
 from tests.support.whole_muon import SCALES, Reference, in_place_of_adam, layer_wise_buffers
@@ -52,10 +62,20 @@ QUINTIC = (
     (2.8366, -3.0525, 1.2012),
 )
 #: megatron-core's formula as its config has it by default.
-MEGATRONS = {"momentum": 0.95, "nesterov": False, "coefficients": QUINTIC, "scale": SCALES["spectral"], "extra": 1.0}
+MEGATRONS = {
+    "momentum": 0.95,
+    "nesterov": False,
+    "coefficients": QUINTIC,
+    "scale": SCALES["spectral"],
+    "extra": 1.0,
+}
 HAS_MUON = core_mentions("optimizer/optimizer_config.py", "muon_momentum")
 HAS_LAYER_WISE = core_mentions("optimizer/layer_wise_optimizer.py", "def compute_full_param_layout")
-NESTEROV = "muon_nesterov" if core_mentions("optimizer/optimizer_config.py", "muon_nesterov") else "muon_use_nesterov"
+NESTEROV = (
+    "muon_nesterov"
+    if core_mentions("optimizer/optimizer_config.py", "muon_nesterov")
+    else "muon_use_nesterov"
+)
 
 
 def _muon(case: Case, ours: Mapping[str, str] = MUON, **reference: Any) -> Both:
@@ -70,9 +90,12 @@ def _hosts_muon(
     ours: Context = nullcontext,
     **fields: Any,
 ) -> Both:
-    """By megatron-core's own flags; it takes a part of a tensor-parallel rank for a matrix by default."""
+    """By megatron-core's own flags; it takes a part of a tensor-parallel rank for a matrix by
+    default."""
     case = case.of(optimizer_name="muon", fields=tuple(fields.items()))
-    whole = Reference(True, {**MEGATRONS, **reference}, fields.get("muon_split_qkv", True), joins=joins)
+    whole = Reference(
+        True, {**MEGATRONS, **reference}, fields.get("muon_split_qkv", True), joins=joins
+    )
     return Both(case, lambda: in_place_of_adam(whole), ADAM, ours)
 
 
@@ -80,7 +103,9 @@ def _whole(case: Case, *, is_named: bool = False) -> Both:
     """Adafactor where it is named, or SOAP in place of the host's Adam."""
     if is_named:
         return Both(case, lambda: in_place_of_cores_adam(Adafactor), NAMED)
-    return Both(case, lambda: in_place_of_cores_adam(Soap), {}, lambda: in_place_of_cores_adam(Soap))
+    return Both(
+        case, lambda: in_place_of_cores_adam(Soap), {}, lambda: in_place_of_cores_adam(Soap)
+    )
 
 
 TP2 = EXACT.of(tp=2)
@@ -121,7 +146,9 @@ if HAS_MUON:
 if HAS_LAYER_WISE:  # what megatron.training makes of --optimizer muon --use-distributed-optimizer
     FIELDS = {"use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True}
     case = OVERLAPPED_DP2.of(tied=False)
-    CASES["muon", "bf16 dp2, overlapped, layer-wise buffers"] = _hosts_muon(case, ours=layer_wise_buffers, **FIELDS)
+    CASES["muon", "bf16 dp2, overlapped, layer-wise buffers"] = _hosts_muon(
+        case, ours=layer_wise_buffers, **FIELDS
+    )
 
 CASES = {key: both for key, both in CASES.items() if HAS_TORCHS_MUON or key[0] != "muon"}
 SAVED = BF16.of(dp=2)
@@ -131,16 +158,22 @@ AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=2)}
 
 @tried_once()
 def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
-    """In a rank: every case with the reference and with ours, and how far their params are apart."""
+    """In a rank: every case with the reference and with ours, and how far their params are
+    apart."""
     found: dict[Any, Any] = {}
-    for key, both in sorted(CASES.items(), key=lambda item: (item[1].case.tp, item[1].case.ep)):  # groups are slow
+    # groups are slow
+    for key, both in sorted(CASES.items(), key=lambda item: (item[1].case.tp, item[1].case.ep)):
         with both.whole():
-            whole = train_exactly(both.case.of(optimizer="host-plain", optimizer_name="adam", fields=(), **PLAIN))
+            whole = train_exactly(
+                both.case.of(optimizer="host-plain", optimizer_name="adam", fields=(), **PLAIN)
+            )
         with both.ours():
             ours = train_exactly(both.case, **both.options)
         found[key] = distance(ours.params, whole.params), ours.losses, whole.losses
     found["refused"] = {name: _said(start) for name, (_, start) in REFUSED.items()}
-    found["resumed", "whole"] = _resumed(f"{folder}/whole", {}, lambda: in_place_of_cores_adam(Soap))
+    found["resumed", "whole"] = _resumed(
+        f"{folder}/whole", {}, lambda: in_place_of_cores_adam(Soap)
+    )
     if HAS_TORCHS_MUON:
         found["resumed", "muon"] = _resumed(f"{folder}/muon", MUON, nullcontext)
     return found
@@ -155,8 +188,8 @@ def _said(start: Context) -> str:
 
 
 def _resumed(folder: str, options: Mapping[str, str], place: Context) -> dict[str, Any]:
-    """Collective: losses of a run that was saved and of those that went on, which params of theirs began anew; and
-    what runs of another layout save at once."""
+    """Collective: losses of a run that was saved and of those that went on, which params of theirs
+    began anew; and what runs of another layout save at once."""
     from tests.support.gpt import parts_of
 
     found: dict[str, Any] = {"new": {}}
@@ -171,7 +204,11 @@ def _resumed(folder: str, options: Mapping[str, str], place: Context) -> dict[st
                 training.optimizer.load(f"{folder}/saved")
                 training.optimizer.save(f"{folder}/{name}")
                 inners = [each.sharded.inner for each in parts_of(training.optimizer)]
-                owned = {each: param for inner in inners for each, param in getattr(inner, "owned", {}).items()}
+                owned = {
+                    each: param
+                    for inner in inners
+                    for each, param in getattr(inner, "owned", {}).items()
+                }
                 found["new"][name] = {each for each, param in owned.items() if not param.has_state}
                 training.steps_taken = 2
                 found[name] = [training.step().loss for _ in range(2)]
@@ -192,29 +229,65 @@ def _call(call: Callable[[Any], object]) -> Context:
 
 #: What the error says, and what is refused.
 REFUSED: dict[str, tuple[str, Context]] = {
-    "whole, low precision": ("float32", lambda: exact_training(SAVED, **NAMED, EXP_AVG_DTYPE="int8")),
-    "whole, on the host": ("offload_fraction", lambda: exact_training(SAVED, **NAMED, OFFLOAD_FRACTION="0.5")),
+    "whole, low precision": (
+        "float32",
+        lambda: exact_training(SAVED, **NAMED, EXP_AVG_DTYPE="int8"),
+    ),
+    "whole, on the host": (
+        "offload_fraction",
+        lambda: exact_training(SAVED, **NAMED, OFFLOAD_FRACTION="0.5"),
+    ),
     "whole, digests": ("log_digests", lambda: exact_training(SAVED, **NAMED, LOG_DIGESTS="1")),
-    "whole, between phases": ("offload_to_cpu", _call(lambda optimizer: optimizer.offload_to_cpu())),
-    "whole, dist_checkpointing": ("--ckpt-format torch", _call(lambda optimizer: optimizer.sharded_state_dict({}))),
-    "whole, tenants by param": ("Call save(folder)", _call(lambda optimizer: optimizer.optimizer.state[None])),
-    "whole, all tenants": ("Call save(folder)", _call(lambda optimizer: [*optimizer.optimizer.state.values()])),
-    "whole, the inner optimizer's": ("load(folder) of", _call(lambda ours: ours.optimizer.load_state_dict({}))),
+    "whole, between phases": (
+        "offload_to_cpu",
+        _call(lambda optimizer: optimizer.offload_to_cpu()),
+    ),
+    "whole, dist_checkpointing": (
+        "--ckpt-format torch",
+        _call(lambda optimizer: optimizer.sharded_state_dict({})),
+    ),
+    "whole, tenants by param": (
+        "Call save(folder)",
+        _call(lambda optimizer: optimizer.optimizer.state[None]),
+    ),
+    "whole, all tenants": (
+        "Call save(folder)",
+        _call(lambda optimizer: [*optimizer.optimizer.state.values()]),
+    ),
+    "whole, the inner optimizer's": (
+        "load(folder) of",
+        _call(lambda ours: ours.optimizer.load_state_dict({})),
+    ),
     "unscaled by the host": (
         "Call prepare_grads()",
         _call(lambda optimizer: optimizer._unscale_main_grads_and_check_for_nan()),
     ),
     "muon, low precision": ("float32", lambda: exact_training(SAVED, **MUON, EXP_AVG_DTYPE="int8")),
-    "muon, the host's SGD": ("--optimizer adam", lambda: exact_training(SAVED.of(optimizer_name="sgd"), **MUON)),
-    "options without Muon": ("muon_momentum", lambda: exact_training(SAVED, **ADAM, MUON_MOMENTUM="0.9")),
+    "muon, the host's SGD": (
+        "--optimizer adam",
+        lambda: exact_training(SAVED.of(optimizer_name="sgd"), **MUON),
+    ),
+    "options without Muon": (
+        "muon_momentum",
+        lambda: exact_training(SAVED, **ADAM, MUON_MOMENTUM="0.9"),
+    ),
 }
 if HAS_MUON:
     BY_HOST = SAVED.of(optimizer_name="muon")
-    BIG, COUPLED = BY_HOST.of(fields=(("muon_scale_mode", "big"),)), BY_HOST.of(decoupled_weight_decay=False)
+    BIG, COUPLED = (
+        BY_HOST.of(fields=(("muon_scale_mode", "big"),)),
+        BY_HOST.of(decoupled_weight_decay=False),
+    )
     REFUSED |= {
-        "our options beside the host's": ("--muon-", lambda: exact_training(BY_HOST, **ADAM, MUON_MOMENTUM="0.9")),
+        "our options beside the host's": (
+            "--muon-",
+            lambda: exact_training(BY_HOST, **ADAM, MUON_MOMENTUM="0.9"),
+        ),
         "an unknown scale": ("unit_rms_norm", lambda: exact_training(BIG, **ADAM)),
-        "weight decay in the gradient": ("decoupled_weight_decay", lambda: exact_training(COUPLED, **ADAM)),
+        "weight decay in the gradient": (
+            "decoupled_weight_decay",
+            lambda: exact_training(COUPLED, **ADAM),
+        ),
     }
 
 
@@ -249,11 +322,16 @@ def test_load_when_resumed_then_the_run_goes_on_and_only_parts_that_are_others_b
     for of_rank in of_ranks:
         assert of_rank["dp2"] == of_rank["saved"]
         assert not of_rank["new"]["dp2"]
-        # With Muon bf16 products over a part of a matrix add up in another order, as in test_megatron_core_parity.py.
-        # A class of whole params makes the first step of a part, so losses are near and not equal.
-        assert of_rank["tp2"] == pytest.approx(of_rank["saved"], abs=2e-3 if inner == "muon" else 0.5)
+        # With Muon bf16 products over a part of a matrix add up in another order, as in
+        # test_megatron_core_parity.py. A class of whole params makes the first step of a part, so
+        # losses are near and not equal.
+        assert of_rank["tp2"] == pytest.approx(
+            of_rank["saved"], abs=2e-3 if inner == "muon" else 0.5
+        )
         assert all("linear" in name or "embedding" in name for name in of_rank["new"]["tp2"])
-    anew = any("linear_qkv.weight" in name for of_rank in of_ranks for name in of_rank["new"]["tp2"])
+    anew = any(
+        "linear_qkv.weight" in name for of_rank in of_ranks for name in of_rank["new"]["tp2"]
+    )
     assert anew == (inner == "whole")
 
 
@@ -272,6 +350,8 @@ def test_load_when_muon_is_loaded_by_another_layout_then_it_saves_what_it_loaded
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_start_when_something_is_not_served_then_refused_on_all_ranks(name: str, found: list[dict[Any, Any]]) -> None:
+def test_start_when_something_is_not_served_then_refused_on_all_ranks(
+    name: str, found: list[dict[Any, Any]]
+) -> None:
     for of_rank in found:
         assert REFUSED[name][0] in of_rank["refused"][name]

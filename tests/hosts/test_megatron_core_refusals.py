@@ -31,7 +31,11 @@ Make = Callable[[int], object]  # in a rank
 
 def run_all(rank: int, size: int) -> dict[str, Refusal | None]:
     """In the order of the tables: the first case runs before there is a parallel_state."""
-    cases = {name: case[0] for name, case in (ON_ALL | ON_RANK_1).items()} | SERVED | {"switched off": _switched_off}
+    cases = (
+        {name: case[0] for name, case in (ON_ALL | ON_RANK_1).items()}
+        | SERVED
+        | {"switched off": _switched_off}
+    )
     return {name: _refusal(lambda make=make: make(rank)) for name, make in cases.items()}  # type: ignore[misc]
 
 
@@ -48,7 +52,9 @@ def _without_parallel_state(rank: int) -> object:
 
     import megatron_distopt
 
-    return megatron_distopt.get_megatron_optimizer(OptimizerConfig(lr=0.1, use_distributed_optimizer=True), [])
+    return megatron_distopt.get_megatron_optimizer(
+        OptimizerConfig(lr=0.1, use_distributed_optimizer=True), []
+    )
 
 
 def _build(
@@ -99,7 +105,9 @@ def _build(
 
 def _newer_class(host_config: type[Any]) -> type[Any]:
     """The host's OptimizerConfig as a later version may have it."""
-    return dataclasses.make_dataclass("OptimizerConfig", [("new_idea", int, 4)], bases=(host_config,))
+    return dataclasses.make_dataclass(
+        "OptimizerConfig", [("new_idea", int, 4)], bases=(host_config,)
+    )
 
 
 def _with_variable(name: str, value: str, is_set: bool = True, **changes: Any) -> object:
@@ -123,47 +131,120 @@ def _built(**changes: Any) -> Make:
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
-FLOAT64 = (LayoutError, f"param '{EMBEDDING}'", "float64", "one of float32, bfloat16, float16", "Convert or freeze")
-_TAKE_ANOTHER = "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim."
+FLOAT64 = (
+    LayoutError,
+    f"param '{EMBEDDING}'",
+    "float64",
+    "one of float32, bfloat16, float16",
+    "Convert or freeze",
+)
+_TAKE_ANOTHER = (
+    "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim."
+)
 _DOUBLE_MOMENTS = dict.fromkeys(("main_params_dtype", "exp_avg_sq_dtype"), torch.float32)
 _DOUBLE_MOMENTS |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float64}
 _L2 = {"decoupled_weight_decay": False}
 _OURS = DistOptConfig
 #: What is wrong on all ranks, the class of the error, and what a user needs of its text.
 ON_ALL: dict[str, tuple[Any, ...]] = {
-    "no parallel_state": (_without_parallel_state, ConfigError, "Call parallel_state.initialize_model_parallel(...)"),
+    "no parallel_state": (
+        _without_parallel_state,
+        ConfigError,
+        "Call parallel_state.initialize_model_parallel(...)",
+    ),
     "ddp without the flag": (
         _built(ddp={"use_distributed_optimizer": False}),
         ConfigError,
         "Write DistributedDataParallelConfig(use_distributed_optimizer=True).",
     ),
     "no ddp": (_built(unwrapped=True), HostError, "GPTModel", "Wrap it, or drop the flag."),
-    "unfrozen": (_built(frozen_when_wrapped=True), LayoutError, EMBEDDING, "Unfreeze params before wrapping."),
+    "unfrozen": (
+        _built(frozen_when_wrapped=True),
+        LayoutError,
+        EMBEDDING,
+        "Unfreeze params before wrapping.",
+    ),
     "float64": (_built(double=True), *FLOAT64),
-    "fp16 params without fp16": (_built(half=True), ConfigError, "fp16 params", "--fp16 or --loss-scale 1024."),
-    "unknown precision": (_built(optimizer=_DOUBLE_MOMENTS), ConfigError, "float64", "Write --exp-avg-dtype fp32."),
-    "cuda graph": (_built(optimizer={"optimizer_cuda_graph": True}), ConfigError, "Drop --optimizer-cuda-graph."),
-    "fp4 gather": (_built(ddp_later={"fp4_param_gather": True}), ConfigError, "Drop --fp4-param-gather."),
-    "generalized tensor parallelism": (_built(tag="is_gtp_weight_remat"), ConfigError, EMBEDDING, "Leave generalized"),
-    "a norm of its own": (_built(tag="grad_norm_group"), ConfigError, EMBEDDING, "Leave mtp_detach_heads out"),
-    "unknown field": (_built(newer=5), ConfigError, "new_idea is 5 in", "default is 4", "Leave new_idea out"),
-    "unknown optimizer": (_built(optimizer={"optimizer": "lion"}), ConfigError, "'lion'", "one of adam, sgd, muon"),
-    "our buckets": (_built(options=_OURS(bucket_size=9)), ConfigError, "--ddp-bucket-size", "Drop --distopt-bucket"),
+    "fp16 params without fp16": (
+        _built(half=True),
+        ConfigError,
+        "fp16 params",
+        "--fp16 or --loss-scale 1024.",
+    ),
+    "unknown precision": (
+        _built(optimizer=_DOUBLE_MOMENTS),
+        ConfigError,
+        "float64",
+        "Write --exp-avg-dtype fp32.",
+    ),
+    "cuda graph": (
+        _built(optimizer={"optimizer_cuda_graph": True}),
+        ConfigError,
+        "Drop --optimizer-cuda-graph.",
+    ),
+    "fp4 gather": (
+        _built(ddp_later={"fp4_param_gather": True}),
+        ConfigError,
+        "Drop --fp4-param-gather.",
+    ),
+    "generalized tensor parallelism": (
+        _built(tag="is_gtp_weight_remat"),
+        ConfigError,
+        EMBEDDING,
+        "Leave generalized",
+    ),
+    "a norm of its own": (
+        _built(tag="grad_norm_group"),
+        ConfigError,
+        EMBEDDING,
+        "Leave mtp_detach_heads out",
+    ),
+    "unknown field": (
+        _built(newer=5),
+        ConfigError,
+        "new_idea is 5 in",
+        "default is 4",
+        "Leave new_idea out",
+    ),
+    "unknown optimizer": (
+        _built(optimizer={"optimizer": "lion"}),
+        ConfigError,
+        "'lion'",
+        "one of adam, sgd, muon",
+    ),
+    "our buckets": (
+        _built(options=_OURS(bucket_size=9)),
+        ConfigError,
+        "--ddp-bucket-size",
+        "Drop --distopt-bucket",
+    ),
     "our 8 bits": (
         _built(options=_OURS(reduce_dtype="int8")),
         ConfigError,
         "reduce_dtype is set, and megatron-core leaves it to the host's --grad-reduce-in-bf16",
         "Drop --distopt-reduce-dtype.",
     ),
-    "our clipping": (_built(options=_OURS(clip_grad=3.5)), ConfigError, "3.5 in DistOptConfig(...)", "is 1.0"),
-    "our decay": (_built(optimizer=_L2, options=_OURS(decay="decoupled")), ConfigError, "'decoupled' in", "is 'l2'"),
+    "our clipping": (
+        _built(options=_OURS(clip_grad=3.5)),
+        ConfigError,
+        "3.5 in DistOptConfig(...)",
+        "is 1.0",
+    ),
+    "our decay": (
+        _built(optimizer=_L2, options=_OURS(decay="decoupled")),
+        ConfigError,
+        "'decoupled' in",
+        "is 'l2'",
+    ),
     "our shared memory, off": (
         lambda rank: _with_variable("MEGATRON_DISTOPT_SHARED_MEMORY", "no"),
         ConfigError,
         "Drop --distopt-shared-memory.",
     ),
     "required and not used": (
-        lambda rank: _with_variable("MEGATRON_DISTOPT", "require", optimizer={"use_distributed_optimizer": False}),
+        lambda rank: _with_variable(
+            "MEGATRON_DISTOPT", "require", optimizer={"use_distributed_optimizer": False}
+        ),
         ConfigError,
         "Add --use-distributed-optimizer",
     ),
@@ -175,7 +256,9 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
         "Start rank(s) 1 with the code and options of the others.",
     ),
     "other ddp options": (
-        lambda rank: _build(ddp={"overlap_grad_reduce": True, "bucket_size": 999 if rank == 1 else 1}),
+        lambda rank: _build(
+            ddp={"overlap_grad_reduce": True, "bucket_size": 999 if rank == 1 else 1}
+        ),
         RanksDisagreeError,
         "host options: rank 1 has bucket_size=999",
         "rank 0 has bucket_size=1",
@@ -235,7 +318,9 @@ def test_host_when_one_rank_refuses_then_the_other_says_which(
 ) -> None:
     _, kind, *parts = ON_RANK_1[name]
     own, other = found[1][name], found[0][name]
-    assert own is not None and own[0] is kind and other is not None and other[0] is RanksDisagreeError
+    assert (
+        own is not None and own[0] is kind and other is not None and other[0] is RanksDisagreeError
+    )
     assert_mentions(own[1], *parts)
     assert_mentions(other[1], "start-up", f"rank 1 refused with «{own[1]}»")
 
@@ -246,5 +331,8 @@ def test_host_when_switched_off_on_one_rank_then_the_other_names_it_and_nothing_
     refused = found[0]["switched off"]
     assert refused is not None and refused[0] is RanksDisagreeError
     assert_mentions(
-        refused[1], "not used on rank 1 (MEGATRON_DISTOPT=0)", "all 2 ranks", "the same flags and variables."
+        refused[1],
+        "not used on rank 1 (MEGATRON_DISTOPT=0)",
+        "all 2 ranks",
+        "the same flags and variables.",
     )

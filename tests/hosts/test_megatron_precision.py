@@ -1,5 +1,5 @@
-"""A user's program in a Megatron with main params as remainders has the effect that it has with fp32 main params, or is
-refused."""
+"""A user's program in a Megatron with main params as remainders has the effect that it has with
+fp32 main params, or is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def _write_data(user: Any) -> None:
 
 def _read_and_keep_data(user: Any) -> None:
     """As a host that logs the norm of the params; more often than aliases are held."""
-    user.noted["norm"] = sum(float(param.data.float().norm()) for param in user.params.values() for _ in range(20))
+    user.noted["norm"] = sum(
+        float(param.data.float().norm()) for param in user.params.values() for _ in range(20)
+    )
     user.noted["aliases"] = [param.data for param in user.params.values()]
 
 
@@ -62,7 +64,9 @@ def _change_and_put_back(user: Any) -> None:
 def _change_and_save(user: Any) -> None:
     """What is saved would be neither the weights before nor those after."""
     promises.halve(user)
-    user.noted["save"] = promises.raised(lambda: user.optimizer.save_parameter_state("/nowhere/distrib_optim.pt"))
+    user.noted["save"] = promises.raised(
+        lambda: user.optimizer.save_parameter_state("/nowhere/distrib_optim.pt")
+    )
 
 
 #: In a setting with bf16 params.
@@ -83,7 +87,8 @@ ALIKE = dict.fromkeys(("a load fails", "reads them by .data and keeps it"), "not
 
 @dataclass(frozen=True)
 class Compared:
-    """Of a program: whether fp32 main params and remainders end alike, what remainders raised, and what was noted."""
+    """Of a program: whether fp32 main params and remainders end alike, what remainders raised, and
+    what was noted."""
 
     are_equal: bool
     error: str
@@ -103,9 +108,15 @@ def act_in(rank: int, size: int, host: str) -> dict[str, Compared]:
             fork = InstalledFork.imported(file_layout="gathered", adam="fused")
             train: Callable[[Program], Outcome] = partial(test_promise_2023._train, fork, ours=True)
             leave = fork.uninstall  # what is asked for is read when the package is installed
-            options = {"setting": test_promise_2023.BF16, "base": import_module("megatron.optimizer").Adam}
+            options = {
+                "setting": test_promise_2023.BF16,
+                "base": import_module("megatron.optimizer").Adam,
+            }
         else:
-            train, options = partial(test_promise_core._train, ours=True), {"setting": test_promise_core.BF16}
+            train, options = (
+                partial(test_promise_core._train, ours=True),
+                {"setting": test_promise_core.BF16},
+            )
         plain: dict[str, Outcome] = {}
         with asked_for(Precision()):
             for name in (ALIKE.get(name, name) for name in PROGRAMS if name not in REFUSED):
@@ -114,7 +125,9 @@ def act_in(rank: int, size: int, host: str) -> dict[str, Compared]:
         leave()
         with asked_for(REMAINDER):
             return {
-                name: Compared.of(plain.get(ALIKE.get(name, name)), train(Program(act, at=1, **options)))
+                name: Compared.of(
+                    plain.get(ALIKE.get(name, name)), train(Program(act, at=1, **options))
+                )
                 for name, act in PROGRAMS.items()
             }
 

@@ -1,7 +1,8 @@
-"""Whose value an option of a param group has after a resume, in each host: the table in docs/checkpoint.md, by line.
+"""Whose value an option of a param group has after a resume, in each host: the table in
+docs/checkpoint.md, by line.
 
-The run that loads has other values than the one that saved. In the ranks each value is set in the live param groups,
-where the hosts set it from their flags.
+The run that loads has other values than the one that saved. In the ranks each value is set in the
+live param groups, where the hosts set it from their flags.
 """
 
 from __future__ import annotations
@@ -25,9 +26,23 @@ from megatron_distopt.errors import CheckpointError, RanksDisagreeError
 from tests.support.cases import Case
 from tests.support.spawn import run_ranks
 
-SAVED = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "max_lr": 1e-3, "min_lr": 1e-4}
+SAVED = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "max_lr": 1e-3,
+    "min_lr": 1e-4,
+}
 SAVED |= {"lr_mult": 1.0, "wd_mult": 1.0, "start_wd": 0.1, "end_wd": 0.1}
-OF_RUN = {"lr": 5e-4, "weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-6, "max_lr": 5e-4, "min_lr": 5e-5}
+OF_RUN = {
+    "lr": 5e-4,
+    "weight_decay": 0.2,
+    "betas": (0.8, 0.9),
+    "eps": 1e-6,
+    "max_lr": 5e-4,
+    "min_lr": 5e-5,
+}
 OF_RUN |= {"lr_mult": 2.0, "wd_mult": 0.5, "start_wd": 0.2, "end_wd": 0.3}
 HOSTS = {"plain torch": 0, "Megatron of 2023": 1, "megatron-core": 2}  # columns of the table
 MULTIPLIERS = ("lr_mult", "wd_mult")  # by which a fork of 2023 tells its groups apart
@@ -92,7 +107,10 @@ def _in_torch(rank: int, size: int, folder: Path) -> Found:
     for name, left_out in (("folder", "wd_mult"), ("state_dict", "max_lr")):
         for values in (SAVED, OF_RUN):
             optimizer.param_groups[0].pop(left_out, None)
-            _set(optimizer.param_groups, {key: value for key, value in values.items() if key != left_out})
+            _set(
+                optimizer.param_groups,
+                {key: value for key, value in values.items() if key != left_out},
+            )
             if values is SAVED:
                 optimizer.save(folder / name)
                 state = copy.deepcopy(optimizer.state_dict())
@@ -108,20 +126,29 @@ def _in_2023(rank: int, size: int, folder: Path, file_layout: str) -> Found:
 
     fork, found = InstalledFork.imported(file_layout=file_layout), Found()
 
-    def loop(forward_step: Any, model: Any, optimizer: Any, scheduler: Any, iterator: Any) -> list[Any]:
+    def loop(
+        forward_step: Any, model: Any, optimizer: Any, scheduler: Any, iterator: Any
+    ) -> list[Any]:
         from megatron import get_args
 
         fork.training.train_step(forward_step, iterator, model, optimizer, scheduler)
-        found["its groups"] = (dict.fromkeys(SAVED.keys() - optimizer.param_groups[0].keys(), "none"), [])
+        found["its groups"] = (
+            dict.fromkeys(SAVED.keys() - optimizer.param_groups[0].keys(), "none"),
+            [],
+        )
         kept = optimizer.param_groups[0].keys() - set(MULTIPLIERS)
         _set(optimizer.param_groups, {key: value for key, value in SAVED.items() if key in kept})
         name = str(folder / file_layout / "mp_rank_00" / "distrib_optim.pt")
         state = optimizer.state_dict()
         optimizer.save_parameter_state(name)
         for case, flag in (("run's schedule", False), (USE_CHECKPOINT, True)):
-            _set(optimizer.param_groups, {key: value for key, value in OF_RUN.items() if key in kept})
+            _set(
+                optimizer.param_groups, {key: value for key, value in OF_RUN.items() if key in kept}
+            )
             with (
-                mock.patch.object(get_args(), "use_checkpoint_opt_param_scheduler", flag, create=True),
+                mock.patch.object(
+                    get_args(), "use_checkpoint_opt_param_scheduler", flag, create=True
+                ),
                 _lines() as lines,
             ):
                 optimizer.load_state_dict(state)
@@ -130,7 +157,10 @@ def _in_2023(rank: int, size: int, folder: Path, file_layout: str) -> Found:
         for key in MULTIPLIERS:
             before = [group[key] for group in optimizer.param_groups]
             _set(optimizer.param_groups, {key: OF_RUN[key]})
-            with pytest.raises((CheckpointError, RanksDisagreeError), match="The checkpoint has no param group with"):
+            with pytest.raises(
+                (CheckpointError, RanksDisagreeError),
+                match="The checkpoint has no param group with",
+            ):
                 optimizer.load_state_dict(state)
             found[f"other {key}"] = ({key: "refused"}, [])
             for group, value in zip(optimizer.param_groups, before, strict=True):
@@ -155,15 +185,30 @@ def _in_core(rank: int, size: int, folder: Path) -> Found:
         optimizer.save(folder / "core")
         head = optimizer.state_dict()
         for case, flag in (("run's schedule", False), (USE_CHECKPOINT, True)):
-            args = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(use_checkpoint_opt_param_scheduler=flag))
+            args = SimpleNamespace(
+                _GLOBAL_ARGS=SimpleNamespace(use_checkpoint_opt_param_scheduler=flag)
+            )
             with mock.patch.dict(sys.modules, {"megatron.training.global_vars": args}):
                 for way in ("head", "folder"):
                     _set(optimizer.param_groups, OF_RUN)
                     with _lines() as lines:
-                        optimizer.load_state_dict(head) if way == "head" else optimizer.load(folder / "core")
+                        optimizer.load_state_dict(head) if way == "head" else optimizer.load(
+                            folder / "core"
+                        )
                     found[f"{case}, {way}"] = (_whose(optimizer.param_groups), lines)
-        numbers = {"init_lr": 0.0, "max_lr": 5e-4, "min_lr": 5e-5, "lr_warmup_steps": 0, "lr_decay_steps": 100}
-        weight_decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 100, "wd_incr_style": "constant"}
+        numbers = {
+            "init_lr": 0.0,
+            "max_lr": 5e-4,
+            "min_lr": 5e-5,
+            "lr_warmup_steps": 0,
+            "lr_decay_steps": 100,
+        }
+        weight_decay = {
+            "start_wd": 0.1,
+            "end_wd": 0.1,
+            "wd_incr_steps": 100,
+            "wd_incr_style": "constant",
+        }
         _set(optimizer.param_groups, {**OF_RUN, "lr_mult": 1.0, "end_wd": 0.2})
         optimizer.load(folder / "core")
         scheduler = OptimizerParamScheduler(
@@ -174,7 +219,9 @@ def _in_core(rank: int, size: int, folder: Path) -> Found:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
-        scheduler.load_state_dict({**scheduler.state_dict(), "max_lr": 1e-3, "min_lr": 1e-4, "num_steps": 50})
+        scheduler.load_state_dict(
+            {**scheduler.state_dict(), "max_lr": 1e-3, "min_lr": 1e-4, "num_steps": 50}
+        )
         lr = {group["lr"] for group in optimizer.param_groups}
         found["scheduler that overrides"] = ({"lr": str([round(each, 9) for each in lr])}, [])
     return found
@@ -200,17 +247,29 @@ def _found() -> dict[str, Found]:
 
 def _table() -> dict[str, list[str]]:
     """The lines of the table by option: who has the say in each host."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line[:1] == "|"
+    ]
     return {
-        key: row[1:] for row in rows if len(row) == 4 for key in row[0].replace("`", "").split(", ") if key in SAVED
+        key: row[1:]
+        for row in rows
+        if len(row) == 4
+        for key in row[0].replace("`", "").split(", ")
+        if key in SAVED
     }
 
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("key", SAVED)
-def test_option_when_a_run_with_another_value_resumes_then_it_is_whose_the_page_says(key: str, host: str) -> None:
+def test_option_when_a_run_with_another_value_resumes_then_it_is_whose_the_page_says(
+    key: str, host: str
+) -> None:
     wanted = _table()[key][HOSTS[host]].split()[-1]
-    cases = {case: owners for case, (owners, _) in _found()[host].items() if "overrides" not in case}
+    cases = {
+        case: owners for case, (owners, _) in _found()[host].items() if "overrides" not in case
+    }
     assert any(key in owners for owners in cases.values()), f"{key} was not tried in {host}"
     for case, owners in cases.items():
         of_flag = "checkpoint" if USE_CHECKPOINT in case else wanted
@@ -222,7 +281,9 @@ def test_resume_when_it_changed_options_then_each_is_told_in_one_line(host: str)
     for case, (owners, lines) in _found()[host].items():
         # Megatron logs what its scheduler sets.
         silent = {"lr", "weight_decay"} if host != "plain torch" or "wd_mult" in owners else set()
-        told = {line.split()[1]: "run" if "of this run;" in line else "checkpoint" for line in lines}
+        told = {
+            line.split()[1]: "run" if "of this run;" in line else "checkpoint" for line in lines
+        }
         wanted = {key: owner for key, owner in owners.items() if key not in silent}
         if lines or (not {"none", "refused"} & {*wanted.values()} and "overrides" not in case):
             assert (told, len(lines)) == (wanted, len(told)), f"{case}: {lines}"

@@ -1,4 +1,5 @@
-"""Options of an optimizer that our own choice has not: the update is that of the class that the user built."""
+"""Options of an optimizer that our own choice has not: the update is that of the class that the
+user built."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for, merge_config
 
 Build = Callable[[Any], torch.optim.Optimizer]
-VALUES, GRADS = torch.linspace(-1, 1, 12), [torch.linspace(1, -2, 12), torch.linspace(0.5, 3, 12), torch.ones(12)]
+VALUES, GRADS = (
+    torch.linspace(-1, 1, 12),
+    [torch.linspace(1, -2, 12), torch.linspace(0.5, 3, 12), torch.ones(12)],
+)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -36,7 +40,9 @@ OWN: dict[str, Build] = {
     "dampening": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
     "maximize": lambda params: torch.optim.AdamW(params, lr=0.1, maximize=True),
-    "maximize in a group": lambda params: torch.optim.AdamW([{"params": params, "maximize": True}], lr=0.1),
+    "maximize in a group": lambda params: torch.optim.AdamW(
+        [{"params": params, "maximize": True}], lr=0.1
+    ),
     "own class": AdamW,
 }
 
@@ -59,21 +65,27 @@ def _chosen(base: torch.optim.Optimizer, options: DistOptConfig) -> Any:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_base_optimizer_of_2023_when_it_has_options_of_its_own_then_it_is_used_itself(name: str) -> None:
+def test_base_optimizer_of_2023_when_it_has_options_of_its_own_then_it_is_used_itself(
+    name: str,
+) -> None:
     base = OWN[name]([VALUES.clone().requires_grad_()])
     inner, main = _chosen(base, DistOptConfig()), VALUES.clone()
     groups = [{**group, "params": [main]} for group in inner.groups]
     assert torch.equal(_trained(main, inner.choice.build(groups)), _plain(OWN[name]))
 
 
-def test_base_optimizer_of_2023_when_it_has_options_that_the_named_adam_has_not_then_refused() -> None:
+def test_base_optimizer_of_2023_when_it_has_options_that_the_named_adam_has_not_then_refused() -> (
+    None
+):
     base = OWN["amsgrad"]([VALUES.clone().requires_grad_()])
     with pytest.raises(ConfigError, match=r"AdamW has amsgrad=True.*Drop one of the two"):
         _chosen(base, DistOptConfig(adam="torch_foreach"))
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_given_optimizer_when_it_has_options_of_its_own_then_the_update_is_its_own(name: str, one_rank: None) -> None:
+def test_given_optimizer_when_it_has_options_of_its_own_then_the_update_is_its_own(
+    name: str, one_rank: None
+) -> None:
     model = nn.Linear(12, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(VALUES)
@@ -82,4 +94,6 @@ def test_given_optimizer_when_it_has_options_of_its_own_then_the_update_is_its_o
         model.weight.grad = grad.clone().view(1, 12)
         optimizer.step()
     # The fused kernel rounds otherwise in the last place, at each of three steps.
-    torch.testing.assert_close(model.weight.detach().view(-1), _plain(OWN[name]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        model.weight.detach().view(-1), _plain(OWN[name]), rtol=1e-6, atol=1e-6
+    )

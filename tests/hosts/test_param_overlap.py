@@ -1,7 +1,8 @@
 """Params gathered while forward runs: no code ever computes with, saves or reads old values.
 
-One spawn of two ranks runs every training twice, with `overlap_param_gather` and without. Every gather of the first is
-made slow, so that whoever does not wait for one has old values and ends up with other bits.
+One spawn of two ranks runs every training twice, with `overlap_param_gather` and without. Every
+gather of the first is made slow, so that whoever does not wait for one has old values and ends up
+with other bits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class Net(Module):
         self.norm = LayerNorm(WIDTH)
 
     def forward(self, words: Tensor, order: list[int], head: str) -> Tensor:
-        hidden = self.embedding(words) if head != "weight alone" else words.float().unsqueeze(-1).to(self.norm.weight)
+        hidden = (
+            self.embedding(words)
+            if head != "weight alone"
+            else words.float().unsqueeze(-1).to(self.norm.weight)
+        )
         hidden = hidden.expand(*hidden.shape[:-1], WIDTH)
         for number in order:
             hidden = hidden + self.layers[number](hidden).tanh()
@@ -56,14 +61,16 @@ class Net(Module):
 class Case:
     """A training."""
 
-    order: Callable[[int, int], list[int]]  # by step and rank, which layers are called, one after the other
+    # by step and rank, which layers are called, one after the other
+    order: Callable[[int, int], list[int]]
     head: str = ""  # which params are read by code that does not call their module, see `Net`
     dtype: torch.dtype = torch.float32  # of the params but the norm's
     norm: torch.dtype = torch.float32  # of the norm's
     between: tuple[str, ...] = ()  # what happens after each step
     microbatches: int = 1  # of each step
     grads: bool = False  # grads are overlapped with backward as well
-    is_late: bool = False  # `head` is read in the second microbatch alone, and in the first one of the last step
+    # `head` is read in the second microbatch alone, and in the first one of the last step
+    is_late: bool = False
 
     def head_of(self, step: int, number: int) -> str:
         """Of a microbatch."""
@@ -96,12 +103,16 @@ CASES = {
     "weight of a layer that nobody calls": Case(lambda step, rank: [0, 1], head="foreign"),
     "weight of a layer read behind it": Case(_usual, head="foreign"),
     # Its neighbours in the bucket, those of the norm, are read in every microbatch.
-    "weight that is read later": Case(lambda step, rank: [0, 1], head="foreign", microbatches=2, is_late=True),
+    "weight that is read later": Case(
+        lambda step, rank: [0, 1], head="foreign", microbatches=2, is_late=True
+    ),
     "two dtypes": Case(_usual, dtype=BF16, norm=torch.float32),
     "several microbatches": Case(_usual, microbatches=2),
     "grads as well": Case(_changing, grads=True, microbatches=2),
     "evaluation of another path": Case(lambda step, rank: [0], between=("eval",) * STEPS),
-    "state_dict, accessor, average of params": Case(_usual, between=("state_dict", "accessor", "average")),
+    "state_dict, accessor, average of params": Case(
+        _usual, between=("state_dict", "accessor", "average")
+    ),
     "rolled back": Case(_usual, between=("rolled back",) * STEPS, dtype=BF16, norm=BF16),
     "optimizer state, copies": Case(_usual, between=("optimizer", "deepcopy", "pickled")),
 }
@@ -172,7 +183,8 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
     if case.norm != case.dtype:
         model.norm.register_forward_pre_hook(lambda _, args: (args[0].to(case.norm),))
         model.norm.register_forward_hook(lambda _, args, result: result.to(case.dtype))
-    # Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
+    # Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where
+    # they end.
     config = DistOptConfig(
         accelerator="torch",
         adam="torch_foreach",
@@ -196,7 +208,9 @@ def _train(case: Case, rank: int, *, overlap: bool) -> Result:
         pending.append(_num_pending(optimizer))
         for between in case.between[step : step + 1]:
             seen += [value.detach().clone() for value in BETWEEN[between](model, optimizer)]
-    return Result([param.detach().clone() for param in model.parameters()], seen, pending, in_forward)
+    return Result(
+        [param.detach().clone() for param in model.parameters()], seen, pending, in_forward
+    )
 
 
 def _not_last(optimizer: Any, is_last: bool) -> Any:
@@ -219,7 +233,9 @@ def _resumed(rank: int, folder: Path) -> bool:
     """Saved while gathers are under way, loaded before the first step, trained on."""
     torch.manual_seed(0)
     words = torch.arange(6).view(2, 3) + rank
-    config = DistOptConfig(accelerator="torch", lr=0.05, bucket_size=BUCKET, overlap_param_gather=True)
+    config = DistOptConfig(
+        accelerator="torch", lr=0.05, bucket_size=BUCKET, overlap_param_gather=True
+    )
     model = Net()
     optimizer = distribute(model, config)
 
@@ -235,7 +251,10 @@ def _resumed(rank: int, folder: Path) -> bool:
     other = distribute(resumed, config)
     other.load(folder)
     step(resumed, other)
-    same = [torch.equal(*pair) for pair in zip(model.state_dict().values(), resumed.state_dict().values(), strict=True)]
+    same = [
+        torch.equal(*pair)
+        for pair in zip(model.state_dict().values(), resumed.state_dict().values(), strict=True)
+    ]
     return all(same) and bool(same)
 
 
@@ -243,7 +262,9 @@ def _gathered_twice(rank: int) -> bool:
     """A fork of 2023 may ask for the params again while they are being gathered."""
     torch.manual_seed(0)
     model = Net()
-    optimizer = distribute(model, DistOptConfig(accelerator="torch", bucket_size=BUCKET, overlap_param_gather=True))
+    optimizer = distribute(
+        model, DistOptConfig(accelerator="torch", bucket_size=BUCKET, overlap_param_gather=True)
+    )
     model(torch.arange(6).view(2, 3) + rank, [0, 1, 2], "").backward()
     optimizer.step()
     optimizer._model.gather.gather()
@@ -257,8 +278,16 @@ def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
         without = _train(case, rank, overlap=False)
         with mock.patch.object(pairwise, "all_gather", _slowly):
             with_it = _train(case, rank, overlap=True)
-        pairs = [*zip(with_it.params, without.params, strict=True), *zip(with_it.seen, without.seen, strict=True)]
-        found[name] = all(torch.equal(*pair) for pair in pairs), with_it.pending, len(with_it.seen), with_it.in_forward
+        pairs = [
+            *zip(with_it.params, without.params, strict=True),
+            *zip(with_it.seen, without.seen, strict=True),
+        ]
+        found[name] = (
+            all(torch.equal(*pair) for pair in pairs),
+            with_it.pending,
+            len(with_it.seen),
+            with_it.in_forward,
+        )
     with mock.patch.object(pairwise, "all_gather", _slowly):
         return {**found, "resumed": _resumed(rank, folder), "gathered twice": _gathered_twice(rank)}
 
@@ -273,19 +302,27 @@ def test_params_when_overlapped_with_forward_then_no_read_sees_old_values(
     name: str, found: list[dict[str, Any]]
 ) -> None:
     assert [each[name][0] for each in found] == [True] * RANKS
-    assert all(min(each[name][1]) >= 4 for each in found), "gathers are under way when a step has ended"
-    assert all(each[name][2] >= STEPS for each in found) or not CASES[name].between, "nothing was compared"
+    assert all(min(each[name][1]) >= 4 for each in found), (
+        "gathers are under way when a step has ended"
+    )
+    assert all(each[name][2] >= STEPS for each in found) or not CASES[name].between, (
+        "nothing was compared"
+    )
 
 
 @pytest.mark.parametrize("name", ["several microbatches", "order changes"])
 def test_module_when_it_is_called_then_it_waits_for_its_own_params_alone(
     name: str, found: list[dict[str, Any]]
 ) -> None:
-    later = [each[name][3][CASES[name].microbatches * 2 :: CASES[name].microbatches] for each in found]
+    later = [
+        each[name][3][CASES[name].microbatches * 2 :: CASES[name].microbatches] for each in found
+    ]
     assert all(min(each) >= 1 for each in later), "nothing was under way any more"
 
 
-def test_save_when_gathers_are_under_way_then_training_goes_on_from_it_bit_for_bit(found: list[dict[str, Any]]) -> None:
+def test_save_when_gathers_are_under_way_then_training_goes_on_from_it_bit_for_bit(
+    found: list[dict[str, Any]],
+) -> None:
     assert [each["resumed"] for each in found] == [True] * RANKS
 
 

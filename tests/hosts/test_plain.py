@@ -1,4 +1,5 @@
-"""The plain host: its calls and its kinds of models; what a user brings along: groups, optimizers, schedulers.
+"""The plain host: its calls and its kinds of models; what a user brings along: groups, optimizers,
+schedulers.
 
 Refusals are in test_torch_refusals.py; tests/differential has other idioms of torch.
 """
@@ -22,7 +23,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import BatchNorm1d, Embedding, LayerNorm, Linear, Module, Parameter, Sequential
 from torch.optim.lr_scheduler import StepLR
 
@@ -33,7 +37,8 @@ from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
 
 SIZE, STEPS = 4, 4
-# torch's for-each kernels are the same to the bit wherever a tensor ends (test_sharded_equals_undistributed.py, FUSED).
+# torch's for-each kernels are the same to the bit wherever a tensor ends
+# (test_sharded_equals_undistributed.py, FUSED).
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
 
 
@@ -64,7 +69,9 @@ def _small() -> Sequential:
 
 
 def _with_adamw(model: Module, **options: Any) -> TorchDistributedOptimizer:
-    return distribute(model, torch.optim.AdamW(model.parameters(), lr=0.1), accelerator="torch", **options)
+    return distribute(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1), accelerator="torch", **options
+    )
 
 
 def _backward(model: Module) -> None:
@@ -97,7 +104,9 @@ def tied_and_frozen_params_are_one_and_none(rank: int) -> None:
     optimizer = distribute(model, CONFIG)
     for _ in range(3):
         _step(optimizer, model(torch.arange(13)))
-    names = sorted(slot.name for buffer in optimizer.sharded.buffers for slot in buffer.layout.slots)
+    names = sorted(
+        slot.name for buffer in optimizer.sharded.buffers for slot in buffer.layout.slots
+    )
     assert names == ["embedding.weight", "norm.bias", "norm.weight"]
     assert model.head.weight is model.embedding.weight
     assert torch.equal(before["frozen.weight"], model.frozen.weight)
@@ -117,7 +126,9 @@ def list_of_chunks_trains_as_one_model(rank: int) -> None:
     assert several.sharded.buffers[0].layout.slots[0].name == "chunk1.held.wide_weight"
     shared = Linear(2, 2, bias=False)
     across = distribute([shared, Sequential(shared)], CONFIG)
-    assert [slot.name for buffer in across.sharded.buffers for slot in buffer.layout.slots] == ["chunk0.weight"]
+    assert [slot.name for buffer in across.sharded.buffers for slot in buffer.layout.slots] == [
+        "chunk0.weight"
+    ]
 
 
 def ranks_that_own_nothing_have_groups_of_the_same_form(rank: int) -> None:
@@ -136,10 +147,18 @@ def ranks_that_own_nothing_have_groups_of_the_same_form(rank: int) -> None:
     _step(optimizer, model(torch.ones(1, 1)).sum())
     assert model.weight.item() != before
     # Two elements, 64 apart, over four ranks: those in the middle own neither.
-    assert _from_ranks(sum(run.main.numel() for run in optimizer.sharded.flat_params)).count(0) == SIZE - 2
+    assert (
+        _from_ranks(sum(run.main.numel() for run in optimizer.sharded.flat_params)).count(0)
+        == SIZE - 2
+    )
     keys = _from_ranks([sorted(set(group) - {"params"}) for group in optimizer.param_groups])
-    assert all(each == keys[0] for each in keys) and {"lr_mult", "is_decoupled_lr"} <= set(keys[0][0])
-    assert (optimizer.param_groups[0]["lr_mult"], optimizer.param_groups[1]["weight_decay"]) == (2.0, 0.0)
+    assert all(each == keys[0] for each in keys) and {"lr_mult", "is_decoupled_lr"} <= set(
+        keys[0][0]
+    )
+    assert (optimizer.param_groups[0]["lr_mult"], optimizer.param_groups[1]["weight_decay"]) == (
+        2.0,
+        0.0,
+    )
 
 
 def empty_param_with_a_gradient_is_left_aside_and_saved(rank: int) -> None:
@@ -186,7 +205,10 @@ def params_that_differ_between_ranks_are_told_and_become_those_of_rank_0(rank: i
         model = Linear(6, 8)
         with mock.patch("megatron_distopt.hosts.torch.distribute.announce") as announce:
             _with_adamw(model)
-        assert any("values     of params differed" in str(call) for call in announce.mock_calls) == told
+        assert (
+            any("values     of params differed" in str(call) for call in announce.mock_calls)
+            == told
+        )
         assert all(torch.equal(each, model.weight) for each in _from_ranks(model.weight.detach()))
 
 
@@ -207,9 +229,12 @@ def reload_takes_what_is_below_the_precision_of_params(rank: int) -> None:
     optimizer = distribute(model, dataclasses.replace(CONFIG, lr=2.0**-12, weight_decay=0.0))
     torch.nn.init.constant_(model.weight, 0.5)
     _step(optimizer, model(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum())
-    # Adam's first step is 2**-12, an eighth of what lies between two bf16 numbers below 0.5, so that 0.5 stays.
+    # Adam's first step is 2**-12, an eighth of what lies between two bf16 numbers below 0.5, so
+    # that 0.5 stays.
     assert model.weight.detach().float().unique().tolist() == [0.5]
-    assert not any(torch.equal(run.main, run.model.float()) for run in optimizer.sharded.flat_params)
+    assert not any(
+        torch.equal(run.main, run.model.float()) for run in optimizer.sharded.flat_params
+    )
     optimizer.reload_model_params()
     assert all(torch.equal(run.main, run.model.float()) for run in optimizer.sharded.flat_params)
 
@@ -220,7 +245,8 @@ def params_that_are_saved_alone_are_small(rank: int) -> None:
     optimizer = _with_adamw(model)
     buffer = io.BytesIO()
     torch.save(model[1].bias, buffer)
-    # A file of torch.save has about 1.6 kB around these 12 bytes of values; the whole buffer has 17 kB.
+    # A file of torch.save has about 1.6 kB around these 12 bytes of values; the whole buffer has 17
+    # kB.
     assert buffer.tell() < 4000
     assert len({param.untyped_storage().data_ptr() for param in model.parameters()}) == 4
     kept = model[0].weight.detach()
@@ -298,7 +324,11 @@ def norms_and_sums_that_the_docs_write_out_are_those_of_torch(rank: int) -> None
     (SIZE * model(torch.full((2, 6), 1.0 + rank)).square().sum()).backward()
     sum(theirs(torch.full((2, 6), 1.0 + each)).square().sum() for each in range(SIZE)).backward()
     wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5, norm_type=math.inf)
-    largest = max(grad.abs().max().item() for p in model.parameters() if (grad := optimizer.full_grad(p)) is not None)
+    largest = max(
+        grad.abs().max().item()
+        for p in model.parameters()
+        if (grad := optimizer.full_grad(p)) is not None
+    )
     l2 = optimizer.clip_grad_norm_(float("inf"))
     optimizer.clip_grad_norm_(l2 * min(1.0, 0.5 / largest))
     close = {"rtol": 1e-5, "atol": 1e-6}  # the order of sums over ranks, and two divisions
@@ -313,7 +343,11 @@ def folder_is_of_one_process_group(rank: int) -> None:
     optimizer = distribute(_small(), CONFIG, process_group=group)
     for each in range(SIZE):
         if rank == each:
-            with pytest.raises(CheckpointError, match=r"of rank 0.*a folder of its own") if rank else nullcontext():
+            with (
+                pytest.raises(CheckpointError, match=r"of rank 0.*a folder of its own")
+                if rank
+                else nullcontext()
+            ):
                 optimizer.save(folder)
         dist.barrier()
 
@@ -329,11 +363,14 @@ def loss_in_fp16_does_not_overflow_when_it_is_scaled(rank: int) -> None:
 
 
 def state_dict_with_a_stats_group_continues_bit_for_bit(rank: int) -> None:
-    """Ranks 0 and 1 hold one half of the model, ranks 2 and 3 the other, which has other names and shapes."""
+    """Ranks 0 and 1 hold one half of the model, ranks 2 and 3 the other, which has other names and
+    shapes."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank // 2)
     model = Linear(5, 3) if rank < 2 else Sequential(Linear(7, 2))
-    optimizer = distribute(model, CONFIG, process_group=pairs[rank // 2], stats_process_group=dist.group.WORLD)
+    optimizer = distribute(
+        model, CONFIG, process_group=pairs[rank // 2], stats_process_group=dist.group.WORLD
+    )
     width = next(model.parameters()).shape[1]
 
     def step() -> Any:
@@ -342,9 +379,15 @@ def state_dict_with_a_stats_group_continues_bit_for_bit(rank: int) -> None:
         return stepped(optimizer).grad_norm
 
     norms = [step()]
-    saved, weights, kept = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict()), _flat(model)
+    saved, weights, kept = (
+        copy.deepcopy(optimizer.state_dict()),
+        copy.deepcopy(model.state_dict()),
+        _flat(model),
+    )
     norms += [step(), step()]
-    assert _from_ranks(norms) == [norms] * SIZE, "one norm for the whole model, although the two halves are different"
+    assert _from_ranks(norms) == [norms] * SIZE, (
+        "one norm for the whole model, although the two halves are different"
+    )
     later = _flat(model)
     model.load_state_dict(weights)
     optimizer.load_state_dict(saved)
@@ -400,7 +443,9 @@ def results() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plain_host_when_it_is_used_then_as_in_torch(name: str, results: list[dict[str, str]]) -> None:
+def test_plain_host_when_it_is_used_then_as_in_torch(
+    name: str, results: list[dict[str, str]]
+) -> None:
     failures = [failure for failure in (of_rank[name] for of_rank in results) if failure]
     assert not failures, "\n".join(failures)
 

@@ -1,4 +1,5 @@
-"""Grads overlapped with backward: the same bits as without overlap, whatever gradients arrive, and in which order.
+"""Grads overlapped with backward: the same bits as without overlap, whatever gradients arrive, and
+in which order.
 
 One spawn of three ranks runs every training twice, with `overlap_grad_reduce` and without.
 """
@@ -27,7 +28,8 @@ from tests.support.spawn import run_ranks
 RANKS, STEPS, WIDTH, LAYERS = 3, 4, 16, 4
 #: A bucket a layer: a weight and a bias.
 BUCKET = WIDTH * WIDTH + WIDTH
-# Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where they end.
+# Not torch's fused kernel, which rounds the last elements of a run otherwise: buckets end where
+# they end.
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", bucket_size=BUCKET)
 
 
@@ -41,7 +43,9 @@ class Net(Module):
     def forward(self, hidden: Tensor, order: list[int], recompute: str) -> Tensor:
         for number in order:
             if recompute:
-                run = partial(checkpoint, self.layers[number], use_reentrant=recompute == "reentrant")
+                run = partial(
+                    checkpoint, self.layers[number], use_reentrant=recompute == "reentrant"
+                )
                 hidden = run(hidden).tanh()
             else:
                 hidden = self.layers[number](hidden).tanh()
@@ -52,7 +56,8 @@ class Net(Module):
 class Case:
     """A training."""
 
-    order: Callable[[int, int], list[int]]  # by step and rank, which layers are used, one after the other
+    # by step and rank, which layers are used, one after the other
+    order: Callable[[int, int], list[int]]
     recompute: str = ""  # or "reentrant" or "not reentrant"
     microbatches: int = 1  # of each step
     dtype: torch.dtype = torch.float32  # of the params
@@ -74,9 +79,13 @@ CASES = {
     "recomputed in every microbatch": Case(_twice, recompute="reentrant", microbatches=2),
     "param without gradient": Case(lambda step, rank: [0, 1, 3]),
     # Rank 1 leaves a layer out at every other step.
-    "branch of one rank": Case(lambda step, rank: [0, 1, 3] if rank == 1 and step % 2 else [0, 1, 2, 3]),
+    "branch of one rank": Case(
+        lambda step, rank: [0, 1, 3] if rank == 1 and step % 2 else [0, 1, 2, 3]
+    ),
     # Nobody uses a layer in the first two steps, and then one rank does.
-    "branch that comes later": Case(lambda step, rank: [0, 1, 2, 3] if rank == 2 and step >= 2 else [0, 1, 3]),
+    "branch that comes later": Case(
+        lambda step, rank: [0, 1, 2, 3] if rank == 2 and step >= 2 else [0, 1, 3]
+    ),
     # Rank 1 has nothing to compute in the first step.
     "branch to nothing": Case(lambda step, rank: [] if rank == 1 and step == 0 else [0, 1, 2, 3]),
 }
@@ -85,7 +94,8 @@ ALL, ALL_BUT_ONE = [0, 4, 4, 4], [0, 3, 3, 3]
 #: The same on every rank, where it is not `ALL`.
 EARLY = {
     "param without gradient": [ALL_BUT_ONE] * RANKS,
-    # Layer 2 is the second of four in backward: at odd steps rank 1 has one bucket under way and waits for its turn.
+    # Layer 2 is the second of four in backward: at odd steps rank 1 has one bucket under way and
+    # waits for its turn.
     "branch of one rank": [ALL, [0, 1, 4, 1], ALL],
     # From the step behind the first gradient on.
     "branch that comes later": [ALL_BUT_ONE, ALL_BUT_ONE, [0, 3, 3, 4]],
@@ -144,12 +154,16 @@ def _dropped(rank: int) -> bool:
 
 
 def _two_optimizers(rank: int, *, apart: bool, overlap: bool = True) -> tuple[str, list[Tensor]]:
-    """Both have buckets under way at once, and the second rank begins with those of the other one."""
+    """Both have buckets under way at once, and the second rank begins with those of the other
+    one."""
     torch.manual_seed(0)
     models = [Net(), Net()]
     config = dataclasses.replace(CONFIG, overlap_grad_reduce=overlap)
     groups = [None, dist.new_group() if apart else None]
-    optimizers = [distribute(model, config, process_group=group) for model, group in zip(models, groups, strict=True)]
+    optimizers = [
+        distribute(model, config, process_group=group)
+        for model, group in zip(models, groups, strict=True)
+    ]
     text = "nothing"
     try:
         for step in range(STEPS):
@@ -172,7 +186,9 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
         same = all(torch.equal(*pair) for pair in zip(with_it.params, without.params, strict=True))
         found[name] = same, with_it.early
     found["dropped"] = _dropped(rank)
-    found["two in two groups"] = [_two_optimizers(rank, apart=True, overlap=overlap) for overlap in (True, False)]
+    found["two in two groups"] = [
+        _two_optimizers(rank, apart=True, overlap=overlap) for overlap in (True, False)
+    ]
     found["two in one group"], _ = _two_optimizers(0, apart=False)
     return found
 
@@ -183,7 +199,9 @@ def found() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_overlap_when_compared_with_none_then_every_bit_is_the_same(name: str, found: list[dict[str, Any]]) -> None:
+def test_overlap_when_compared_with_none_then_every_bit_is_the_same(
+    name: str, found: list[dict[str, Any]]
+) -> None:
     assert [each[name][0] for each in found] == [True] * RANKS
 
 
@@ -194,7 +212,9 @@ def test_overlap_when_gradients_have_come_before_then_their_buckets_go_before_th
     assert [each[name][1] for each in found] == EARLY.get(name, [ALL] * RANKS)
 
 
-def test_overlap_when_no_step_follows_then_the_gradients_are_gone(found: list[dict[str, Any]]) -> None:
+def test_overlap_when_no_step_follows_then_the_gradients_are_gone(
+    found: list[dict[str, Any]],
+) -> None:
     assert [each["dropped"] for each in found] == [True] * RANKS
 
 
@@ -207,7 +227,9 @@ def test_overlap_when_two_optimizers_have_groups_of_their_own_then_ranks_may_beg
         assert all(torch.equal(*pair) for pair in zip(params, wanted, strict=True))
 
 
-def test_overlap_when_two_optimizers_share_a_group_then_it_says_what_to_write(found: list[dict[str, Any]]) -> None:
+def test_overlap_when_two_optimizers_share_a_group_then_it_says_what_to_write(
+    found: list[dict[str, Any]],
+) -> None:
     for each in found:
         assert "shared by two optimizers with buckets under way" in each["two in one group"]
         assert "process_group=torch.distributed.new_group()" in each["two in one group"]

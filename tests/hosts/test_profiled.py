@@ -17,7 +17,11 @@ def _ranges(*, overlap: bool) -> list[str]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     config = DistOptConfig(
-        accelerator="torch", bucket_size=70, clip_grad=1.0, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+        accelerator="torch",
+        bucket_size=70,
+        clip_grad=1.0,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
     )
     optimizer = distribute(model, config)
 
@@ -32,7 +36,11 @@ def _ranges(*, overlap: bool) -> list[str]:
         step()
         optimizer.finish_param_gather()
     names = {event.key for event in profiled.key_averages()}
-    return sorted(name.removeprefix("megatron_distopt::") for name in names if name.startswith("megatron_distopt::"))
+    return sorted(
+        name.removeprefix("megatron_distopt::")
+        for name in names
+        if name.startswith("megatron_distopt::")
+    )
 
 
 def _collect(rank: int, size: int) -> dict[str, list[str]]:
@@ -45,10 +53,14 @@ def found() -> list[dict[str, list[str]]]:
 
 
 PHASES = ["measure gradients", "update"]
-BOTH = [f"{kind} {number}" for kind in ("all-gather", "reduce-scatter") for number in range(BUCKETS)]
+BOTH = [
+    f"{kind} {number}" for kind in ("all-gather", "reduce-scatter") for number in range(BUCKETS)
+]
 
 
-def test_profile_when_a_step_runs_then_every_phase_and_bucket_has_a_name(found: list[dict[str, list[str]]]) -> None:
+def test_profile_when_a_step_runs_then_every_phase_and_bucket_has_a_name(
+    found: list[dict[str, list[str]]],
+) -> None:
     overlapped = [f"{what} {each}" for what in ("begin", "wait for") for each in BOTH]
     for each in found:
         assert each["at once"] == sorted([*BOTH, *PHASES])

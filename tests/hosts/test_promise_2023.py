@@ -1,4 +1,5 @@
-"""A user of a Megatron of 2023 does something unusual: it is as with the fork's own optimizer, or ours refuses."""
+"""A user of a Megatron of 2023 does something unusual: it is as with the fork's own optimizer, or
+ours refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from tests.hosts import promises
-from tests.hosts.promises import COMMON, OTHER, STEPS, Act, NoEffect, Outcome, Program, Refused, Result
+from tests.hosts.promises import (
+    COMMON,
+    OTHER,
+    STEPS,
+    Act,
+    NoEffect,
+    Outcome,
+    Program,
+    Refused,
+    Result,
+)
 from tests.support.fork_worlds import slow_gathers
 from tests.support.mini_fork import InstalledFork, MiniFork, core_folder
 from tests.support.spawn import run_ranks
@@ -30,7 +41,15 @@ OURS_ALONE = (
     *("--distopt-bucket-size", "700"),
 )
 FROZEN = (*BF16, "--frozen-param")
-ALWAYS = ("--use-distributed-optimizer", "--clip-grad", "1e9", "--weight-decay", "0.1", "--micro-batch-size", "1")
+ALWAYS = (
+    "--use-distributed-optimizer",
+    "--clip-grad",
+    "1e9",
+    "--weight-decay",
+    "0.1",
+    "--micro-batch-size",
+    "1",
+)
 LAYER = "language_model.encoder.layers.{}.mlp.dense_h_to_4h.bias"
 
 
@@ -91,7 +110,9 @@ def read(user: User) -> None:
     """What an average of the weights would read between two steps."""
     values = {name: param.detach().clone() for name, param in user.params.items()}
     getattr(user.optimizer, "finish_param_gather", bool)()
-    user.noted["current"] = all(torch.equal(param, values[name]) for name, param in user.params.items())
+    user.noted["current"] = all(
+        torch.equal(param, values[name]) for name, param in user.params.items()
+    )
 
 
 def call_methods(user: User) -> None:
@@ -114,11 +135,18 @@ class AdamW(torch.optim.Optimizer):
     """Of the fork's own, with another formula than the class of that name in torch."""
 
     def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+        for param in (
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ):
             param.sub_(param.grad.sign(), alpha=self.param_groups[0]["lr"])
 
 
@@ -126,7 +154,11 @@ def _refused(*words: str, first: str = "LayoutError") -> Refused:
     return Refused((first, "LayoutError"), words)
 
 
-CONVERTED = ("float32[64, 16]", "bfloat16[64, 16]", "before distribute(...) or get_megatron_optimizer(...)")
+CONVERTED = (
+    "float32[64, 16]",
+    "bfloat16[64, 16]",
+    "before distribute(...) or get_megatron_optimizer(...)",
+)
 TIED = (LAYER.format(0), LAYER.format(1), "b.weight = a.weight")
 USED = ("zero_grad_buffer()", "optimizer.zero_grad()")
 
@@ -140,19 +172,28 @@ PROGRAMS: dict[str, Program] = {
     "data_replaced_in_fp32": Program(promises.move, setting=FP32),
     "data_replaced_and_reloaded": Program(promises.move_and_reload, setting=BF16),
     "converted_there_and_back": Program(convert_there_and_back, setting=FP32),
-    "converted_on_one_rank": Program(convert_on_one_rank, _refused(*CONVERTED, first=OTHER), setting=BF16),
+    "converted_on_one_rank": Program(
+        convert_on_one_rank, _refused(*CONVERTED, first=OTHER), setting=BF16
+    ),
     "tied_by_data": Program(promises.tie, _refused(*TIED), setting=BF16),
     "tied_by_data_before": Program(expect=_refused(*TIED), wrapped=tie_before, setting=BF16),
     "unfrozen": Program(promises.unfreeze, NoEffect(), setting=FROZEN),
-    "grads_kept_on_one_rank": Program(promises.keep_grads_on_one_rank, _refused(*USED, first=OTHER), setting=BF16),
+    "grads_kept_on_one_rank": Program(
+        promises.keep_grads_on_one_rank, _refused(*USED, first=OTHER), setting=BF16
+    ),
     "loss_not_scaled": Program(forget_the_scale, at=0, setting=FP16),
     "nothing overlapped": Program(expect=NoEffect(), setting=OVERLAPPED),
-    "weights_read_overlapped": Program(read, NoEffect(), setting=OVERLAPPED, notes={"current": True}),
+    "weights_read_overlapped": Program(
+        read, NoEffect(), setting=OVERLAPPED, notes={"current": True}
+    ),
     "weights_changed_overlapped": Program(promises.halve, setting=OVERLAPPED),
     "methods_called_overlapped": Program(call_methods, NoEffect(), setting=OVERLAPPED),
     "compiled_overlapped": Program(compile_it, NoEffect(), setting=OVERLAPPED),
     "closure": Program(
-        promises.step_with_closure, NoEffect(), setting=BF16, notes={"step": "HostError: step was given a closure"}
+        promises.step_with_closure,
+        NoEffect(),
+        setting=BF16,
+        notes={"step": "HostError: step was given a closure"},
     ),
     "param_saved": Program(promises.save_a_param, NoEffect(), setting=BF16),
     "amsgrad": Program(base=Amsgrad, setting=BF16),
@@ -190,7 +231,9 @@ def _prepared(fork: MiniFork, program: Program) -> Iterator[None]:
 def _train(fork: MiniFork, program: Program, ours: bool) -> Outcome:
     noted: dict[str, Any] = {}
 
-    def loop(forward_step: Any, model: Any, optimizer: Any, scheduler: Any, iterator: Any) -> list[Any]:
+    def loop(
+        forward_step: Any, model: Any, optimizer: Any, scheduler: Any, iterator: Any
+    ) -> list[Any]:
         user = User(model[0], optimizer, noted)
         for number in range(STEPS):
             if program.before is not None and number == program.at:
@@ -255,6 +298,8 @@ def test_user_when_a_part_of_the_model_is_compiled_then_it_is_as_in_the_fork() -
         promises.check(PROGRAMS[name], [results[name] for results in by_rank])
 
 
-def test_param_when_saved_alone_then_nothing_but_it_is_written(by_rank: list[dict[str, Result]]) -> None:
+def test_param_when_saved_alone_then_nothing_but_it_is_written(
+    by_rank: list[dict[str, Result]],
+) -> None:
     # 256 bytes of values and about 1,200 of zip; the whole buffer has 15,488.
     assert all(results["param_saved"].noted["nbytes"] < 2500 for results in by_rank)

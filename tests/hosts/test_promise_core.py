@@ -1,4 +1,5 @@
-"""A user of megatron-core does something unusual: it is as with the host's own optimizer, or ours refuses."""
+"""A user of megatron-core does something unusual: it is as with the host's own optimizer, or ours
+refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.hosts import promises
-from tests.hosts.promises import COMMON, OTHER, STEPS, Equal, NoEffect, Outcome, Program, Refused, Result
+from tests.hosts.promises import (
+    COMMON,
+    OTHER,
+    STEPS,
+    Equal,
+    NoEffect,
+    Outcome,
+    Program,
+    Refused,
+    Result,
+)
 from tests.support.cases import Case
 from tests.support.spawn import run_ranks
 
@@ -51,7 +62,11 @@ class User:
 
     @property
     def part(self) -> Any:
-        return next(module for name, module in self.chunk.named_modules() if name.endswith("final_layernorm"))
+        return next(
+            module
+            for name, module in self.chunk.named_modules()
+            if name.endswith("final_layernorm")
+        )
 
     @property
     def biases(self) -> tuple[str, str]:
@@ -88,15 +103,25 @@ PROGRAMS: dict[str, Program] = {
     "data_replaced_on_one_rank": Program(
         promises.move_on_one_rank, Refused((OTHER, "LayoutError"), MOVED), setting=BF16
     ),
-    "data_replaced_before": Program(expect=Refused(BOTH, MOVED), wrapped=promises.move_before, setting=BF16),
-    "data_replaced_and_reloaded": Program(promises.move_and_reload, Refused(BOTH, MOVED), setting=BF16),
+    "data_replaced_before": Program(
+        expect=Refused(BOTH, MOVED), wrapped=promises.move_before, setting=BF16
+    ),
+    "data_replaced_and_reloaded": Program(
+        promises.move_and_reload, Refused(BOTH, MOVED), setting=BF16
+    ),
     "converted_there_and_back": Program(convert_there_and_back, Refused(BOTH, MOVED), setting=FP32),
-    "converted": Program(within=convert, expect=Refused(BOTH, ("final_layernorm.weight", MOVED[1])), setting=FP32),
-    "tied_by_data": Program(promises.tie, Refused(BOTH, (BIAS.format(1).removeprefix("0."), *MOVED[1:])), setting=BF16),
+    "converted": Program(
+        within=convert, expect=Refused(BOTH, ("final_layernorm.weight", MOVED[1])), setting=FP32
+    ),
+    "tied_by_data": Program(
+        promises.tie, Refused(BOTH, (BIAS.format(1).removeprefix("0."), *MOVED[1:])), setting=BF16
+    ),
     "unfrozen": Program(promises.unfreeze, NoEffect(), setting=FROZEN),
     "grads_kept": Program(promises.keep_grads, Equal(), setting=BF16),
     "loss_not_scaled": Program(forget_the_scale, at=0, setting=FP16),
-    "closure": Program(promises.step_with_closure, NoEffect(), setting=BF16, notes={"step": "TypeError"}),
+    "closure": Program(
+        promises.step_with_closure, NoEffect(), setting=BF16, notes={"step": "TypeError"}
+    ),
     "param_saved": Program(promises.save_a_param, NoEffect(), setting=BF16),
 }
 

@@ -1,4 +1,5 @@
-"""The table "User actions and their effect" of docs/hosts.md: every line has cases, and they say what its cells say."""
+"""The table "User actions and their effect" of docs/hosts.md: every line has cases, and they say
+what its cells say."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ TABLE = (HERE.parents[1] / "docs" / "hosts.md").read_text(encoding="utf-8")
 #: Of plain torch: cases that are equal to torch's own optimizer, and those that are refused.
 TORCH = {
     **dict.fromkeys((*test_idioms.EQUAL, *test_plain.CASES), False),
-    **dict.fromkeys((*test_idioms.REFUSED, *test_torch_refusals.START_UP, *test_torch_refusals.TRAINING), True),
+    **dict.fromkeys(
+        (*test_idioms.REFUSED, *test_torch_refusals.START_UP, *test_torch_refusals.TRAINING), True
+    ),
 }
 #: Where other cases of plain torch, and older ones of a fork, are functions.
 ELSEWHERE = "".join(path.read_text(encoding="utf-8") for path in sorted(HERE.glob("test_*.py")))
@@ -54,18 +57,26 @@ def _is_refused(program: Program) -> bool:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.does)
-def test_line_when_it_names_cases_then_there_are_some_for_every_column_and_they_exist(line: Line) -> None:
+def test_line_when_it_names_cases_then_there_are_some_for_every_column_and_they_exist(
+    line: Line,
+) -> None:
     assert len(line.cases) == 3
-    for cell, names, programs in zip(line.cells, line.cases, (TORCH, *PROGRAMS.values()), strict=True):
+    for cell, names, programs in zip(
+        line.cells, line.cases, (TORCH, *PROGRAMS.values()), strict=True
+    ):
         assert cell.startswith(("equal", "refused", "followed", "not possible"))
         assert bool(names) is not cell.startswith("not possible")
-        missing = [name for name in names if name not in programs and f"\ndef {name}(" not in ELSEWHERE]
+        missing = [
+            name for name in names if name not in programs and f"\ndef {name}(" not in ELSEWHERE
+        ]
         assert missing == []
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.does)
 def test_line_when_a_host_refuses_then_its_cases_do_and_no_others(line: Line) -> None:
-    of_megatrons = ({name: _is_refused(program) for name, program in each.items()} for each in PROGRAMS.values())
+    of_megatrons = (
+        {name: _is_refused(program) for name, program in each.items()} for each in PROGRAMS.values()
+    )
     for cell, names, programs in zip(line.cells, line.cases, (TORCH, *of_megatrons), strict=True):
         refused = {name: programs[name] for name in names if name in programs}
         assert refused == dict.fromkeys(refused, cell.startswith("refused"))

@@ -1,5 +1,6 @@
-"""Snapshots in memory under the training scripts of Megatrons: a run that goes on from them is the one that never
-stopped, to the bit, and at other sizes the one that a checkpoint on disk gives. The fork of 2023 is the small one.
+"""Snapshots in memory under the training scripts of Megatrons: a run that goes on from them is the
+one that never stopped, to the bit, and at other sizes the one that a checkpoint on disk gives. The
+fork of 2023 is the small one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
 
 ITERATIONS, STOP, NEWEST, ON_DISK = 5, 4, 3, 2
-OURS = f"--use-distributed-optimizer --distopt-log-digests 1 {FP16} --train-iters {ITERATIONS} --global-batch-size 8"
+OURS = (
+    f"--use-distributed-optimizer --distopt-log-digests 1 {FP16} --train-iters {ITERATIONS} "
+    "--global-batch-size 8"
+)
 SPLIT = "--tensor-model-parallel-size 2"
 
 
@@ -36,7 +40,10 @@ def _copied(memory: Path, to: Path) -> Path:
     """Collective: memory as the processes of a run left it, for others."""
     if dist.get_rank() == 0:
         end = time.monotonic() + 10.0
-        while len(list(memory.glob(f"*/{NEWEST:010d}-*/*.part"))) < dist.get_world_size() and time.monotonic() < end:
+        while (
+            len(list(memory.glob(f"*/{NEWEST:010d}-*/*.part"))) < dist.get_world_size()
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
         shutil.copytree(memory, to)
     dist.barrier()
@@ -64,7 +71,10 @@ class Fork:
         (folder / "empty").mkdir(exist_ok=True)
 
     def train(self, name: str, words: str, memory: Path, load: Path | None = None) -> None:
-        protect = f"--distopt-protect-every 1 --distopt-protect-folder {memory} --load {load or self.folder / 'empty'}"
+        protect = (
+            f"--distopt-protect-every 1 --distopt-protect-folder {memory} --load "
+            f"{load or self.folder / 'empty'}"
+        )
         file = f"{self.folder / name}.jsonl"
         self.fork.train(*f"{OURS} {words} {protect}".split(), "--distopt-digest-file", file)
 
@@ -72,7 +82,9 @@ class Fork:
         return {path.stem: read_run(path) for path in self.folder.glob("*.jsonl")}
 
 
-def _first(rank: int, size: int, folder: Path) -> tuple[dict[str, LoggedRun], dict[str, tuple[str, str]]]:
+def _first(
+    rank: int, size: int, folder: Path
+) -> tuple[dict[str, LoggedRun], dict[str, tuple[str, str]]]:
     fork, memory = Fork(folder), folder / "memory"
     fork.train("straight", "", folder / "unused")
     fork.train("stopped", f"--exit-interval {STOP}", memory)
@@ -109,8 +121,13 @@ def _refusals(fork: Fork, memory: Path) -> dict[str, tuple[str, str]]:
     """Class and text by what is refused."""
     training, script, numbers = fork.fork.training, fork.fork.script, itertools.count()
 
-    def refusal(words: str = "", load: str = f"--load {fork.folder / 'empty'}", where: Path | None = None) -> Any:
-        protect = f"--distopt-protect-every 1 --distopt-protect-folder {where or fork.folder / f'new-{next(numbers)}'}"
+    def refusal(
+        words: str = "", load: str = f"--load {fork.folder / 'empty'}", where: Path | None = None
+    ) -> Any:
+        protect = (
+            "--distopt-protect-every 1 --distopt-protect-folder "
+            f"{where or fork.folder / f'new-{next(numbers)}'}"
+        )
         own = "--use-distributed-optimizer --train-iters 5"
         return raised(lambda: fork.fork.train(*f"{own} {protect} {load} {words}".split()))
 
@@ -128,10 +145,14 @@ def _refusals(fork: Fork, memory: Path) -> dict[str, tuple[str, str]]:
         return provide
 
     GPTModel = script.GPTModel
-    with mock.patch.object(script, "model_provider", model_with(lambda module: module.bias.add_(1.0))):
+    with mock.patch.object(
+        script, "model_provider", model_with(lambda module: module.bias.add_(1.0))
+    ):
         found["buffer"] = refusal()
     frozen = "language_model.embedding.position_embeddings.weight"
-    with mock.patch.object(script, "model_provider", model_with(lambda module: module.get_parameter(frozen).add_(1.0))):
+    with mock.patch.object(
+        script, "model_provider", model_with(lambda module: module.get_parameter(frozen).add_(1.0))
+    ):
         found["frozen"] = refusal("--frozen-param")
     fork.fork.uninstall()
     code = training.train_step.__code__
@@ -165,7 +186,11 @@ def of_2023(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoggedRun]:
 def _assert_goes_on(straight: LoggedRun, resumed: LoggedRun, first: int) -> None:
     assert [*resumed.steps] == [*range(first, ITERATIONS + 1)]
     assert all(differing(straight.steps[step], each) == [] for step, each in resumed.steps.items())
-    assert all(each.facts == straight.steps[step].facts for step, each in resumed.steps.items() if step > first)
+    assert all(
+        each.facts == straight.steps[step].facts
+        for step, each in resumed.steps.items()
+        if step > first
+    )
 
 
 def test_fork_of_2023_when_nothing_is_on_disk_then_goes_on_to_the_bit(first: Any) -> None:
@@ -191,7 +216,9 @@ def test_fork_of_2023_when_its_model_is_split_otherwise_then_has_the_same_state(
 
 
 @pytest.mark.long
-def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(of_2023: dict[str, LoggedRun]) -> None:
+def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(
+    of_2023: dict[str, LoggedRun],
+) -> None:
     _assert_goes_on(of_2023["fewer from disk"], of_2023["fewer"], NEWEST)
 
 
@@ -199,13 +226,25 @@ def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(of_2023: dict[st
     ("name", "kind", "parts"),
     [
         ("no load", "ConfigError", ["--load FOLDER", "--save", "leave --distopt-protect-every"]),
-        ("--finetune", "ConfigError", ["finetune=True", "Drop --finetune", "--distopt-protect-every"]),
+        (
+            "--finetune",
+            "ConfigError",
+            ["finetune=True", "Drop --finetune", "--distopt-protect-every"],
+        ),
         ("--no-load-optim", "ConfigError", ["no_load_optim=True", "Drop --no-load-optim"]),
         ("global batch", "ConfigError", ["global_batch_size: 4", "--global-batch-size 8"]),
         ("buffer", "ConfigError", ["bias", "Leave --distopt-protect-every"]),
         ("frozen", "ConfigError", ["position_embeddings", "Leave --distopt-protect-every"]),
-        ("wrapped load", "HostMismatchError", ["megatron.training.load_checkpoint", "--distopt-protect-every"]),
-        ("other signature", "HostMismatchError", ["megatron.training.train_step", "--distopt-protect-every"]),
+        (
+            "wrapped load",
+            "HostMismatchError",
+            ["megatron.training.load_checkpoint", "--distopt-protect-every"],
+        ),
+        (
+            "other signature",
+            "HostMismatchError",
+            ["megatron.training.train_step", "--distopt-protect-every"],
+        ),
     ],
 )
 def test_run_when_a_snapshot_would_lack_something_then_refused_on_all_ranks(
@@ -223,8 +262,13 @@ def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
     script, found = ScriptOfCore.imported(), dict[str, Any]()
     own = script.training.train_step
 
-    def run(name: str, memory: Path, load: Path = folder / "empty", case: Case = CORE, **arguments: Any) -> None:
-        protect = {"MEGATRON_DISTOPT_PROTECT_EVERY": "1", "MEGATRON_DISTOPT_PROTECT_FOLDER": str(memory)}
+    def run(
+        name: str, memory: Path, load: Path = folder / "empty", case: Case = CORE, **arguments: Any
+    ) -> None:
+        protect = {
+            "MEGATRON_DISTOPT_PROTECT_EVERY": "1",
+            "MEGATRON_DISTOPT_PROTECT_FOLDER": str(memory),
+        }
         with mock.patch.dict(os.environ, protect):
             script.run(case, load, **{"train_iters": ITERATIONS, **arguments})
         found[name] = script.records
@@ -257,11 +301,15 @@ def test_megatron_core_when_it_resumes_from_memory_then_equal_to_the_bit(
     name: str, of_core: list[dict[str, Any]]
 ) -> None:
     for of_rank in of_core:
-        assert of_rank[name] == {at: each for at, each in of_rank["straight"].items() if at > NEWEST}
+        assert of_rank[name] == {
+            at: each for at, each in of_rank["straight"].items() if at > NEWEST
+        }
 
 
 @pytest.mark.long
-def test_megatron_core_when_its_sizes_are_others_then_as_from_disk(of_core: list[dict[str, Any]]) -> None:
+def test_megatron_core_when_its_sizes_are_others_then_as_from_disk(
+    of_core: list[dict[str, Any]],
+) -> None:
     for of_rank in of_core:
         assert [*of_rank["whole"]] == [*range(NEWEST + 1, ITERATIONS + 1)]
         assert of_rank["whole"] == of_rank["whole from disk"]

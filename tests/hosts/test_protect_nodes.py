@@ -1,4 +1,5 @@
-"""State from the memory of nodes after workers and whole nodes were killed: network namespaces, torchrun, plain torch.
+"""State from the memory of nodes after workers and whole nodes were killed: network namespaces,
+torchrun, plain torch.
 
 Every run is compared, to the bit, with one that nothing happened to.
 """
@@ -40,8 +41,9 @@ def whole(nodes: MortalNodes, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(nodes, plan, name="whole").start().end()
 
 
-#: Where a rank is killed, one start of the run after the other, and the steps from which the next one may go on. A
-#: second copy or send is that of a second snapshot, which begins when the first is whole on all ranks.
+#: Where a rank is killed, one start of the run after the other, and the steps from which the next
+#: one may go on. A second copy or send is that of a second snapshot, which begins when the first is
+#: whole on all ranks.
 _PROTECT = "megatron_distopt.checkpoint.protect"
 _KILLS = [
     (Fault("kill", number=12, rank=3, argument="10"), {10}),
@@ -52,12 +54,15 @@ _KILLS = [
     (Fault("kill", f"{_PROTECT}.restart:load_state", 1, rank=3), {30, 35}),
     (Fault("kill", RESUMED, 1, rank=0), {30, 35}),
     (Fault("kill", UPDATE, 9, rank=1), {35, 40}),
-    (Fault("kill", "megatron_distopt.checkpoint.disk:write", 20, rank=0, after=True), {35, 40, 45, 50}),
+    (
+        Fault("kill", "megatron_distopt.checkpoint.disk:write", 20, rank=0, after=True),
+        {35, 40, 45, 50},
+    ),
 ]
 _IN_RESUME = 5  # that start has no state
 
 
-def test_worker_when_killed_in_a_step_a_snapshot_or_a_restart_then_the_run_ends_as_if_nothing_had_happened(
+def test_worker_when_killed_in_a_step_a_snapshot_or_a_restart_then_the_run_is_the_same(
     nodes: MortalNodes, whole: Job, tmp_path: Path
 ) -> None:
     attempts = [[fault] for fault, _ in _KILLS]
@@ -65,14 +70,21 @@ def test_worker_when_killed_in_a_step_a_snapshot_or_a_restart_then_the_run_ends_
     begins = job.begins
     for number, (_, allowed) in enumerate(_KILLS, 1):
         if number != _IN_RESUME:
-            assert begins[number][0] == "memory" and begins[number][1] in allowed, (number, begins, job.output)
+            assert begins[number][0] == "memory" and begins[number][1] in allowed, (
+                number,
+                begins,
+                job.output,
+            )
     job.assert_equal(whole)
 
 
 def test_restored_state_when_one_number_differs_then_the_comparison_sees_it(
     nodes: MortalNodes, whole: Job, tmp_path: Path
 ) -> None:
-    attempts = [[Fault("kill", number=12, argument="10")], [Fault("spoil", RESUMED, 1, rank=3, argument="0.001")]]
+    attempts = [
+        [Fault("kill", number=12, argument="10")],
+        [Fault("spoil", RESUMED, 1, rank=3, argument="0.001")],
+    ]
     job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts)).start().end()
     assert job.begins[1] == ("memory", 10)
     with pytest.raises(AssertionError):
@@ -113,7 +125,7 @@ def test_copies_when_damaged_then_the_other_copy_serves_or_the_older_snapshot_or
     job.assert_equal(whole)
 
 
-def test_memory_when_full_or_the_state_not_finite_then_the_older_snapshot_stays_and_training_goes_on(
+def test_memory_when_full_or_state_not_finite_then_the_older_snapshot_stays(
     nodes: MortalNodes, whole: Job, tmp_path: Path
 ) -> None:
     attempts = [
@@ -122,9 +134,14 @@ def test_memory_when_full_or_the_state_not_finite_then_the_older_snapshot_stays_
             Fault("kill", number=32, rank=1),
         ],
         [Fault("free", START, 1, rank=2), Fault("kill", number=27, rank=1, argument="25")],
-        [Fault("spoil", number=29, rank=3, argument="nan"), Fault("kill", number=30, rank=1, argument="30")],
+        [
+            Fault("spoil", number=29, rank=3, argument="nan"),
+            Fault("kill", number=30, rank=1, argument="30"),
+        ],
     ]
-    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, pause=0.05)).start().end()
+    job = (
+        Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, pause=0.05)).start().end()
+    )
     assert [job.begins[number] for number in range(4)] == [
         ("nothing", 0),
         ("memory", 10),
@@ -132,12 +149,16 @@ def test_memory_when_full_or_the_state_not_finite_then_the_older_snapshot_stays_
         ("memory", 25),
     ], job.output
     assert re.search(r"snapshot of step 15 was not kept: .*No space left", job.output), job.output
-    assert re.search(r"snapshot of step 30 was not kept: .*inf or nan in main", job.output), job.output
+    assert re.search(r"snapshot of step 30 was not kept: .*inf or nan in main", job.output), (
+        job.output
+    )
     assert any(line.get("step") == 31 for line in job.lines if line["attempt"] == 0)
     job.assert_equal(whole)
 
 
-def test_memory_when_too_small_then_the_start_says_what_to_type(nodes: MortalNodes, tmp_path: Path) -> None:
+def test_memory_when_too_small_then_the_start_says_what_to_type(
+    nodes: MortalNodes, tmp_path: Path
+) -> None:
     for node in (0, 1):
         nodes.boot(node, "1m")
     job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT), restarts=0).start()
@@ -148,12 +169,20 @@ def test_memory_when_too_small_then_the_start_says_what_to_type(nodes: MortalNod
 def test_folder_when_of_another_model_or_in_use_then_it_is_passed_over_or_refused(
     nodes: MortalNodes, whole: Job, tmp_path: Path
 ) -> None:
-    """Of one name: a job after one that trained another model, and a job beside one that runs. Of another: it runs."""
+    """Of one name: a job after one that trained another model, and a job beside one that runs. Of
+    another: it runs."""
     other = Plan(str(tmp_path / "other"), 12, PROTECT, hidden=128)
     Job(nodes, other, ranks=(1, 1), name="one").start().end()
     job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, pause=0.5), name="one").start()
     job.wait_for_step(5)
-    beside = Job(nodes, replace(other, folder=str(tmp_path / "beside")), (1, 1), name="one", port=1, restarts=0).start()
+    beside = Job(
+        nodes,
+        replace(other, folder=str(tmp_path / "beside")),
+        (1, 1),
+        name="one",
+        port=1,
+        restarts=0,
+    ).start()
     apart = Job(nodes, replace(other, folder=str(tmp_path / "apart")), (1, 1), name="two").start()
     assert re.search(r"in use by another run.*--rdzv-id", beside.fail())
     apart.end()
@@ -166,11 +195,14 @@ def test_folder_when_of_another_model_or_in_use_then_it_is_passed_over_or_refuse
 def test_node_when_it_loses_power_and_comes_back_then_its_neighbour_has_its_state(
     nodes: MortalNodes, whole: Job, tmp_path: Path
 ) -> None:
-    """Twice, the second time while it takes its state up again; then both nodes, after which only the disk has any."""
+    """Twice, the second time while it takes its state up again; then both nodes, after which only
+    the disk has any."""
     stopped = tmp_path / "stopped"
     attempts = [[Fault("stop", f"{_PROTECT}.restart:load_state", 1, rank=3, argument=str(stopped))]]
     disk = f"{whole.plan.folder}/disk/5"
-    job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, load=disk, pause=0.2)).start()
+    job = Job(
+        nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, load=disk, pause=0.2)
+    ).start()
     job.wait_for_step(17)
     job.lose(1)
     job.agents[0].wait_for("ends itself.* on node1 showed no life")
@@ -193,17 +225,24 @@ time.sleep(1e9)"""
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_machine_of_torchruns_store_when_lost_then_nobody_is_started_anew_until_torchrun_is_and_memory_serves(
+def test_machine_of_torchruns_store_when_lost_then_memory_serves_once_it_is_back(
     trains: bool, nodes: MortalNodes, whole: Job, tmp_path: Path
 ) -> None:
     """Node 0. Where it trains nothing, training goes on until the next loss."""
     plan = Plan(str(tmp_path / "run"), STEPS, PROTECT, pause=0.2)
-    job, others = Job(nodes, plan, (2, 2) if trains else (0, 2, 2), "2:2"), [1] if trains else [1, 2]
+    job, others = (
+        Job(nodes, plan, (2, 2) if trains else (0, 2, 2), "2:2"),
+        [1] if trains else [1, 2],
+    )
 
     def start() -> None:
         nodes.boot(0)
         if not trains:
-            nodes.do(0, f"{shlex.join([sys.executable, '-c', _STORE.format(port=job.endpoint)])} > /dev/null 2>&1 &")
+            nodes.do(
+                0,
+                f"{shlex.join([sys.executable, '-c', _STORE.format(port=job.endpoint)])} > "
+                "/dev/null 2>&1 &",
+            )
         job.start(*others, *([0] if trains else []))
 
     start()
@@ -223,7 +262,7 @@ def test_machine_of_torchruns_store_when_lost_then_nobody_is_started_anew_until_
     job.assert_equal(whole)
 
 
-def test_nodes_when_there_are_three_then_two_lost_ones_cost_the_disk_and_one_lost_for_good_a_smaller_run(
+def test_nodes_when_three_then_two_lost_cost_the_disk_and_one_for_good_a_smaller_run(
     nodes: MortalNodes, tmp_path: Path
 ) -> None:
     """The copies of rank 2 are on nodes 1 and 2. Later node 2 stays away for a while."""
@@ -251,7 +290,7 @@ def test_nodes_when_there_are_three_then_two_lost_ones_cost_the_disk_and_one_los
     assert job.checksums == rest.checksums
 
 
-def test_run_when_fifty_workers_and_nodes_are_killed_at_random_then_it_ends_as_if_nothing_had_happened(
+def test_run_when_fifty_workers_and_nodes_are_killed_then_it_is_the_same(
     nodes: MortalNodes, tmp_path: Path
 ) -> None:
     plan = Plan(str(tmp_path / "whole"), 450)

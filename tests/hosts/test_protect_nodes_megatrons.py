@@ -1,8 +1,9 @@
-"""State from the memory of two nodes under the training scripts of Megatrons, after workers and nodes were killed.
+"""State from the memory of two nodes under the training scripts of Megatrons, after workers and
+nodes were killed.
 
-Namespaces, torchrun, two ranks on each node, of which two hold one copy of the model. Runs are compared to the bit:
-losses, norms, loss scales, learning rates, all params and random numbers in the end, and in each step digests of
-gradients, main params and moments.
+Namespaces, torchrun, two ranks on each node, of which two hold one copy of the model. Runs are
+compared to the bit: losses, norms, loss scales, learning rates, all params and random numbers in
+the end, and in each step digests of gradients, main params and moments.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ PROTECT = {"protect_every": EVERY, "protect_timeout": 6.0}
 
 
 @pytest.fixture(scope="module", params=["fork", "core"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def whole(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Job]:
     """A run that nothing happens to, with a checkpoint of each step."""
     folder = tmp_path_factory.mktemp(request.param)
-    with mortal_nodes(2, imports="tests.support.gpt" if request.param == "core" else IMPORTS) as nodes:
+    with mortal_nodes(
+        2, imports="tests.support.gpt" if request.param == "core" else IMPORTS
+    ) as nodes:
         script = str(protected_megatron.__file__), request.param
         plan = Plan(str(folder / "whole"), STEPS, save_at=[*range(1, STEPS + 1)])
         yield Job(nodes, plan, name="whole", script=script).start().end()
@@ -50,10 +55,12 @@ def _assert_same_digests(job: Job, expected: dict[int, LoggedStep]) -> None:
     found = _digests(job)
     assert found.keys() == expected.keys() == {*range(STEPS + 1)}
     assert len(expected[STEPS].digests) > 100
-    assert {step: different for step in found if (different := differing(found[step], expected[step]))} == {}
+    assert {
+        step: different for step in found if (different := differing(found[step], expected[step]))
+    } == {}
 
 
-def test_megatron_when_a_worker_is_killed_and_a_node_comes_back_without_its_memory_then_as_if_nothing_had_happened(
+def test_megatron_when_a_worker_or_a_node_is_lost_then_the_run_is_the_same(
     whole: Job, tmp_path: Path
 ) -> None:
     job = _protected(whole, tmp_path, "2:2")
@@ -63,14 +70,16 @@ def test_megatron_when_a_worker_is_killed_and_a_node_comes_back_without_its_memo
     job.lose(1)
     job.agents[0].wait_for("ends itself.* on node1 showed no life")
     job.start(1).end()
-    assert [source for source, _ in job.begins.values()] == ["nothing", "memory", "memory"], job.output
+    assert [source for source, _ in job.begins.values()] == ["nothing", "memory", "memory"], (
+        job.output
+    )
     assert job.begins[1][1] >= 2 and job.begins[2][1] >= 6
     assert "2 of them brought to another node" in job.output
     job.assert_equal(whole)
     _assert_same_digests(job, _digests(whole))
 
 
-def test_megatron_when_a_node_is_lost_for_good_then_goes_on_as_a_checkpoint_does_that_is_loaded_at_that_size(
+def test_megatron_when_a_node_is_lost_for_good_then_as_a_checkpoint_at_that_size(
     whole: Job, tmp_path: Path
 ) -> None:
     job = _protected(whole, tmp_path, "1:2")
@@ -82,9 +91,12 @@ def test_megatron_when_a_node_is_lost_for_good_then_goes_on_as_a_checkpoint_does
     disk = Path(whole.plan.folder) / "disk"
     (disk / "latest_checkpointed_iteration.txt").write_text(str(first))
     plan = Plan(str(tmp_path / "smaller"), STEPS, load=str(disk))
-    smaller = replace(whole, plan=plan, ranks=(2,), size="1:1", name="smaller", agents={}).start().end()
+    smaller = (
+        replace(whole, plan=plan, ranks=(2,), size="1:1", name="smaller", agents={}).start().end()
+    )
     assert job.checksums == smaller.checksums and len(job.checksums) == 2
     assert job.curve == {step: whole.curve[step] for step in range(1, first + 1)} | smaller.curve
     _assert_same_digests(
-        job, {step: each for step, each in _digests(whole).items() if step < first} | _digests(smaller)
+        job,
+        {step: each for step, each in _digests(whole).items() if step < first} | _digests(smaller),
     )

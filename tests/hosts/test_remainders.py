@@ -1,6 +1,8 @@
-"""Weights that are changed beside main params as remainders: what reads or loads meanwhile; what is refused.
+"""Weights that are changed beside main params as remainders: what reads or loads meanwhile; what is
+refused.
 
-What users do between steps that comes to the same as with fp32 main params is in tests/differential/test_idioms.py.
+What users do between steps that comes to the same as with fp32 main params is in
+tests/differential/test_idioms.py.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def _train(options: dict[str, str], rank: int, *acts: Act) -> tuple[list[float],
     """Something is done after the third step."""
     torch.manual_seed(0)
     model = Sequential(Linear(64, 100), GELU(), Linear(100, 8)).bfloat16()
-    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), accelerator="torch", **options)
+    optimizer = distribute(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), accelerator="torch", **options
+    )
     losses = []
     for step in range(STEPS):
         losses.append(fitted(model, optimizer, step * 10 + rank, rows=64))
@@ -96,7 +100,9 @@ def change_all(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "reloaded": [_train(options, rank, part, _reload)[0] for options in PAIRS],
     }
     for name, read in READS.items():
-        answers[name] = _answer(rank, _replace, _refused(read, folder / "new", "reload_model_params"))
+        answers[name] = _answer(
+            rank, _replace, _refused(read, folder / "new", "reload_model_params")
+        )
     return answers
 
 
@@ -105,7 +111,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(change_all, 2, tmp_path_factory.mktemp("changed"))
 
 
-def test_remainders_when_the_state_is_read_or_loaded_in_part_after_a_silent_change_then_refused_until_it_is_told(
+def test_remainders_when_read_or_loaded_after_a_silent_change_then_refused_until_told(
     changed: list[dict[str, Any]],
 ) -> None:
     for answers in changed:
@@ -115,7 +121,9 @@ def test_remainders_when_the_state_is_read_or_loaded_in_part_after_a_silent_chan
             assert "reload_model_params()" in answers[name], name
 
 
-def test_watch_of_a_megatron_when_one_element_is_written_then_refused_until_it_is_told(one_rank: None) -> None:
+def test_watch_of_a_megatron_when_one_element_is_written_then_refused_until_it_is_told(
+    one_rank: None,
+) -> None:
     model = Sequential(Linear(33, 41), Linear(41, 1)).bfloat16()
     optimizer = distribute(model, torch.optim.AdamW(model.parameters()), **REMAINDER)
     watch = RemainderWatch(optimizer.sharded, dict(model.named_parameters()))
@@ -148,7 +156,14 @@ def test_low_precision_when_it_cannot_be_had_then_the_error_says_what_can(
 
 
 @pytest.mark.parametrize("form", ["remainder", "bfloat16"])
-def test_main_params_when_params_are_fp16_then_forms_of_bf16_are_refused(form: str, one_rank: None) -> None:
+def test_main_params_when_params_are_fp16_then_forms_of_bf16_are_refused(
+    form: str, one_rank: None
+) -> None:
     model = Linear(4, 4).half()
     with pytest.raises(DistOptError, match="float16"):
-        distribute(model, torch.optim.AdamW(model.parameters()), main_params_dtype=form, loss_scale="dynamic")
+        distribute(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            main_params_dtype=form,
+            loss_scale="dynamic",
+        )

@@ -1,4 +1,5 @@
-"""Optimizer state in every precision, in every kind of host, against the same training with fp32 state."""
+"""Optimizer state in every precision, in every kind of host, against the same training with fp32
+state."""
 
 from __future__ import annotations
 
@@ -31,15 +32,21 @@ IN_A_MEGATRON = (
     Precision("float32", "bfloat16", "int8"),
     Precision("float16", "float8_e4m3fn", "float16"),
 )
-#: In plain torch each form and each dtype of a moment at least once, and the two moments in different ones.
+#: In plain torch each form and each dtype of a moment at least once, and the two moments in
+#: different ones.
 SOME = {
-    "torch": (*IN_A_MEGATRON, Precision("remainder"), Precision("bfloat16", "float16", "float8_e5m2")),
+    "torch": (
+        *IN_A_MEGATRON,
+        Precision("remainder"),
+        Precision("bfloat16", "float16", "float8_e5m2"),
+    ),
     "megatron_2023": IN_A_MEGATRON[:3],
     "megatron_core": IN_A_MEGATRON[:3],  # or those of its own fields
 }
 STEPS = 5
-#: Of the last losses, which are about 4 in the Megatrons and 1 here: what rounding of the state by 2**-3 at most leaves
-#: after five steps. A state that is lost, or in another's place, gives several times as much.
+#: Of the last losses, which are about 4 in the Megatrons and 1 here: what rounding of the state by
+#: 2**-3 at most leaves after five steps. A state that is lost, or in another's place, gives several
+#: times as much.
 TOLERANCE = 0.02
 
 
@@ -60,9 +67,13 @@ def asked_for(precision: Precision) -> AbstractContextManager[object]:
 def _train_torch() -> Trained:
     torch.manual_seed(0)
     model = Sequential(Linear(48, 100), GELU(), Linear(100, 70), GELU(), Linear(70, 8)).bfloat16()
-    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2), accelerator="torch", clip_grad=1.0)
+    optimizer = distribute(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), accelerator="torch", clip_grad=1.0
+    )
     losses = tuple(fitted(model, optimizer, seed) for seed in range(STEPS))
-    return Trained(losses, {name: param.detach().clone() for name, param in model.named_parameters()})
+    return Trained(
+        losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+    )
 
 
 def _train_fork(fork: MiniFork) -> Trained:
@@ -99,8 +110,11 @@ def _are_equal(one: Trained, other: Trained) -> bool:
 
 
 #: The second is what its config makes of the first.
-AWARE = dict.fromkeys(("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"), True)
-#: By megatron-core's own fields, what they mean. Before 0.13 it has plain main params in the place of remainders.
+AWARE = dict.fromkeys(
+    ("use_precision_aware_optimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"), True
+)
+#: By megatron-core's own fields, what they mean. Before 0.13 it has plain main params in the place
+#: of remainders.
 OWN_FIELDS = {
     Precision("remainder"): {},
     Precision("float16", "float8_e4m3fn", "float16"): {
@@ -118,7 +132,8 @@ OWN_FIELDS = {
 
 @dataclass(frozen=True)
 class Found:
-    """What the trainings of a host left: in some precisions, and with its own fields for them, where it has those."""
+    """What the trainings of a host left: in some precisions, and with its own fields for them,
+    where it has those."""
 
     trained: dict[Precision, Trained]
     with_own_fields: dict[Precision, Trained]
@@ -129,7 +144,10 @@ def _train_some(rank: int, size: int, hosts: tuple[str, ...]) -> dict[str, Found
     if hosts == ("megatron_core",) and hasattr(
         import_module("tests.support.gpt").OptimizerConfig, "use_precision_aware_optimizer"
     ):
-        own = {each: _train_core(tuple({**AWARE, **fields}.items())) for each, fields in OWN_FIELDS.items()}
+        own = {
+            each: _train_core(tuple({**AWARE, **fields}.items()))
+            for each, fields in OWN_FIELDS.items()
+        }
         return {"megatron_core": Found(train_all("megatron_core", (FULL, *OWN_FIELDS)), own)}
     return {host: Found(train_all(host, SOME[host]), {}) for host in hosts}
 
@@ -159,5 +177,7 @@ def test_training_when_state_is_kept_in_low_precision_then_it_follows_that_of_fp
     }
     remainders = [each for each in trained if each.main_params_dtype == "remainder"]
     for precision in remainders:  # equal to the bit
-        assert _are_equal(trained[precision], trained[replace(precision, main_params_dtype="float32")]), precision
+        assert _are_equal(
+            trained[precision], trained[replace(precision, main_params_dtype="float32")]
+        ), precision
     assert len({each.losses for each in trained.values()}) == len(trained) - len(remainders)

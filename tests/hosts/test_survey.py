@@ -11,7 +11,14 @@ import pytest
 
 from megatron_distopt.errors import UnknownHostError
 from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE
-from megatron_distopt.hosts.fork_source import Survey, UnreadableSourceError, as_bytes, fork_at, importable_host, survey
+from megatron_distopt.hosts.fork_source import (
+    Survey,
+    UnreadableSourceError,
+    as_bytes,
+    fork_at,
+    importable_host,
+    survey,
+)
 from tests.support.fork_trees import (
     FACTORY_OF_2023,
     core,
@@ -54,7 +61,9 @@ def test_survey_when_a_fork_is_of_a_generation_then_says_which(
     else:
         assert found.optimizer_class is not None
         assert (found.optimizer_class.files, found.optimizer_class.refusal) == (files, None)
-    assert [patch_point.refusal for patch_point in found.patch_points] == [None] * len(found.patch_points)
+    assert [patch_point.refusal for patch_point in found.patch_points] == [None] * len(
+        found.patch_points
+    )
 
 
 def test_survey_when_a_fork_is_whole_then_every_patch_point_has_its_place(tmp_path: Path) -> None:
@@ -69,16 +78,25 @@ def test_survey_when_the_parser_spells_the_flag_then_as_it_does(flag: str, tmp_p
     file = per_rank_2023(tmp_path) / "megatron" / "arguments.py"
     file.write_text(file.read_text().replace("--use-distributed-optimizer", flag))
     found = read(tmp_path)
-    assert [option.flag for option in found.options if option.name == "use_distributed_optimizer"] == [flag]
-    contiguous = next(each for each in found.options if each.name == "use_contiguous_buffers_in_local_ddp")
+    assert [
+        option.flag for option in found.options if option.name == "use_distributed_optimizer"
+    ] == [flag]
+    contiguous = next(
+        each for each in found.options if each.name == "use_contiguous_buffers_in_local_ddp"
+    )
     assert (contiguous.flag, contiguous.value) == ("--no-contiguous-buffers-in-local-ddp", False)
 
 
 @pytest.mark.parametrize(
     ("rebound", "found"),
-    [("get_megatron_optimizer = wrap()\n", f"{FACTORY}:6"), (f"{BLOCK_TEXT}get_megatron_optimizer = None\n", "bound")],
+    [
+        ("get_megatron_optimizer = wrap()\n", f"{FACTORY}:6"),
+        (f"{BLOCK_TEXT}get_megatron_optimizer = None\n", "bound"),
+    ],
 )
-def test_survey_when_the_name_is_bound_again_then_refused(rebound: str, found: str, tmp_path: Path) -> None:
+def test_survey_when_the_name_is_bound_again_then_refused(
+    rebound: str, found: str, tmp_path: Path
+) -> None:
     """See test_patch_files.py for what else may be wrong with the function."""
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + rebound})
     assert_mentions(read(tmp_path).patch_points[0].refusal, found, "Take the other patcher out")
@@ -101,17 +119,26 @@ def test_survey_when_the_name_is_bound_in_another_scope_then_the_patch_point_is_
 def test_survey_when_our_block_is_in_then_the_patch_point_is_patched(tmp_path: Path) -> None:
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + BLOCK_TEXT})
     patch_point = read(tmp_path).patch_points[0]
-    assert (patch_point.is_patched, patch_point.refusal, patch_point.place) == (True, None, f"{FACTORY}:4")
+    assert (patch_point.is_patched, patch_point.refusal, patch_point.place) == (
+        True,
+        None,
+        f"{FACTORY}:4",
+    )
 
 
 def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> None:
-    write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023.replace("import Distributed", "import Other")})
+    write_tree(
+        per_rank_2023(tmp_path),
+        {FACTORY: FACTORY_OF_2023.replace("import Distributed", "import Other")},
+    )
     found = read(tmp_path).optimizer_class
     assert found is not None
     assert_mentions(found.refusal, "DistributedOptimizer", "docs/hosts.md")
 
 
-def test_survey_when_the_class_statement_is_elsewhere_then_it_is_left_to_the_run(tmp_path: Path) -> None:
+def test_survey_when_the_class_statement_is_elsewhere_then_it_is_left_to_the_run(
+    tmp_path: Path,
+) -> None:
     (file,) = per_rank_2023(tmp_path).rglob("distrib_optimizer.py")
     file.write_text("from elsewhere import DistributedOptimizer\n")
     found = read(tmp_path).optimizer_class
@@ -136,12 +163,18 @@ def test_survey_when_the_constructor_differs_then_refused_where_the_adapter_woul
     reason = found.refusal
     assert (reason is not None) == is_refused
     if reason is not None:
-        assert_mentions(reason, "DistributedOptimizer", f"{file.relative_to(tmp_path)}:1", "(optimizer, ")
+        assert_mentions(
+            reason, "DistributedOptimizer", f"{file.relative_to(tmp_path)}:1", "(optimizer, "
+        )
 
 
-def test_survey_when_a_patch_points_file_is_no_python_then_refused_with_file_and_line(tmp_path: Path) -> None:
+def test_survey_when_a_patch_points_file_is_no_python_then_refused_with_file_and_line(
+    tmp_path: Path,
+) -> None:
     write_tree(per_rank_2023(tmp_path), {FACTORY: "import torch\nprint 'two'\n"})
-    assert_mentions(refused(UnreadableSourceError, lambda: read(tmp_path)), f"{FACTORY}:2", "Correct that line.")
+    assert_mentions(
+        refused(UnreadableSourceError, lambda: read(tmp_path)), f"{FACTORY}:2", "Correct that line."
+    )
 
 
 def test_survey_when_a_patch_points_file_may_not_be_read_then_refused_with_what_to_type(
@@ -156,7 +189,9 @@ def test_survey_when_a_patch_points_file_may_not_be_read_then_refused_with_what_
         return original(path)
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    assert_mentions(refused(UnreadableSourceError, lambda: read(tmp_path)), FACTORY, f"chmod +r {file}")
+    assert_mentions(
+        refused(UnreadableSourceError, lambda: read(tmp_path)), FACTORY, f"chmod +r {file}"
+    )
 
 
 def test_fork_when_the_path_is_wrong_then_refused_with_what_to_write(tmp_path: Path) -> None:
@@ -168,15 +203,21 @@ def test_fork_when_the_path_is_wrong_then_refused_with_what_to_write(tmp_path: P
         fork / "pretrain_gpt.py": "must be a folder that holds the folder megatron",
     }
     for path, remedy in cases.items():
-        assert_mentions(refused(UnknownHostError, lambda path=path: fork_at(path)), str(path), remedy)
+        assert_mentions(
+            refused(UnknownHostError, lambda path=path: fork_at(path)), str(path), remedy
+        )
 
 
 def test_fork_when_its_folder_megatron_is_somebody_elses_then_refused(tmp_path: Path) -> None:
     write_tree(tmp_path, {"megatron/transformers/__init__.py": ""})
-    assert_mentions(refused(UnknownHostError, lambda: read(tmp_path)), "Start in the folder of your fork")
+    assert_mentions(
+        refused(UnknownHostError, lambda: read(tmp_path)), "Start in the folder of your fork"
+    )
 
 
-def test_importable_host_when_the_working_directory_has_one_then_it_comes_first(tmp_path: Path) -> None:
+def test_importable_host_when_the_working_directory_has_one_then_it_comes_first(
+    tmp_path: Path,
+) -> None:
     here, there = per_rank_2023(tmp_path / "here"), core(tmp_path / "there" / "site-packages")
     tree = importable_host([str(here), str(there)])
     assert tree.roots == (here.resolve(),)
@@ -187,7 +228,9 @@ def test_importable_host_when_the_working_directory_has_one_then_it_comes_first(
     assert survey(tree).generation is MEGATRON_CORE
 
 
-def test_importable_host_when_there_is_none_then_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importable_host_when_there_is_none_then_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "megatron", raising=False)
     with pytest.raises(UnknownHostError):

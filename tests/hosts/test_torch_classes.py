@@ -1,5 +1,5 @@
-"""Any class of torch.optim or pytorch_optimizer in `distribute`: it trains, and resumes in each way at other numbers of
-ranks, as it does undistributed; or it is refused before the first step.
+"""Any class of torch.optim or pytorch_optimizer in `distribute`: it trains, and resumes in each way
+at other numbers of ranks, as it does undistributed; or it is refused before the first step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tests.support.whole_classes import tried_once
 
 #: Before torch 2.10 a 16-bit param has no fp32 gradient.
 SHORT = torch.bfloat16 if hasattr(Tensor, "grad_dtype") else torch.float32
-#: The vector is of bf16, and has no gradient in one step. The last one has a group, of which most ranks have nothing.
+#: The vector is of bf16, and has no gradient in one step. The last one has a group, of which most
+#: ranks have nothing.
 SHAPES = {"matrix": (12, 10), "vector": (7,), "one": (1,)}
 STEPS, SAVED_AT = 8, 4
 WAYS = ("folder", "DCP", "full", "consolidated")
@@ -52,8 +53,14 @@ EVERY: dict[str, Build] = {
     if isinstance(kind, type) and issubclass(kind, Optimizer)
 }
 SOME: dict[str, Build] = {
-    **{name: EVERY[f"torch.optim.{name}"] for name in ("NAdam", "ASGD", "Rprop", "Adafactor", "SGD")},
-    **{name: EVERY[f"pytorch_optimizer.{name}"] for name in ("AdaBelief", "ScheduleFreeAdamW", "QHAdam", "MADGRAD")},
+    **{
+        name: EVERY[f"torch.optim.{name}"]
+        for name in ("NAdam", "ASGD", "Rprop", "Adafactor", "SGD")
+    },
+    **{
+        name: EVERY[f"pytorch_optimizer.{name}"]
+        for name in ("AdaBelief", "ScheduleFreeAdamW", "QHAdam", "MADGRAD")
+    },
     **{name: EVERY[f"pytorch_optimizer.{name}"] for name in ("Adan", "Lion")},
     "SGD, momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.1),
     "RMSprop, centered": partial(torch.optim.RMSprop, centered=True, momentum=0.5),
@@ -71,7 +78,9 @@ class Held(nn.Module):
         generator = torch.Generator().manual_seed(7)
         for name, shape in SHAPES.items():
             value = torch.randn(shape, generator=generator)
-            self.register_parameter(name, nn.Parameter(value.bfloat16().to(short) if name == "vector" else value))
+            self.register_parameter(
+                name, nn.Parameter(value.bfloat16().to(short) if name == "vector" else value)
+            )
         groups = [{"params": [self.matrix, self.vector]}, {"params": [self.one], "lr": 0.03125}]
         self.optimizer = [build(groups, lr=0.0625)]  # no module
 
@@ -83,15 +92,25 @@ class Held(nn.Module):
             losses = list[Tensor]()
             for name, param in self.named_parameters():
                 drawn = [torch.Generator().manual_seed(100 * step + rank) for rank in ranks]
-                grads = [torch.randint(-3, 4, param.shape, generator=each) * (12 / 256) + 3 / 256 for each in drawn]
-                losses += [(param.float() * sum(grads) / len(ranks)).sum()] if (name, step) != ("vector", 2) else []
+                grads = [
+                    torch.randint(-3, 4, param.shape, generator=each) * (12 / 256) + 3 / 256
+                    for each in drawn
+                ]
+                losses += (
+                    [(param.float() * sum(grads) / len(ranks)).sum()]
+                    if (name, step) != ("vector", 2)
+                    else []
+                )
             torch.stack(losses).sum().backward()
             optimizer.step()
 
     def end_of(self, optimizer: Optimizer) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Params in the dtype of the model, and options as the user sees them."""
         hidden = ("params", *IMPLEMENTATION)
-        options = [{key: each for key, each in group.items() if key not in hidden} for group in optimizer.param_groups]
+        options = [
+            {key: each for key, each in group.items() if key not in hidden}
+            for group in optimizer.param_groups
+        ]
         return [self.matrix.detach(), self.vector.detach().bfloat16(), self.one.detach()], options
 
 
@@ -112,7 +131,9 @@ def _saved(way: str, model: Held, optimizer: TorchDistributedOptimizer, to: str,
     return optimizer.full_state_dict() if way == "full" else optimizer.save(to)  # type: ignore[func-returns-value]
 
 
-def _load(way: str, model: Held, optimizer: TorchDistributedOptimizer, at: str, group: Any, saved: Any) -> None:
+def _load(
+    way: str, model: Held, optimizer: TorchDistributedOptimizer, at: str, group: Any, saved: Any
+) -> None:
     if way == "folder":
         return optimizer.load(at)
     model.load_state_dict(saved["weights"])
@@ -124,12 +145,15 @@ def _load(way: str, model: Held, optimizer: TorchDistributedOptimizer, at: str, 
 
 
 def _run(rank: int, build: Build, groups: Mapping[int, Any], root: str) -> dict[str, Any]:
-    """Trained by two ranks, and resumed by one and three: what it goes by, and what it comes to, by way and size."""
+    """Trained by two ranks, and resumed by one and three: what it goes by, and what it comes to, by
+    way and size."""
     found, saved = dict[str, Any](), dict[str, Any]()
 
     def begun(size: int) -> tuple[Held, TorchDistributedOptimizer]:
         model = Held(build)
-        return model, distribute(model, model.optimizer.pop(), process_group=groups[size], accelerator="torch")
+        return model, distribute(
+            model, model.optimizer.pop(), process_group=groups[size], accelerator="torch"
+        )
 
     try:
         model, optimizer = begun(2) if rank < 2 else (None, None)
@@ -138,9 +162,12 @@ def _run(rank: int, build: Build, groups: Mapping[int, Any], root: str) -> dict[
     if _from_first(found):
         return found
     if model is not None and optimizer is not None:
-        found["goes by"] = "params" if optimizer.sharded.plan.choice.updates_whole_params else "elements"
+        found["goes by"] = (
+            "params" if optimizer.sharded.plan.choice.updates_whole_params else "elements"
+        )
         model.train_with(optimizer, range(SAVED_AT), [rank])
-        for way in WAYS if found["goes by"] == "elements" else WAYS[:1]:  # the others are refused when they are called
+        # the others are refused when they are called
+        for way in WAYS if found["goes by"] == "elements" else WAYS[:1]:
             saved[way] = _saved(way, model, optimizer, f"{root}/{way}", groups[2])
         weights = {name: param.detach().clone() for name, param in model.named_parameters()}
         model.train_with(optimizer, range(SAVED_AT, STEPS), [rank])
@@ -148,7 +175,9 @@ def _run(rank: int, build: Build, groups: Mapping[int, Any], root: str) -> dict[
         optimizer.release()
         saved["weights"] = weights
     saved = _from_first(saved)
-    for size, way in ((size, way) for size in (1, 3) for way in WAYS if rank < size and way in saved):
+    for size, way in (
+        (size, way) for size in (1, 3) for way in WAYS if rank < size and way in saved
+    ):
         model, optimizer = begun(size)
         _load(way, model, optimizer, f"{root}/{way}", groups[size], saved)
         model.train_with(optimizer, range(SAVED_AT, STEPS), (0, 1))
@@ -162,8 +191,13 @@ Ran = list[dict[str, dict[str, Any]]]
 
 @tried_once()
 def run_all(rank: int, size: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    groups, root = {each: dist.new_group(range(each)) for each in (1, 2, 3)}, _from_first(tempfile.mkdtemp())
-    return {name: _run(rank, {**EVERY, **SOME}[name], groups, str(Path(root, name))) for name in names}
+    groups, root = (
+        {each: dist.new_group(range(each)) for each in (1, 2, 3)},
+        _from_first(tempfile.mkdtemp()),
+    )
+    return {
+        name: _run(rank, {**EVERY, **SOME}[name], groups, str(Path(root, name))) for name in names
+    }
 
 
 def check(name: str, ran: Ran) -> None:
@@ -171,9 +205,12 @@ def check(name: str, ran: Ran) -> None:
     (optimizer,) = model.optimizer
     model.train_with(optimizer, range(STEPS), (0, 1))
     wanted, options = model.end_of(optimizer)
-    for how, end in (each for of_rank in ran for each in of_rank[name].items() if each[0] != "goes by"):
+    for how, end in (
+        each for of_rank in ran for each in of_rank[name].items() if each[0] != "goes by"
+    ):
         for mine, param in zip(end[0], wanted, strict=True):
-            # A piece of a param ends elsewhere, and kernels round the last elements of a tensor in another way.
+            # A piece of a param ends elsewhere, and kernels round the last elements of a tensor in
+            # another way.
             assert torch.allclose(mine.float(), param.float(), rtol=1e-5, atol=1e-6), how
         assert ran[0][name]["goes by"] == "params" or end[1] == options, how
 
@@ -184,7 +221,9 @@ def ran() -> Ran:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed(name: str, ran: Ran) -> None:
+def test_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed(
+    name: str, ran: Ran
+) -> None:
     found, wanted = ran[0][name], OTHERS.get(name, "elements")
     assert [*found] == ["refused"] if wanted == "refused" else found["goes by"] == wanted
     if wanted != "refused":
@@ -199,7 +238,12 @@ def test_options_when_some_change_in_place_then_only_those_cost_a_new_checksum()
     options.learn()
     seen, marks = list[int](), list[int]()
     with mock.patch.object(options, "described", wraps=options.described) as made:
-        for write in (lambda: None, lambda: rate.mul_(0.5), lambda: decay.fill_(0.8), lambda: ramp.append(2.0)):
+        for write in (
+            lambda: None,
+            lambda: rate.mul_(0.5),
+            lambda: decay.fill_(0.8),
+            lambda: ramp.append(2.0),
+        ):
             for act in (write, lambda: None):
                 act()
                 options.exchange()
@@ -210,7 +254,9 @@ def test_options_when_some_change_in_place_then_only_those_cost_a_new_checksum()
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", EVERY)
-def test_any_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed_or_refused(name: str) -> None:
+def test_any_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed_or_refused(
+    name: str,
+) -> None:
     ran = run_ranks(run_all, 3, [name], seconds=300.0)
     if "refused" not in ran[0][name]:
         check(name, ran)

@@ -1,6 +1,7 @@
 """A model in torch's DistributedDataParallel with our optimizer, and with torch's AdamW.
 
-Every case is a training loop that is called twice, with either optimizer; losses and params are compared.
+Every case is a training loop that is called twice, with either optimizer; losses and params are
+compared.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from megatron_distopt import distribute
 from tests.support.spawn import run_ranks
 
-#: Sums of three equal gradients are rounded once more, and flat params are cut elsewhere than torch's, so that a few
-#: elements go through other lanes of the same kernel: some units in the last place of changes of size lr.
+#: Sums of three equal gradients are rounded once more, and flat params are cut elsewhere than
+#: torch's, so that a few elements go through other lanes of the same kernel: some units in the last
+#: place of changes of size lr.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 STEPS = 4
 
@@ -78,14 +80,24 @@ def reference(model: nn.Module, options: dict[str, Any]) -> Any:
 
 
 def ours(model: nn.Module, options: dict[str, Any]) -> Any:
-    return distribute(model, adamw([p for p in model.parameters() if p.requires_grad]), accelerator="torch", **options)
+    return distribute(
+        model,
+        adamw([p for p in model.parameters() if p.requires_grad]),
+        accelerator="torch",
+        **options,
+    )
 
 
 class Loop:
-    """One training of a case; `wrapping` has options of DistributedDataParallel, `options` those of `distribute`."""
+    """One training of a case; `wrapping` has options of DistributedDataParallel, `options` those of
+    `distribute`."""
 
     def __init__(
-        self, build: Callable[..., Any], dtype: torch.dtype, wrapping: dict[str, Any], options: dict[str, Any]
+        self,
+        build: Callable[..., Any],
+        dtype: torch.dtype,
+        wrapping: dict[str, Any],
+        options: dict[str, Any],
     ) -> None:
         torch.manual_seed(3)
         self.net = Net().to(dtype)
@@ -173,7 +185,8 @@ def kept_references(loop: Loop) -> None:
         model(loop.batch(step)).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         optimizer.step()
-        if not loop.wrapping.get("gradient_as_bucket_view"):  # those are DDP's own memory, also in torch
+        # those are DDP's own memory, also in torch
+        if not loop.wrapping.get("gradient_as_bucket_view"):
             optimizer.zero_grad()
         loop.note(*grads)
         optimizer.zero_grad()
@@ -278,12 +291,21 @@ CASES: dict[str, Callable[[Loop], None]] = {
 }
 
 
-def outcome(case: Callable[[Loop], None], dtype: torch.dtype, wrapping: dict[str, Any], options: dict[str, Any]) -> str:
+def outcome(
+    case: Callable[[Loop], None],
+    dtype: torch.dtype,
+    wrapping: dict[str, Any],
+    options: dict[str, Any],
+) -> str:
     sides = [Loop(build, dtype, wrapping, options) for build in (reference, ours)]
     for side in sides:
         case(side)
     pairs = zip(sides[0].seen, sides[1].seen, strict=True)
-    unequal = [number for number, (one, other) in enumerate(pairs) if not torch.allclose(one, other, **TOLERANCE)]
+    unequal = [
+        number
+        for number, (one, other) in enumerate(pairs)
+        if not torch.allclose(one, other, **TOLERANCE)
+    ]
     return "equal" if not unequal else f"unequal at {unequal[0]} of {len(sides[0].seen)}"
 
 
@@ -312,5 +334,7 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_ddp_when_trained_with_our_optimizer_then_all_is_as_with_adamw(results: list[dict[str, Any]], key: str) -> None:
+def test_ddp_when_trained_with_our_optimizer_then_all_is_as_with_adamw(
+    results: list[dict[str, Any]], key: str
+) -> None:
     assert [each[key] for each in results] == ["equal"] * 3

@@ -1,6 +1,8 @@
-"""`distribute` with optimizers that need params whole: equal to them undistributed to the bit, or refused.
+"""`distribute` with optimizers that need params whole: equal to them undistributed to the bit, or
+refused.
 
-torch's Muon with AdamW for the params that are no matrices, and classes that update any param whole.
+torch's Muon with AdamW for the params that are no matrices, and classes that update any param
+whole.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from megatron_distopt import DistOptConfig, MatrixSpec, Muon, TorchDistributedOp
 from megatron_distopt.checkpoint.folder import read_manifest
 from megatron_distopt.checkpoint.manifest import kind_of, name_of
 from megatron_distopt.cli.main import main as run_command
-from megatron_distopt.errors import AccessError, ConfigError, DistOptError, LayoutError, RanksDisagreeError
+from megatron_distopt.errors import (
+    AccessError,
+    ConfigError,
+    DistOptError,
+    LayoutError,
+    RanksDisagreeError,
+)
 from megatron_distopt.formats.conversion import TARGETS, convert
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.owners.whole_params import WholeParams
@@ -38,7 +46,14 @@ STEPS, SAVED_AT, RESUMED_TO = 4, 2, 4
 HAS_MUON = hasattr(torch.optim, "Muon")
 MATRICES = {"wide": (12, 40), "tall": (33, 6), "square": (16, 16)}
 #: Of the optimizers that are given for Muon, and of one for everything.
-OF_MUON = {"embedding": (13, 8), "wide": (12, 40), "norm": (9,), "tall": (33, 6), "scale": (1,), "square": (16, 16)}
+OF_MUON = {
+    "embedding": (13, 8),
+    "wide": (12, 40),
+    "norm": (9,),
+    "tall": (33, 6),
+    "scale": (1,),
+    "square": (16, 16),
+}
 OF_CLASS = {name: (4, 3, 2, 2) if name == "scale" else shape for name, shape in OF_MUON.items()}
 BF16, FP16 = torch.bfloat16, torch.float16
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 300}
@@ -49,7 +64,9 @@ CLASSES: dict[str, Callable[[Params], Optimizer]] = {
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.125),
     "Lamb": lambda params: pytorch_optimizer.Lamb(params, lr=0.125, weight_decay=0.1),
     "SOAP": lambda params: pytorch_optimizer.SOAP(params, lr=0.125, precondition_frequency=2),
-    "Shampoo": lambda params: pytorch_optimizer.Shampoo(params, lr=0.125, preconditioning_compute_steps=2),
+    "Shampoo": lambda params: pytorch_optimizer.Shampoo(
+        params, lr=0.125, preconditioning_compute_steps=2
+    ),
     "AdamP": lambda params: pytorch_optimizer.AdamP(params, lr=0.125),
 }
 
@@ -58,12 +75,15 @@ CLASSES: dict[str, Callable[[Params], Optimizer]] = {
 class Case:
     """One way to train."""
 
-    optimizer: str  # of `CLASSES`; "Muon"; "fused Muon" where params are several matrices, which our own class knows
+    # of `CLASSES`; "Muon"; "fused Muon" where params are several matrices, which our own class
+    # knows
+    optimizer: str
     options: Mapping[str, Any] = field(default_factory=dict)  # of `distribute`
     dtype: torch.dtype = torch.float32  # of the params
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of some of them
     only_matrices: bool = False  # there is nothing else
-    absent: Mapping[int, Collection[str]] = field(default_factory=dict)  # by step, params without a gradient
+    # by step, params without a gradient
+    absent: Mapping[int, Collection[str]] = field(default_factory=dict)
     bad: int | None = None  # the step in which a gradient is not finite
     frozen: str | None = None  # a param that begins to train in the third step
     scheduled: bool = False  # the rate of the first optimizer is halved after each step
@@ -71,15 +91,21 @@ class Case:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = OF_CLASS if self.optimizer in CLASSES else OF_MUON
-        chosen = {name: shape for name, shape in shapes.items() if name in MATRICES or not self.only_matrices}
-        return {**chosen, "tall": (3, 11, 6)} if self.optimizer == "fused Muon" else chosen  # a stack of three
+        chosen = {
+            name: shape
+            for name, shape in shapes.items()
+            if name in MATRICES or not self.only_matrices
+        }
+        # a stack of three
+        return {**chosen, "tall": (3, 11, 6)} if self.optimizer == "fused Muon" else chosen
 
     def grads(self, step: int, rank: int) -> dict[str, Tensor]:
         """Multiples of 12 / 256: the average over 2 or 3 ranks is exact."""
         generator = torch.Generator().manual_seed(100 * step + rank)
         absent = {*self.absent.get(step, ()), *([self.frozen] if step < 2 else [])}
         drawn = {
-            name: torch.randint(-3, 4, shape, generator=generator) * (12 / 256) for name, shape in self.shapes.items()
+            name: torch.randint(-3, 4, shape, generator=generator) * (12 / 256)
+            for name, shape in self.shapes.items()
         }
         if step == self.bad and rank == 0:
             drawn["tall"].view(-1)[0] = torch.inf
@@ -94,14 +120,18 @@ class Case:
             {"params": [params[name] for name in ("wide", "square")], "weight_decay": 0.0},
         ]
         if self.optimizer == "fused Muon":
-            # Queries, keys and values of two groups of heads in one param, gate and up in another; compared with
-            # torch's Muon in tests/optimizer/test_muon.py.
-            qkv, gates = MatrixSpec(16, 16, sizes=(4, 2, 2), repeats=2), MatrixSpec(12, 40, sizes=(6, 6))
+            # Queries, keys and values of two groups of heads in one param, gate and up in another;
+            # compared with torch's Muon in tests/optimizer/test_muon.py.
+            qkv, gates = (
+                MatrixSpec(16, 16, sizes=(4, 2, 2), repeats=2),
+                MatrixSpec(12, 40, sizes=(6, 6)),
+            )
             muon: Optimizer = Muon(groups, {params["square"]: qkv, params["wide"]: gates}, lr=0.25)
         else:
             muon = torch.optim.Muon(groups, lr=0.25)
         others = [param for name, param in params.items() if name not in MATRICES]
-        # torch's for-each kernels are the same to the bit wherever a tensor ends, and Muon's parts are, too.
+        # torch's for-each kernels are the same to the bit wherever a tensor ends, and Muon's parts
+        # are, too.
         return [muon, AdamW(others, lr=0.01, foreach=True)] if others else [muon]
 
 
@@ -117,7 +147,11 @@ MUON_CASES = {
     "fused": Case("fused Muon", {**OVERLAP, "clip_grad": 1.0}, BF16),
 }
 CLASS_CASES = {
-    **{f"{name}, bf16, overlapped, clipped": Case(name, CLIPPED, BF16) for name in CLASSES if name != "Lamb"},
+    **{
+        f"{name}, bf16, overlapped, clipped": Case(name, CLIPPED, BF16)
+        for name in CLASSES
+        if name != "Lamb"
+    },
     "Lamb, clipped, some without a gradient": Case("Lamb", CLIPPED, BF16, absent=LOST),
     "Lamb, inf skipped": Case("Lamb", {"nonfinite": "skip"}, bad=2),
 }
@@ -126,7 +160,9 @@ CASES = {**(MUON_CASES if HAS_MUON else {}), **CLASS_CASES}
 LONG = tuple(name for name in CASES if name.startswith(("Shampoo", "AdamP")))
 #: Each on three ranks, and alone one of each kind.
 ALONE = ("overflow", "Lamb, inf skipped")
-TRAINED = [(name, size) for size in (1, 3) for name in (CASES if size == 3 else ALONE) if name in CASES]
+TRAINED = [
+    (name, size) for size in (1, 3) for name in (CASES if size == 3 else ALONE) if name in CASES
+]
 TRAINED = [each for each in TRAINED if each[0] not in LONG]
 
 
@@ -147,7 +183,8 @@ class Held(nn.Module):
 
 
 def expected(case: Case, size: int, steps: int = STEPS) -> dict[str, Tensor]:
-    """What the optimizers themselves leave of fp32 copies of all params, in the dtype of the model."""
+    """What the optimizers themselves leave of fp32 copies of all params, in the dtype of the
+    model."""
     start = dict(Held(case).named_parameters())
     mains = {name: nn.Parameter(param.detach().float()) for name, param in start.items()}
     optimizers = case.optimizers(mains)
@@ -177,7 +214,11 @@ class Run:
             params[case.frozen].requires_grad_(False)
         given = case.optimizers(params)
         self.optimizer: TorchDistributedOptimizer = distribute(
-            self.model, given if len(given) > 1 else given[0], process_group=group, accelerator="torch", **case.options
+            self.model,
+            given if len(given) > 1 else given[0],
+            process_group=group,
+            accelerator="torch",
+            **case.options,
         )
         self.scheduler = StepLR(given[0], step_size=1, gamma=0.5) if case.scheduled else None
 
@@ -185,9 +226,13 @@ class Run:
         """One step; with the mean of the gradients of some ranks where `num_drawn` is given."""
         if step == 2 and self.case.frozen is not None:
             getattr(self.model, self.case.frozen).requires_grad_(True)
-        drawn = [self.case.grads(step, rank) for rank in range(num_drawn)] or [self.case.grads(step, dist.get_rank())]
+        drawn = [self.case.grads(step, rank) for rank in range(num_drawn)] or [
+            self.case.grads(step, dist.get_rank())
+        ]
         self.optimizer.zero_grad()
-        loss = self.model({name: sum(each[name] for each in drawn) / len(drawn) for name in drawn[0]})
+        loss = self.model(
+            {name: sum(each[name] for each in drawn) / len(drawn) for name in drawn[0]}
+        )
         self.optimizer.scale_loss(loss).backward()
         self.optimizer.step()
         if self.scheduler is not None:
@@ -206,7 +251,9 @@ class Run:
 Trained = dict[tuple[str, int], dict[str, Tensor]]
 
 
-def train_all(rank: int, groups: Mapping[int, Any], trained: Collection[tuple[str, int]] = TRAINED) -> Trained:
+def train_all(
+    rank: int, groups: Mapping[int, Any], trained: Collection[tuple[str, int]] = TRAINED
+) -> Trained:
     found = {}
     for name, size in ((name, size) for name, size in trained if rank < size):
         run = Run(CASES[name], groups[size])
@@ -222,10 +269,15 @@ def train_all(rank: int, groups: Mapping[int, Any], trained: Collection[tuple[st
 
 #: Rows and columns; lists of matrices, and a count in the param group.
 RESUMED = {
-    **({"Muon": Case("Muon", {"clip_grad": 1.0}, BF16, {"tall": torch.float32})} if HAS_MUON else {}),
+    **(
+        {"Muon": Case("Muon", {"clip_grad": 1.0}, BF16, {"tall": torch.float32})}
+        if HAS_MUON
+        else {}
+    ),
     **{name: Case(name, {"clip_grad": 1.0}, BF16) for name in ("Adafactor", "SOAP")},
 }
-#: Numbers of ranks that go on with what two have saved. On three the norm adds up in another order, which SOAP shows.
+#: Numbers of ranks that go on with what two have saved. On three the norm adds up in another order,
+#: which SOAP shows.
 RESUMED_AT = {"Muon": (1, 3), "Adafactor": (3,), "SOAP": (1,)}
 
 
@@ -245,7 +297,8 @@ def _raised(call: Callable[[], object]) -> str:
 
 
 def resume_all(rank: int, groups: Mapping[int, Any]) -> dict[str, Any]:
-    """Trained by two ranks for two steps, then by other numbers for two more, in each way to carry state."""
+    """Trained by two ranks for two steps, then by other numbers for two more, in each way to carry
+    state."""
     folder, found = Path(_from_first(tempfile.mkdtemp())), {}
     for name, case in RESUMED.items():
         full, weights = None, None
@@ -269,13 +322,18 @@ def resume_all(rank: int, groups: Mapping[int, Any]) -> dict[str, Any]:
                 run.optimizer.load_state_dict(full)
                 found[name, "state dict", size] = _continued(run)
     converted = {
-        name: {to: _raised(partial(convert, folder / name, folder / f"{name}_{to}", to)) for to in TARGETS}
+        name: {
+            to: _raised(partial(convert, folder / name, folder / f"{name}_{to}", to))
+            for to in TARGETS
+        }
         for name in (RESUMED if rank == 0 else ())
     }
     return {
         "found": found,
         "kinds": _kinds_in(folder / "Muon") if HAS_MUON else {},
-        "verified": {name: run_command(["verify", str(folder / name)]) for name in RESUMED} if rank == 0 else {},
+        "verified": {name: run_command(["verify", str(folder / name)]) for name in RESUMED}
+        if rank == 0
+        else {},
         "converted": converted,
         "others": _others(folder),
     }
@@ -295,7 +353,8 @@ def _kinds_in(folder: Path) -> dict[str, list[str]]:
 
 
 def _others(folder: Path) -> dict[str, tuple[str, bool]]:
-    """What optimizers do with the state of others, and whether the params are those saved and state begins anew."""
+    """What optimizers do with the state of others, and whether the params are those saved and state
+    begins anew."""
     found = {}
     builds: dict[str, Callable[[Any], Optimizer]] = {
         "AdamW": lambda params: AdamW(params, lr=0.01),
@@ -317,19 +376,26 @@ def _others(folder: Path) -> dict[str, tuple[str, bool]]:
         optimizer.save(folder / name)
         saved[name] = _params(optimizer)
         states[name] = _from_first(optimizer.full_state_dict()) if name != "SOAP" else {}
-    for name, loads in (pair for pair in product(builds, builds) if {"Muon", "SOAP"}.intersection(pair)):
+    for name, loads in (
+        pair for pair in product(builds, builds) if {"Muon", "SOAP"}.intersection(pair)
+    ):
         optimizer = stepped(loads)
         optimizer.param_groups[0]["lr"] = 0.125
         raised = _raised(partial(optimizer.load, folder / name))
         inner = optimizer.sharded.inner
         owned = getattr(inner, "owned", None)
-        has_state = any(inner.state.values() if owned is None else (each.has_state for each in owned.values()))
+        has_state = any(
+            inner.state.values() if owned is None else (each.has_state for each in owned.values())
+        )
         is_anew = not has_state and optimizer.param_groups[0]["lr"] == 0.125
         is_taken = all(map(torch.equal, saved[name], _params(optimizer)))
         found[f"{name} to {loads}"] = raised, is_taken and is_anew == (name != loads)
         if "SOAP" not in (name, loads) and name != loads:
             optimizer = stepped(loads)
-            found[f"{name} to {loads}, state dict"] = _raised(partial(optimizer.load_state_dict, states[name])), True
+            found[f"{name} to {loads}, state dict"] = (
+                _raised(partial(optimizer.load_state_dict, states[name])),
+                True,
+            )
     return found
 
 
@@ -354,7 +420,11 @@ def _given(*builds: Callable[[list[nn.Parameter]], Optimizer]) -> None:
     """Each optimizer gets some of the matrices."""
     model = _model()
     params = [getattr(model, name) for name in MATRICES]
-    distribute(model, [build([param]) for build, param in zip(builds, params, strict=False)], accelerator="torch")
+    distribute(
+        model,
+        [build([param]) for build, param in zip(builds, params, strict=False)],
+        accelerator="torch",
+    )
 
 
 def _changed(change: Callable[[Held, list[Optimizer]], object]) -> None:
@@ -437,11 +507,20 @@ def _elementwise(build: Callable[[Any], Optimizer], **options: Any) -> None:
     distribute(model, build(model.parameters()), accelerator="torch", **options)
 
 
-CALLS = (("step", 0, "Muon"), ("step", 1, "AdamW"), ("state_dict", 0, "Muon"), ("add_param_group", 1, "AdamW"))
+CALLS = (
+    ("step", 0, "Muon"),
+    ("step", 1, "AdamW"),
+    ("state_dict", 0, "Muon"),
+    ("add_param_group", 1, "AdamW"),
+)
 Refused = dict[str, tuple[Callable[[], Any], type[Exception], str]]
 #: The error, and what it says.
 MUON_REFUSED: Refused = {
-    "no optimizers": (lambda: distribute(_model(), [], accelerator="torch"), ConfigError, "[torch.optim.Muon("),
+    "no optimizers": (
+        lambda: distribute(_model(), [], accelerator="torch"),
+        ConfigError,
+        "[torch.optim.Muon(",
+    ),
     "an optimizer and something else": (
         lambda: distribute(_model(), [AdamW, 3], accelerator="torch"),  # type: ignore[list-item]
         ConfigError,
@@ -456,20 +535,44 @@ MUON_REFUSED: Refused = {
         "hooks of AdamW",
     ),
     "Muon was stepped": (lambda: _changed(_stepped_before), ConfigError, "has state"),
-    "a param in both": (lambda: _of_matrix(lambda model: _muon([model.wide])), LayoutError, "'wide'"),
+    "a param in both": (
+        lambda: _of_matrix(lambda model: _muon([model.wide])),
+        LayoutError,
+        "'wide'",
+    ),
     "no matrix": (_not_a_matrix, LayoutError, "'norm'"),
-    "a matrix that is cut": (lambda: _pair(_model(), placement=_cut), LayoutError, "cut along dimension 0"),
+    "a matrix that is cut": (
+        lambda: _pair(_model(), placement=_cut),
+        LayoutError,
+        "cut along dimension 0",
+    ),
     "other rates on another rank": (
-        lambda: _of_matrix(lambda model: torch.optim.Muon([model.wide], lr=0.1 + dist.get_rank()), "norm"),
+        lambda: _of_matrix(
+            lambda model: torch.optim.Muon([model.wide], lr=0.1 + dist.get_rank()), "norm"
+        ),
         RanksDisagreeError,
         "lr=",
     ),
     "digests": (lambda: _pair(_model(), log_digests=1), ConfigError, "log_digests"),
-    "state on the host": (lambda: _pair(_model(), offload_fraction=0.5), ConfigError, "offload_fraction"),
-    "state in low precision": (lambda: _pair(_model(), exp_avg_dtype="int8"), ConfigError, "exp_avg_dtype"),
-    "an option of a Megatron": (lambda: _pair(_model(), muon_ns_steps=3), ConfigError, "muon_ns_steps"),
+    "state on the host": (
+        lambda: _pair(_model(), offload_fraction=0.5),
+        ConfigError,
+        "offload_fraction",
+    ),
+    "state in low precision": (
+        lambda: _pair(_model(), exp_avg_dtype="int8"),
+        ConfigError,
+        "exp_avg_dtype",
+    ),
+    "an option of a Megatron": (
+        lambda: _pair(_model(), muon_ns_steps=3),
+        ConfigError,
+        "muon_ns_steps",
+    ),
     "the option of a Megatron": (
-        lambda: distribute(_model(), optimizer=None, config=DistOptConfig(optimizer="muon", accelerator="torch")),
+        lambda: distribute(
+            _model(), optimizer=None, config=DistOptConfig(optimizer="muon", accelerator="torch")
+        ),
         ConfigError,
         "muon",
     ),
@@ -484,8 +587,16 @@ MUON_REFUSED: Refused = {
     },
 }
 CLASS_REFUSED: Refused = {
-    "class that looks beyond a param": (lambda: _elementwise(Clipping), ConfigError, "Clipping cannot be distributed"),
-    "said to update params": (lambda: _elementwise(AdamW, updates="params"), ConfigError, "AdamW updates elements"),
+    "class that looks beyond a param": (
+        lambda: _elementwise(Clipping),
+        ConfigError,
+        "Clipping cannot be distributed",
+    ),
+    "said to update params": (
+        lambda: _elementwise(AdamW, updates="params"),
+        ConfigError,
+        "AdamW updates elements",
+    ),
     "said of no class": (
         lambda: distribute(_model(), accelerator="torch", updates="params"),
         ConfigError,
@@ -493,9 +604,21 @@ CLASS_REFUSED: Refused = {
     ),
     "object's own state": (_object_kept_its_state, AccessError, "after it was given to distribute"),
     "class with digests": (lambda: _class("SOAP", log_digests=1), ConfigError, "SOAP"),
-    "class with low precision": (lambda: _class("SOAP", exp_avg_dtype="bfloat16"), ConfigError, "SOAP"),
-    "class and a param that is cut": (lambda: _class("SOAP", placement=_cut), LayoutError, "where SOAP updates it"),
-    "class, load_state_dict": (lambda: _class("SOAP").load_state_dict({}), ConfigError, "save(folder)"),
+    "class with low precision": (
+        lambda: _class("SOAP", exp_avg_dtype="bfloat16"),
+        ConfigError,
+        "SOAP",
+    ),
+    "class and a param that is cut": (
+        lambda: _class("SOAP", placement=_cut),
+        LayoutError,
+        "where SOAP updates it",
+    ),
+    "class, load_state_dict": (
+        lambda: _class("SOAP").load_state_dict({}),
+        ConfigError,
+        "save(folder)",
+    ),
     "class, a group is added": (
         lambda: _class("SOAP").add_param_group({"params": []}),
         ConfigError,
@@ -545,11 +668,15 @@ def ran() -> list[Ran]:
 
 
 def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    assert {each: torch.equal(found[each], wanted[each]) for each in wanted} == dict.fromkeys(wanted, True)
+    assert {each: torch.equal(found[each], wanted[each]) for each in wanted} == dict.fromkeys(
+        wanted, True
+    )
 
 
 @pytest.mark.parametrize(("name", "size"), TRAINED)
-def test_owners_when_distributed_then_equal_to_whole_params_to_the_bit(name: str, size: int, ran: list[Ran]) -> None:
+def test_owners_when_distributed_then_equal_to_whole_params_to_the_bit(
+    name: str, size: int, ran: list[Ran]
+) -> None:
     check_trained(name, size, [of_rank.trained for of_rank in ran])
 
 
@@ -562,13 +689,17 @@ def test_owners_when_of_a_further_class_then_equal_to_whole_params_to_the_bit(na
 def check_trained(name: str, size: int, trained: list[Trained]) -> None:
     wanted = expected(CASES[name], size)
     start = Held(CASES[name]).state_dict()
-    assert all(not torch.equal(wanted[each], start[each]) for each in wanted), "every param has changed"
+    assert all(not torch.equal(wanted[each], start[each]) for each in wanted), (
+        "every param has changed"
+    )
     for rank in range(size):
         assert_equal(trained[rank][name, size], wanted)
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_owners_when_resumed_at_any_size_then_it_goes_on_to_the_bit(name: str, ran: list[Ran]) -> None:
+def test_owners_when_resumed_at_any_size_then_it_goes_on_to_the_bit(
+    name: str, ran: list[Ran]
+) -> None:
     wanted = expected(RESUMED[name], 2, RESUMED_TO)
     for rank, each in enumerate(ran):
         found = {key: params for key, params in each.resumed["found"].items() if key[0] == name}
@@ -580,7 +711,9 @@ def test_owners_when_resumed_at_any_size_then_it_goes_on_to_the_bit(name: str, r
 
 
 @pytest.mark.skipif(not HAS_MUON, reason="this torch has no Muon")
-def test_checkpoint_when_of_muon_and_adamw_then_each_param_has_the_moments_of_its_own(ran: list[Ran]) -> None:
+def test_checkpoint_when_of_muon_and_adamw_then_each_param_has_the_moments_of_its_own(
+    ran: list[Ran],
+) -> None:
     adam, muon = ["exp_avg", "exp_avg_sq", "main"], ["main", "momentum_buffer"]
     assert ran[0].resumed["kinds"] == {name: muon if name in MATRICES else adam for name in OF_MUON}
 
@@ -589,12 +722,14 @@ def test_checkpoint_when_of_owners_then_verify_finds_no_fault(ran: list[Ran]) ->
     assert ran[0].resumed["verified"] == dict.fromkeys(RESUMED, 0)
 
 
-def test_load_when_the_checkpoint_is_of_another_optimizer_then_params_are_taken_and_state_begins_anew(
+def test_load_when_the_checkpoint_is_of_another_optimizer_then_state_begins_anew(
     ran: list[Ran],
 ) -> None:
     for found in (each.resumed["others"] for each in ran):
         for name, (raised, is_right) in found.items():
-            wanted = ("CheckpointError", "RanksDisagreeError") if "state dict" in name else ("nothing",)
+            wanted = (
+                ("CheckpointError", "RanksDisagreeError") if "state dict" in name else ("nothing",)
+            )
             assert raised.startswith(wanted) and is_right, (name, raised)
 
 
@@ -605,12 +740,16 @@ def test_convert_when_state_is_of_owners_then_only_to_a_format_that_has_a_place_
     taken = {"Muon": ("distopt", "torch")}.get(name, ("distopt",))
     converted = ran[0].resumed["converted"][name]
     assert {to for to, raised in converted.items() if raised == "nothing"} == set(taken)
-    assert all(text.startswith("CheckpointError") for to, text in converted.items() if to not in taken)
+    assert all(
+        text.startswith("CheckpointError") for to, text in converted.items() if to not in taken
+    )
     assert "torch" in taken or "Convert to distopt" in converted["torch"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_owners_when_something_is_not_served_then_an_error_on_all_ranks(name: str, ran: list[Ran]) -> None:
+def test_owners_when_something_is_not_served_then_an_error_on_all_ranks(
+    name: str, ran: list[Ran]
+) -> None:
     _, error, words = REFUSED[name]
     for kind, text in (each.refused[name] for each in ran):
         assert kind is error, text
@@ -621,14 +760,19 @@ def test_updates_when_it_is_said_then_the_trial_has_to_agree(one_rank: None) -> 
     with pytest.raises(ConfigError, match="not elements"):
         _class("Lamb", updates="elements")
     model = _model()
-    lion = distribute(model, pytorch_optimizer.Lion(model.parameters()), accelerator="torch", updates="params")
+    lion = distribute(
+        model, pytorch_optimizer.Lion(model.parameters()), accelerator="torch", updates="params"
+    )
     assert isinstance(lion.sharded.inner, WholeParams)
 
 
-def test_whole_params_when_it_has_trained_then_memory_counts_what_owners_keep(one_rank: None) -> None:
+def test_whole_params_when_it_has_trained_then_memory_counts_what_owners_keep(
+    one_rank: None,
+) -> None:
     run = Run(Case("SOAP"))
     for step in range(2):
         run.step(step)
     numel = sum(param.numel() for param in run.model.parameters())
-    squares = sum(8 * each * each for each in (13, 8, 12, 40, 33, 6, 16, 16))  # GG and Q of matrices at least
+    # GG and Q of matrices at least
+    squares = sum(8 * each * each for each in (13, 8, 12, 40, 33, 6, 16, 16))
     assert run.optimizer.memory.moment_nbytes >= 8 * numel + squares

@@ -1,4 +1,5 @@
-"""What cannot have the effect of torch with a sharded optimizer is an error of ours on every rank."""
+"""What cannot have the effect of torch with a sharded optimizer is an error of ours on every
+rank."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, RMSprop
 
 from megatron_distopt import DistOptConfig, distribute
-from megatron_distopt.errors import AccessError, ConfigError, LayoutError, NonFiniteGradError, RanksDisagreeError
+from megatron_distopt.errors import (
+    AccessError,
+    ConfigError,
+    LayoutError,
+    NonFiniteGradError,
+    RanksDisagreeError,
+)
 from tests.support.spawn import run_ranks
 
 #: Ranks at start-up, where two pairs may differ, and in training.
@@ -45,7 +52,12 @@ def everyone(kind: type[Exception], *parts: str) -> list[Refusal]:
 
 def differing(what: str, theirs: str, ours: str) -> list[Refusal]:
     """Rank 2 differs."""
-    parts = what, f"rank 2 has {theirs}", f"rank 0 has {ours}", "Start rank(s) 2 with the code and options"
+    parts = (
+        what,
+        f"rank 2 has {theirs}",
+        f"rank 0 has {ours}",
+        "Start rank(s) 2 with the code and options",
+    )
     return everyone(RanksDisagreeError, *parts)
 
 
@@ -59,13 +71,17 @@ def linear(rank: int = 0, **options: Any) -> object:
 def grouped(*groups: Any) -> object:
     """Of a layer, from the names of its params and other options."""
     model = Linear(2, 2)
-    named = [{**group, "params": [getattr(model, name) for name in group["params"]]} for group in groups]
+    named = [
+        {**group, "params": [getattr(model, name) for name in group["params"]]} for group in groups
+    ]
     return distribute(model, CONFIG, param_groups=named)
 
 
 def _foreign_params(rank: int) -> object:
     model = Linear(2, 2)
-    return distribute(model, CONFIG, param_groups=[{"params": [*model.parameters(), *Linear(1, 1).parameters()]}])
+    return distribute(
+        model, CONFIG, param_groups=[{"params": [*model.parameters(), *Linear(1, 1).parameters()]}]
+    )
 
 
 def _second_time(rank: int) -> object:
@@ -111,7 +127,9 @@ def of_pair(rank: int, model: Module) -> object:
     """Ranks 0 and 1 hold the same params, ranks 2 and 3 others."""
     if not _GROUPS:
         _GROUPS.extend([dist.new_group([0, 1]), dist.new_group([2, 3])])
-    return distribute(model, CONFIG, process_group=_GROUPS[rank // 2], stats_process_group=dist.group.WORLD)
+    return distribute(
+        model, CONFIG, process_group=_GROUPS[rank // 2], stats_process_group=dist.group.WORLD
+    )
 
 
 class _Twins(Module):
@@ -147,8 +165,15 @@ def _module_buffers_differ(rank: int) -> None:
 
 FLOAT64 = ("param 'bias'", "float64", "float32, bfloat16, float16", "Convert or freeze the param")
 BY_PARAM = ("Use one that does, such as torch.optim.AdamW or torch.optim.Adafactor",)
-IN_ITS_PAIR = ("param shapes", "rank 3 has bias[3]", "rank 2 has bias[2]", "Start rank(s) 3 with the code and options")
-OF_PAIR = [(RanksDisagreeError, ("rank 2 refused", *IN_ITS_PAIR))] * 2 + [(RanksDisagreeError, IN_ITS_PAIR)] * 2
+IN_ITS_PAIR = (
+    "param shapes",
+    "rank 3 has bias[3]",
+    "rank 2 has bias[2]",
+    "Start rank(s) 3 with the code and options",
+)
+OF_PAIR = [(RanksDisagreeError, ("rank 2 refused", *IN_ITS_PAIR))] * 2 + [
+    (RanksDisagreeError, IN_ITS_PAIR)
+] * 2
 
 START_UP: dict[str, Case] = {
     # what is given
@@ -158,7 +183,11 @@ START_UP: dict[str, Case] = {
     ),
     "class of optimizer": (
         lambda rank: distribute(Linear(2, 2), AdamW),  # type: ignore[arg-type]
-        everyone(ConfigError, "the class AdamW", "Write distribute(model, AdamW(model.parameters(), lr=...))"),
+        everyone(
+            ConfigError,
+            "the class AdamW",
+            "Write distribute(model, AdamW(model.parameters(), lr=...))",
+        ),
     ),
     "groups and an optimizer": (
         lambda rank: instance(RMSprop, param_groups=[{"params": []}]),
@@ -166,7 +195,11 @@ START_UP: dict[str, Case] = {
     ),
     "group without params": (
         lambda rank: distribute(Linear(2, 2), CONFIG, param_groups=[{"lr": 0.5}]),
-        everyone(LayoutError, "a dict without 'params'", "Write [{'params': [...], 'weight_decay': 0.0}, ...]"),
+        everyone(
+            LayoutError,
+            "a dict without 'params'",
+            "Write [{'params': [...], 'weight_decay': 0.0}, ...]",
+        ),
     ),
     "in two groups": (
         lambda rank: grouped({"params": ["weight"]}, {"params": ["weight"]}),
@@ -174,27 +207,47 @@ START_UP: dict[str, Case] = {
     ),
     "foreign params": (
         _foreign_params,
-        everyone(LayoutError, "2 params that the model has not", "distribute([model, other_module], ...)"),
+        everyone(
+            LayoutError, "2 params that the model has not", "distribute([model, other_module], ...)"
+        ),
     ),
     "second time": (
         _second_time,
-        everyone(LayoutError, "in another distributed optimizer", "Call release() on the other one first"),
+        everyone(
+            LayoutError, "in another distributed optimizer", "Call release() on the other one first"
+        ),
     ),
-    "LBFGS instance": (lambda rank: instance(torch.optim.LBFGS), everyone(ConfigError, "Optimizer LBFGS", *BY_PARAM)),
+    "LBFGS instance": (
+        lambda rank: instance(torch.optim.LBFGS),
+        everyone(ConfigError, "Optimizer LBFGS", *BY_PARAM),
+    ),
     "options beside an instance": (
         lambda rank: instance(RMSprop, adam="apex", lr=0.5),
-        everyone(ConfigError, "'apex' together with an optimizer object", "leave adam or the optimizer out"),
+        everyone(
+            ConfigError,
+            "'apex' together with an optimizer object",
+            "leave adam or the optimizer out",
+        ),
     ),
     "another rate in a step": (
         _own_rate,
-        everyone(RanksDisagreeError, "The lr of param group 0 is 0.5 on rank 2 and 0.01 on rank 0", "all_reduce"),
+        everyone(
+            RanksDisagreeError,
+            "The lr of param group 0 is 0.5 on rank 2 and 0.01 on rank 0",
+            "all_reduce",
+        ),
     ),
     "bucket too small": (
         lambda rank: linear(bucket_size=3),
-        everyone(ConfigError, "bucket_size is 3", "4 data-parallel ranks", "Write bucket_size=40_000_000"),
+        everyone(
+            ConfigError, "bucket_size is 3", "4 data-parallel ranks", "Write bucket_size=40_000_000"
+        ),
     ),
     # the model
-    "float64": (lambda rank: distribute(Linear(2, 2).double(), CONFIG), everyone(LayoutError, *FLOAT64)),
+    "float64": (
+        lambda rank: distribute(Linear(2, 2).double(), CONFIG),
+        everyone(LayoutError, *FLOAT64),
+    ),
     "fp16 without loss scale": (
         lambda rank: distribute(Linear(2, 2).half(), CONFIG),
         everyone(ConfigError, "fp16 params", "Write loss_scale='dynamic'"),
@@ -215,13 +268,21 @@ START_UP: dict[str, Case] = {
         _tied_before,
         everyone(LayoutError, "'one.weight'", "'other.weight'", "b.weight = a.weight"),
     ),
-    "tensor-parallel param": (_tensor_parallel_param, everyone(LayoutError, "DTensor", "'0.weight'")),
+    "tensor-parallel param": (
+        _tensor_parallel_param,
+        everyone(LayoutError, "DTensor", "'0.weight'"),
+    ),
     # what ranks must have alike
     "one rank only": (
-        lambda rank: distribute(Linear(2, 2).to(torch.float64 if rank == 2 else torch.float32), CONFIG),
+        lambda rank: distribute(
+            Linear(2, 2).to(torch.float64 if rank == 2 else torch.float32), CONFIG
+        ),
         one_rank(2, LayoutError, *FLOAT64),
     ),
-    "other options": (lambda rank: linear(lr=0.5 if rank == 2 else 0.01), differing("options", "lr=0.5", "lr=0.01")),
+    "other options": (
+        lambda rank: linear(lr=0.5 if rank == 2 else 0.01),
+        differing("options", "lr=0.5", "lr=0.01"),
+    ),
     "other names": (
         lambda rank: distribute(Sequential(Linear(2, 2)) if rank == 2 else Linear(2, 2), CONFIG),
         differing("param names", "0.bias", "bias"),
@@ -231,35 +292,63 @@ START_UP: dict[str, Case] = {
         differing("param shapes", "bias[3]", "bias[2]"),
     ),
     "other dtype": (
-        lambda rank: distribute(Linear(2, 2).to(torch.bfloat16 if rank == 2 else torch.float32), CONFIG),
+        lambda rank: distribute(
+            Linear(2, 2).to(torch.bfloat16 if rank == 2 else torch.float32), CONFIG
+        ),
         differing("param dtypes", "bias bfloat16", "bias float32"),
     ),
     "other group options": (
-        lambda rank: grouped({"params": ["weight", "bias"], "weight_decay": 0.5 if rank == 2 else 0.0, "lr_mult": 2.0}),
-        differing("param groups", "group 0: lr_mult=2.0, weight_decay=0.5", "group 0: lr_mult=2.0, weight_decay=0.0"),
+        lambda rank: grouped(
+            {
+                "params": ["weight", "bias"],
+                "weight_decay": 0.5 if rank == 2 else 0.0,
+                "lr_mult": 2.0,
+            }
+        ),
+        differing(
+            "param groups",
+            "group 0: lr_mult=2.0, weight_decay=0.5",
+            "group 0: lr_mult=2.0, weight_decay=0.0",
+        ),
     ),
     "other members": (
-        lambda rank: grouped(*[{"params": ["weight"]}, {"params": ["bias"]}][:: -1 if rank == 2 else 1]),
+        lambda rank: grouped(
+            *[{"params": ["weight"]}, {"params": ["bias"]}][:: -1 if rank == 2 else 1]
+        ),
         differing("param group members", "bias in 0", "weight in 0"),
     ),
     "other excluded from the norm": (
-        lambda rank: distribute(Linear(2, 2), CONFIG, excluded_from_norm=lambda name: rank == 2 and name == "bias"),
+        lambda rank: distribute(
+            Linear(2, 2), CONFIG, excluded_from_norm=lambda name: rank == 2 and name == "bias"
+        ),
         differing("params excluded from the norm", "bias", "nothing"),
     ),
     "other defaults of instance": (  # the groups are alike; one that is added later would not be
-        lambda rank: instance(lambda params: RMSprop([{"params": params, "lr": 0.1}], lr=0.5 if rank == 2 else 0.1)),
+        lambda rank: instance(
+            lambda params: RMSprop([{"params": params, "lr": 0.1}], lr=0.5 if rank == 2 else 0.1)
+        ),
         differing("inner optimizer", "lr=0.5", "lr=0.1"),
     ),
     "other frozen param": (
-        lambda rank: distribute(Sequential(Linear(6, 8), Linear(8, 3 + (rank == 2)).requires_grad_(False)), CONFIG),
+        lambda rank: distribute(
+            Sequential(Linear(6, 8), Linear(8, 3 + (rank == 2)).requires_grad_(False)), CONFIG
+        ),
         everyone(RanksDisagreeError, "1.bias", "float32[3]", "float32[4]"),
     ),
-    "other module buffer": (_module_buffers_differ, everyone(RanksDisagreeError, "mask", "[3]", "[4]")),
+    "other module buffer": (
+        _module_buffers_differ,
+        everyone(RanksDisagreeError, "mask", "[3]", "[4]"),
+    ),
     "bad variable": (
         with_bad_variable,
-        one_rank(2, ConfigError, "MEGATRON_DISTOPT_NONFINITE is 'ignore'", "one of raise, skip, log"),
+        one_rank(
+            2, ConfigError, "MEGATRON_DISTOPT_NONFINITE is 'ignore'", "one of raise, skip, log"
+        ),
     ),
-    "shape in one data group": (lambda rank: of_pair(rank, Linear(2, 3 if rank == 3 else 2)), OF_PAIR),
+    "shape in one data group": (
+        lambda rank: of_pair(rank, Linear(2, 3 if rank == 3 else 2)),
+        OF_PAIR,
+    ),
     "float64 in one data group": (
         lambda rank: of_pair(rank, Linear(2, 2).to(torch.float64 if rank == 3 else torch.float32)),
         one_rank(3, LayoutError, *FLOAT64),
@@ -267,11 +356,19 @@ START_UP: dict[str, Case] = {
     # a group that is added later
     "foreign group later": (
         lambda rank: added(lambda model: Linear(1, 1)),
-        everyone(LayoutError, "2 params that the model has not", "Register their module in the model first"),
+        everyone(
+            LayoutError,
+            "2 params that the model has not",
+            "Register their module in the model first",
+        ),
     ),
     "known group later": (
         lambda rank: added(lambda model: model[0]),
-        everyone(LayoutError, "a param that is in another one", "Edit the options of the group that it is in"),
+        everyone(
+            LayoutError,
+            "a param that is in another one",
+            "Edit the options of the group that it is in",
+        ),
     ),
 }
 
@@ -296,7 +393,9 @@ def trained(
 
     def case(rank: int) -> None:
         built = model()
-        optimizer = distribute(built, AdamW(built.parameters(), lr=0.1), accelerator="torch", **options)
+        optimizer = distribute(
+            built, AdamW(built.parameters(), lr=0.1), accelerator="torch", **options
+        )
         for act in acts:
             act(built, optimizer)
 
@@ -353,7 +452,9 @@ def _replace(model: Any, optimizer: Any) -> None:
 
 
 def _load_by_assigning(model: Any, optimizer: Any) -> None:
-    model.load_state_dict({name: value.clone() for name, value in _model().state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: value.clone() for name, value in _model().state_dict().items()}, assign=True
+    )
 
 
 def _clear_weight(model: Any, optimizer: Any) -> None:
@@ -365,7 +466,9 @@ def _assign_weight(model: Any, optimizer: Any) -> None:
 
 
 def _assign_by_autograd(model: Any, optimizer: Any) -> None:
-    grads = torch.autograd.grad(model(torch.full((2, 6), 1.0 + dist.get_rank())).sum(), list(model.parameters()))
+    grads = torch.autograd.grad(
+        model(torch.full((2, 6), 1.0 + dist.get_rank())).sum(), list(model.parameters())
+    )
     for param, grad in zip(model.parameters(), grads, strict=True):
         param.grad = grad
 
@@ -412,7 +515,10 @@ def _backward_in_no_sync(model: Any, optimizer: Any) -> None:
         _backward(model)
 
 
-LATE = ("'1.bias' arrived after its bucket was reduced", "Call all but the last backward of a step inside no_sync()")
+LATE = (
+    "'1.bias' arrived after its bucket was reduced",
+    "Call all but the last backward of a step inside no_sync()",
+)
 TRAINING: dict[str, Case] = {
     "clip by torch": (
         trained(_backward, lambda model, _: clip_grad_norm_(model.parameters(), 1.0)),
@@ -423,12 +529,18 @@ TRAINING: dict[str, Case] = {
         everyone(AccessError, "optimizer.clip_grad_norm_(max_norm)"),
     ),
     "clip by torch of params that begin to train": (
-        trained(_begin_to_train, lambda model, _: clip_grad_norm_(model[0].parameters(), 1.0), model=_half_frozen),
+        trained(
+            _begin_to_train,
+            lambda model, _: clip_grad_norm_(model[0].parameters(), 1.0),
+            model=_half_frozen,
+        ),
         everyone(AccessError, "optimizer.clip_grad_norm_(max_norm)"),
     ),
     "overflow of what is sent": (
         trained(_large_backward, _step, reduce_dtype="float16"),
-        everyone(NonFiniteGradError, "sent as float16", "65,504", "Leave reduce_dtype='float16' out"),
+        everyone(
+            NonFiniteGradError, "sent as float16", "65,504", "Leave reduce_dtype='float16' out"
+        ),
     ),
     "grad is read": (
         trained(_backward, lambda model, _: model[0].weight.grad.norm()),
@@ -476,18 +588,34 @@ TRAINING: dict[str, Case] = {
         trained(_whole_step, model=_in_ddp, overlap_grad_reduce=True),
         everyone(ConfigError, "overlap_grad_reduce is True", "Leave overlap_grad_reduce out"),
     ),
-    "grads kept under a loss scale, in DDP": (  # one that was scaled by another scale would be added to
+    # one that was scaled by another scale would be added to
+    "grads kept under a loss scale, in DDP": (
         trained(_scaled_step, _scaled_step, model=_in_ddp, loss_scale=8.0),
         everyone(ConfigError, "loss scale", "Call optimizer.zero_grad() before backward"),
     ),
-    "clipped by us and by torch, in DDP": (  # the second clipping would not reach the gradient that the step takes
-        trained(_backward, _clip, lambda model, _: clip_grad_value_(model.parameters(), 0.01), model=_in_ddp),
+    # the second clipping would not reach the gradient that the step takes
+    "clipped by us and by torch, in DDP": (
+        trained(
+            _backward,
+            _clip,
+            lambda model, _: clip_grad_value_(model.parameters(), 0.01),
+            model=_in_ddp,
+        ),
         everyone(AccessError, "0.weight", "optimizer.clip_grad_norm_(max_norm)"),
     ),
     # what was done to params and groups
-    "param is converted": (trained(_convert, _step), everyone(LayoutError, "float64", "before distribute(...)")),
-    "param is replaced": (trained(_replace, _whole_step), everyone(LayoutError, "'0.weight'", "param.copy_(...)")),
-    "state dict is assigned": (trained(_load_by_assigning, _whole_step), everyone(LayoutError, "without assign=True")),
+    "param is converted": (
+        trained(_convert, _step),
+        everyone(LayoutError, "float64", "before distribute(...)"),
+    ),
+    "param is replaced": (
+        trained(_replace, _whole_step),
+        everyone(LayoutError, "'0.weight'", "param.copy_(...)"),
+    ),
+    "state dict is assigned": (
+        trained(_load_by_assigning, _whole_step),
+        everyone(LayoutError, "without assign=True"),
+    ),
     "tied by data": (
         trained(lambda model, _: model.tie(), _whole_step, model=_Twins),
         everyone(LayoutError, "'other.weight'", "b.weight = a.weight"),
@@ -569,10 +697,14 @@ def check_refusals(found: list[tuple[type[Exception], str] | None], wanted: list
 
 
 @pytest.mark.parametrize("name", START_UP)
-def test_distribute_when_input_is_bad_then_every_rank_says_what_to_write(name: str, at_start: list[Found]) -> None:
+def test_distribute_when_input_is_bad_then_every_rank_says_what_to_write(
+    name: str, at_start: list[Found]
+) -> None:
     check_refusals([found[name] for found in at_start], START_UP[name][1])
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_optimizer_when_there_is_no_equal_result_then_every_rank_is_told(name: str, in_training: list[Found]) -> None:
+def test_optimizer_when_there_is_no_equal_result_then_every_rank_is_told(
+    name: str, in_training: list[Found]
+) -> None:
     check_refusals([found[name] for found in in_training], TRAINING[name][1][:SIZE_TRAINED])

@@ -1,4 +1,5 @@
-"""Two nodes, and three: the launch lines of docs/install-into-a-fork.md between namespaces, which share no memory."""
+"""Two nodes, and three: the launch lines of docs/install-into-a-fork.md between namespaces, which
+share no memory."""
 
 from __future__ import annotations
 
@@ -40,14 +41,18 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 inside = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
 between = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
-lines = [f"host {rank} {socket.gethostname()} {open('/proc/sys/kernel/random/boot_id').read().strip()}"]
+boot_id = open("/proc/sys/kernel/random/boot_id").read().strip()
+lines = [f"host {rank} {socket.gethostname()} {boot_id}"]
 for name, handle in (("all", None), ("inside", inside), ("between", between)):
-    lines.append(f"{name} {rank} {'messages' if len(nodes_of(Group.of(handle)).members) > 1 else 'memory'}")
-os.write(1, "".join(f"{line}\\n" for line in lines).encode())  # at once: other ranks write to the same pipe
+    is_split = len(nodes_of(Group.of(handle)).members) > 1
+    lines.append(f"{name} {rank} {'messages' if is_split else 'memory'}")
+# At once: other ranks write to the same pipe.
+os.write(1, "".join(f"{line}\\n" for line in lines).encode())
 dist.barrier()
 dist.destroy_process_group()
 """
-#: Checks of tests/comm/test_codes.py, between three nodes of 2, 2 and 1 ranks and between some of these ranks.
+#: Checks of tests/comm/test_codes.py, between three nodes of 2, 2 and 1 ranks and between some of
+#: these ranks.
 _SUMS = """
 import torch.distributed as dist
 
@@ -112,7 +117,11 @@ def on_one(tmp_path_factory: pytest.TempPathFactory) -> Curves:
 
 
 def _environment(**more: str) -> dict[str, str]:
-    environment = {"MINI_FORK_CORE": str(core_folder()), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {
+        "MINI_FORK_CORE": str(core_folder()),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
     paths = os.pathsep.join(map(str, (_ROOT, _ROOT / "examples")))
     return environment | {
         "MEGATRON_DISTOPT_ACCELERATOR": "torch",
@@ -132,14 +141,24 @@ def _start_on_all(
     port = free_port() if nodes.shares_network else _PORT
     processes = []
     for node, size in enumerate(local_sizes):
-        line = ["torchrun", "--nnodes", str(len(local_sizes)), "--node-rank", str(node), "--nproc-per-node", str(size)]
+        line = [
+            "torchrun",
+            "--nnodes",
+            str(len(local_sizes)),
+            "--node-rank",
+            str(node),
+            "--nproc-per-node",
+            str(size),
+        ]
         line += ["--master-addr", nodes.address(0), "--master-port", str(port), *words]
         command = ["env", f"--chdir={FOLDER}", str(_BIN / line[0]), *line[1:]]
         processes.append(nodes.start(node, command, _environment(**of_node.get(node, {}))))
     return processes
 
 
-def _on_all(nodes: Nodes, words: Sequence[str], local_sizes: Sequence[int] = (_PER_NODE, _PER_NODE)) -> Ended:
+def _on_all(
+    nodes: Nodes, words: Sequence[str], local_sizes: Sequence[int] = (_PER_NODE, _PER_NODE)
+) -> Ended:
     return _ended(_start_on_all(nodes, words, {}, local_sizes))
 
 
@@ -181,9 +200,15 @@ def test_torchrun_when_there_are_two_nodes_then_a_fork_of_2023_trains_to_the_bit
     words, kept = (*_RUNNER, "pretrain.py", *_FORK, "--curves"), str(tmp_path / "kept")
     whole = _on_all(nodes, [*words, str(tmp_path / "two.json")])
     assert whole.status == (0, 0), whole.output
-    assert "optimizer sharded over 4 by gloo" in whole.output and "in shared memory" not in whole.output
+    assert (
+        "optimizer sharded over 4 by gloo" in whole.output
+        and "in shared memory" not in whole.output
+    )
     assert _read(tmp_path / "two.json") == on_one
-    for name, more in (("first", ("--save", kept, "--exit-interval", "3")), ("rest", ("--load", kept))):
+    for name, more in (
+        ("first", ("--save", kept, "--exit-interval", "3")),
+        ("rest", ("--load", kept)),
+    ):
         ended = _on_all(nodes, [*words, str(tmp_path / f"{name}.json"), *more])
         assert ended.status == (0, 0), ended.output
     rows, params = _read(tmp_path / "rest.json")
@@ -208,14 +233,27 @@ def test_grads_when_nodes_add_up_their_own_then_a_fork_of_2023_trains_repeats_an
     assert curves[1] == curves[2]
     losses = [[row["loss"] for row in rows] for rows, _ in (*curves, on_one)]
     # The bits of bf16 params differ by a step here and there.
-    assert losses[0] == pytest.approx(losses[-1], rel=0.01) and losses[1] == pytest.approx(losses[-1], rel=0.01)
+    assert losses[0] == pytest.approx(losses[-1], rel=0.01) and losses[1] == pytest.approx(
+        losses[-1], rel=0.01
+    )
 
 
-def test_grads_when_each_pipeline_stage_is_on_one_node_then_8_bits_change_nothing(nodes: Nodes, tmp_path: Path) -> None:
+def test_grads_when_each_pipeline_stage_is_on_one_node_then_8_bits_change_nothing(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     curves = []
     for form in ([], ["--distopt-reduce-dtype", "int8"]):
         file = tmp_path / f"{len(form)}.json"
-        words = [*_RUNNER, "pretrain.py", *_FORK, "--pipeline-model-parallel-size", "2", *form, "--curves", str(file)]
+        words = [
+            *_RUNNER,
+            "pretrain.py",
+            *_FORK,
+            "--pipeline-model-parallel-size",
+            "2",
+            *form,
+            "--curves",
+            str(file),
+        ]
         ended = _on_all(nodes, words)
         assert ended.status == (0, 0), ended.output
         assert not form or "grads in fp32 between 1 node(s) of 2" in ended.output
@@ -238,11 +276,21 @@ def test_int8_when_saved_on_two_nodes_then_three_nodes_go_on_and_resume_to_the_b
     nodes: Nodes, tmp_path: Path
 ) -> None:
     """Three nodes of one rank each, and of two, one and one."""
-    words = [*_RUNNER, "pretrain.py", *_FORK, "--global-batch-size", "24", "--micro-batch-size", "2"]
+    words = [
+        *_RUNNER,
+        "pretrain.py",
+        *_FORK,
+        "--global-batch-size",
+        "24",
+        "--micro-batch-size",
+        "2",
+    ]
     words += ["--distopt-reduce-dtype", "int8", "--curves"]
     kept = str(tmp_path / "kept")
     whole = _on_all(nodes, [*words, str(tmp_path / "whole.json")])
-    saved = _on_all(nodes, [*words, str(tmp_path / "saved.json"), "--save", kept, "--exit-interval", "3"])
+    saved = _on_all(
+        nodes, [*words, str(tmp_path / "saved.json"), "--save", kept, "--exit-interval", "3"]
+    )
     assert whole.status == saved.status == (0, 0), saved.output
     wanted, _ = _read(tmp_path / "whole.json")
     for local_sizes in ((1, 1, 1), (2, 1, 1)):
@@ -255,12 +303,15 @@ def test_int8_when_saved_on_two_nodes_then_three_nodes_go_on_and_resume_to_the_b
             assert f"grads in int8 between 3 node(s) of {named}" in ended.output
             rests.append(_read(file))
         assert rests[0] == rests[1]
-        # The bits of bf16 params differ by a step here and there, as between two other ways to add up.
+        # The bits of bf16 params differ by a step here and there, as between two other ways to add
+        # up.
         losses = [[row["loss"] for row in rows] for rows in (rests[0][0], wanted[3:])]
         assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
-def test_torchrun_when_there_are_two_nodes_then_megatron_core_trains_to_the_bit_as_on_one(nodes: Nodes) -> None:
+def test_torchrun_when_there_are_two_nodes_then_megatron_core_trains_to_the_bit_as_on_one(
+    nodes: Nodes,
+) -> None:
     two, one = _on_all(nodes, [str(_CORE_SCRIPT), *_CORE]), _on_one([str(_CORE_SCRIPT), *_CORE])
     assert two.status == (0, 0), two.output
     lines = [re.findall(r"iteration +\d+ \| loss .*", each.output) for each in (two, one)]
@@ -268,30 +319,45 @@ def test_torchrun_when_there_are_two_nodes_then_megatron_core_trains_to_the_bit_
     assert lines[0] == lines[1]
 
 
-def test_rank_when_killed_on_one_node_then_the_other_node_names_it(nodes: Nodes, tmp_path: Path) -> None:
+def test_rank_when_killed_on_one_node_then_the_other_node_names_it(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     script = tmp_path / "killed.py"
     script.write_text(_KILLED)
     paths = {"PYTHONPATH": f"{FOLDER}{os.pathsep}{_ROOT}"}
     processes = _start_on_all(nodes, [*_RUNNER, str(script), *_FORK], {0: paths, 1: paths})
     outputs = [_ended([process]).output for process in processes]
     assert all(process.returncode for process in processes)
-    assert len(re.findall(r"RanksDisagreeError: .*lost rank 3\b", outputs[0])) == _PER_NODE, outputs[0]
+    assert len(re.findall(r"RanksDisagreeError: .*lost rank 3\b", outputs[0])) == _PER_NODE, (
+        outputs[0]
+    )
 
 
 @pytest.fixture
 def reachable(nodes: Nodes, tmp_path: Path) -> Iterator[Path]:
-    """A folder with an `ssh` that gets into both nodes; the launcher starts pdsh, and pdsh starts ssh."""
+    """A folder with an `ssh` that gets into both nodes; the launcher starts pdsh, and pdsh starts
+    ssh."""
     for name in ("pdsh", "sshd", "ssh-keygen"):
         if shutil.which(name) is None:
             pytest.skip(f"needs {name}: apt-get install pdsh openssh-server")
     key, folder = tmp_path / "key", tmp_path / "bin"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     folder.mkdir()
-    options = f"-i {key} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    options = (
+        f"-i {key} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    )
     (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} {options} "$@"\n')
     (folder / "ssh").chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)
-    daemon = [str(shutil.which("sshd")), "-D", "-e", "-h", str(key), "-o", f"AuthorizedKeysFile={key}.pub"]
+    daemon = [
+        str(shutil.which("sshd")),
+        "-D",
+        "-e",
+        "-h",
+        str(key),
+        "-o",
+        f"AuthorizedKeysFile={key}.pub",
+    ]
     daemon += ["-o", "PidFile=none", "-o", "StrictModes=no", "-o", "UsePAM=no"]
     network = [f"SetEnv=GLOO_SOCKET_IFNAME={nodes.link.interface(node)}" for node in range(2)]
     servers = [nodes.start(node, [*daemon, "-o", network[node]], {}) for node in range(2)]
@@ -304,11 +370,32 @@ def reachable(nodes: Nodes, tmp_path: Path) -> Iterator[Path]:
 def test_deepspeed_when_there_is_a_hostfile_then_a_fork_of_2023_trains_to_the_bit_as_by_torchrun(
     nodes: Nodes, on_one: Curves, reachable: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "hostfile").write_text("".join(f"{nodes.address(node)} slots={_PER_NODE}\n" for node in range(2)))
-    line = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--num_nodes", "2", "--num_gpus", str(_PER_NODE)]
-    line += ["--module", "megatron_distopt", "pretrain.py", *_FORK, "--curves", str(tmp_path / "two.json")]
+    (tmp_path / "hostfile").write_text(
+        "".join(f"{nodes.address(node)} slots={_PER_NODE}\n" for node in range(2))
+    )
+    line = [
+        "deepspeed",
+        "--hostfile",
+        str(tmp_path / "hostfile"),
+        "--num_nodes",
+        "2",
+        "--num_gpus",
+        str(_PER_NODE),
+    ]
+    line += [
+        "--module",
+        "megatron_distopt",
+        "pretrain.py",
+        *_FORK,
+        "--curves",
+        str(tmp_path / "two.json"),
+    ]
     (tmp_path / ".deepspeed_env").write_text(
-        "".join(f"{name}={value}\n" for name, value in _environment().items() if name != "PYTHONWARNINGS")
+        "".join(
+            f"{name}={value}\n"
+            for name, value in _environment().items()
+            if name != "PYTHONWARNINGS"
+        )
     )
     environment = _environment(
         PATH=f"{reachable}:{_BIN}:{os.environ['PATH']}", HOME=str(tmp_path), PDSH_RCMD_TYPE="ssh"
@@ -323,14 +410,32 @@ def test_deepspeed_when_there_is_a_hostfile_then_a_fork_of_2023_trains_to_the_bi
 def test_deepspeed_when_there_is_no_ssh_then_its_line_on_each_node_trains_to_the_bit_as_on_one(
     nodes: Nodes, on_one: Curves, tmp_path: Path
 ) -> None:
-    (tmp_path / "hostfile").write_text("".join(f"{nodes.address(node)} slots={_PER_NODE}\n" for node in range(2)))
+    (tmp_path / "hostfile").write_text(
+        "".join(f"{nodes.address(node)} slots={_PER_NODE}\n" for node in range(2))
+    )
     processes = []
     for node in range(2):
-        line = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--no_ssh", "--node_rank", str(node)]
-        line += ["--master_addr", nodes.address(0), "--master_port", str(_PORT), "--module", "megatron_distopt"]
+        line = [
+            "deepspeed",
+            "--hostfile",
+            str(tmp_path / "hostfile"),
+            "--no_ssh",
+            "--node_rank",
+            str(node),
+        ]
+        line += [
+            "--master_addr",
+            nodes.address(0),
+            "--master_port",
+            str(_PORT),
+            "--module",
+            "megatron_distopt",
+        ]
         line += ["pretrain.py", *_FORK, "--curves", str(tmp_path / "two.json")]
         processes.append(
-            nodes.start(node, ["env", f"--chdir={FOLDER}", str(_BIN / line[0]), *line[1:]], _environment())
+            nodes.start(
+                node, ["env", f"--chdir={FOLDER}", str(_BIN / line[0]), *line[1:]], _environment()
+            )
         )
     ended = _ended(processes)
     assert ended.status == (0, 0), ended.output

@@ -1,4 +1,5 @@
-"""Boxes of a stretch of a flattened tensor, and where they lie in a param that is cut over ranks."""
+"""Boxes of a stretch of a flattened tensor, and where they lie in a param that is cut over
+ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=5).map(tuple)
 def stretches(draw: st.DrawFn) -> tuple[tuple[int, ...], Span]:
     """A shape of up to 5 dimensions and a stretch of it, empty ones too."""
     shape = draw(SHAPES)
-    start, stop = sorted((draw(st.integers(0, math.prod(shape))), draw(st.integers(0, math.prod(shape)))))
+    start, stop = sorted(
+        (draw(st.integers(0, math.prod(shape))), draw(st.integers(0, math.prod(shape))))
+    )
     return shape, Span(start, stop)
 
 
@@ -32,13 +35,19 @@ def test_boxes_when_put_one_after_the_other_then_they_are_the_stretch_and_at_mos
 ) -> None:
     shape, span = case
     numbers = torch.arange(math.prod(shape)).view(shape)
-    found = [number for box in boxes(shape, span) for number in numbers[box.as_slices()].reshape(-1).tolist()]
+    found = [
+        number
+        for box in boxes(shape, span)
+        for number in numbers[box.as_slices()].reshape(-1).tolist()
+    ]
     assert found == list(range(span.start, span.stop))
     assert len(boxes(shape, span)) <= max(2 * len(shape) - 1, 1)
 
 
 def test_boxes_when_the_stretch_leaves_the_tensor_or_a_box_is_none_then_refused() -> None:
-    with pytest.raises(LayoutError, match=re.escape("Span(start=0, stop=7) is not inside the 6 elements")):
+    with pytest.raises(
+        LayoutError, match=re.escape("Span(start=0, stop=7) is not inside the 6 elements")
+    ):
         boxes((2, 3), Span(0, 7))
     for offsets, sizes in (((0,), (0,)), ((-1,), (2,)), ((0, 0), (1,))):
         with pytest.raises(LayoutError, match=re.escape(f"{offsets} with sizes {sizes}")):
@@ -53,7 +62,9 @@ def test_intersection_when_two_boxes_meet_then_it_is_what_both_hold(data: st.Dat
     drawn = []
     for _ in range(2):
         offsets = tuple(data.draw(st.integers(0, numel - 1)) for numel in shape)
-        sizes = tuple(data.draw(st.integers(1, n - offset)) for n, offset in zip(shape, offsets, strict=True))
+        sizes = tuple(
+            data.draw(st.integers(1, n - offset)) for n, offset in zip(shape, offsets, strict=True)
+        )
         drawn.append(Box(offsets, sizes))
         mark = torch.zeros(shape, dtype=torch.bool)
         mark[drawn[-1].as_slices()] = True
@@ -70,7 +81,11 @@ def test_intersection_when_two_boxes_meet_then_it_is_what_both_hold(data: st.Dat
 def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int, int]:
     """Shape on one rank, dimension, ranks, stride."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    dim, size, stride = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    dim, size, stride = (
+        draw(st.integers(0, len(shape) - 1)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+    )
     shape[dim] *= stride
     return tuple(shape), dim, size, stride
 

@@ -35,16 +35,26 @@ PARAMS = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(params_of)
     random=st.randoms(use_true_random=False),
 )
 def test_lay_out_when_random_then_buckets_tile_the_buffer_hold_their_params_and_can_be_adopted(
-    params: list[ParamSpec], num_shards: int, bucket_size: int | None, alignment_numel: int, random: Random
+    params: list[ParamSpec],
+    num_shards: int,
+    bucket_size: int | None,
+    alignment_numel: int,
+    random: Random,
 ) -> None:
-    layout = lay_out(params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel)
+    layout = lay_out(
+        params, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment_numel
+    )
     spans = [bucket.in_buffer for bucket in layout.buckets]
     assert [bucket.index for bucket in layout.buckets] == list(range(len(spans)))
     assert (spans[0].start, spans[-1].stop) == (0, layout.numel)
     assert layout.shard_numel * num_shards == layout.numel
     assert all(left.stop == right.start for left, right in pairwise(spans))
-    assert [(slot.name, slot.in_buffer.numel) for slot in layout.slots] == [(p.name, p.numel) for p in params]
-    assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(layout.slots))
+    assert [(slot.name, slot.in_buffer.numel) for slot in layout.slots] == [
+        (p.name, p.numel) for p in params
+    ]
+    assert all(
+        left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(layout.slots)
+    )
     assert all(slot.in_buffer.start % alignment_numel == 0 for slot in layout.slots)
     assert bucket_size is not None or len(layout.buckets) == 1
     unit = 1 if alignment_numel % 8 else 8
@@ -57,7 +67,9 @@ def test_lay_out_when_random_then_buckets_tile_the_buffer_hold_their_params_and_
         slots = [slot.in_buffer for slot in layout.slots if slot.bucket == bucket.index]
         stops = [slot.stop - bucket.in_buffer.start for slot in slots]
         starts = [bucket.in_buffer.start, *(slot.stop for slot in slots)]
-        assert all(0 <= slot.start - at < alignment_numel for at, slot in zip(starts, slots, strict=False))
+        assert all(
+            0 <= slot.start - at < alignment_numel for at, slot in zip(starts, slots, strict=False)
+        )
         assert bucket.numel_unpadded == stops[-1]
         assert bucket.in_buffer.numel - bucket.numel_unpadded < num_shards * unit
         if bucket_size is not None:  # a bucket is closed by the first param that fills it
@@ -75,7 +87,9 @@ def a_layout(
     num_shards: int = 2,
 ) -> BufferLayout:
     """A layout by hand; a slot is (name, bucket, start, stop)."""
-    placed = tuple(ParamSlot(name, bucket, Span(start, stop)) for name, bucket, start, stop in slots)
+    placed = tuple(
+        ParamSlot(name, bucket, Span(start, stop)) for name, bucket, start, stop in slots
+    )
     return BufferLayout(placed, tuple(buckets), num_shards)
 
 
@@ -92,11 +106,16 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
         "Bucket 1 is at Span(start=6, stop=8), but bucket 1 has to start at 4",
     ),
     (lambda: a_layout(("w", 0, 0, 2), ("w", 0, 2, 4)), "same name"),
-    (lambda: a_layout(("v", 0, 0, 3), ("w", 0, 2, 4)), "v at Span(start=0, stop=3) does not end before w"),
+    (
+        lambda: a_layout(("v", 0, 0, 3), ("w", 0, 2, 4)),
+        "v at Span(start=0, stop=3) does not end before w",
+    ),
     (lambda: a_layout(("w", 2, 0, 2)), "w is in bucket 2 of 2"),
     (lambda: a_layout(("w", 0, 2, 6)), "w at Span(start=2, stop=6) is not inside"),
     (
-        lambda: adopt([ParamSlot("w", 0, Span(0, 4))], [Span(0, 4)], num_shards=2, numel_unpadded=[3]),
+        lambda: adopt(
+            [ParamSlot("w", 0, Span(0, 4))], [Span(0, 4)], num_shards=2, numel_unpadded=[3]
+        ),
         "not inside the unpadded part of bucket 0 at Span(start=0, stop=3)",
     ),
     (lambda: lay_out(params_of([3]), num_shards=0), "num_shards is 0. Write num_shards=1"),
@@ -106,7 +125,9 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "text"), REFUSALS)
-def test_layout_when_it_would_be_wrong_then_refused_with_what_and_why(make: Callable[[], object], text: str) -> None:
+def test_layout_when_it_would_be_wrong_then_refused_with_what_and_why(
+    make: Callable[[], object], text: str
+) -> None:
     with pytest.raises(LayoutError, match=re.escape(text)):
         make()
 

@@ -30,15 +30,21 @@ def test_flat_params_when_random_then_they_hold_the_owned_shards_and_each_is_as_
     def key_of(name: str) -> int | None:
         return keys[int(name.removeprefix("p"))]
 
-    in_params = {i for slot in layout.slots for i in range(slot.in_buffer.start, slot.in_buffer.stop)}
+    in_params = {
+        i for slot in layout.slots for i in range(slot.in_buffer.start, slot.in_buffer.stop)
+    }
     buffer = list(range(layout.numel))
     for rank in range(layout.num_shards):
         shards = owned_shards(layout, rank)
         flats = plan_flat_params(shards, key_of)
-        assert [each for flat in flats for each in flat.shards] == [e for e in shards if key_of(e.name) is not None]
+        assert [each for flat in flats for each in flat.shards] == [
+            e for e in shards if key_of(e.name) is not None
+        ]
         assert all(left.in_buffer.stop <= right.in_buffer.start for left, right in pairwise(flats))
         runs = [kind for kind, _ in groupby((shard.bucket, key_of(shard.name)) for shard in shards)]
-        assert [(flat.bucket, flat.key) for flat in flats] == [run for run in runs if run[1] is not None]
+        assert [(flat.bucket, flat.key) for flat in flats] == [
+            run for run in runs if run[1] is not None
+        ]
         for flat in flats:
             assert {shard.bucket for shard in flat.shards} == {flat.bucket}
             assert {key_of(shard.name) for shard in flat.shards} == {flat.key}
@@ -51,5 +57,7 @@ def test_flat_params_when_random_then_they_hold_the_owned_shards_and_each_is_as_
             for shard in flat.shards:
                 # From the place in the param alone.
                 start = layout.slot_of[shard.name].in_buffer.start
-                expected = [start + element for element in range(shard.in_param.start, shard.in_param.stop)]
+                expected = [
+                    start + element for element in range(shard.in_param.start, shard.in_param.stop)
+                ]
                 assert elements[flat.in_flat_param(shard).as_slice()] == expected

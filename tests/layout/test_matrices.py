@@ -17,7 +17,12 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
 @st.composite
 def specs(draw: st.DrawFn) -> MatrixSpec:
-    dim, sizes, repeats, other = draw(st.sampled_from((0, 1))), draw(SIZES), draw(st.integers(1, 3)), draw(SIZES)
+    dim, sizes, repeats, other = (
+        draw(st.sampled_from((0, 1))),
+        draw(SIZES),
+        draw(st.integers(1, 3)),
+        draw(SIZES),
+    )
     lengths = [sum(sizes) * repeats, len(other)]
     rows, cols = lengths if dim == 0 else reversed(lengths)
     return MatrixSpec(rows, cols, dim, sizes, repeats)
@@ -27,9 +32,21 @@ def specs(draw: st.DrawFn) -> MatrixSpec:
     ("spec", "shapes", "num_blocks"),
     [
         pytest.param(MatrixSpec(3, 5), ((3, 5),), 1, id="one matrix"),
-        pytest.param(MatrixSpec(6, 5, sizes=(3, 3)), ((3, 5), (3, 5)), 2, id="gate and up, one after the other"),
-        pytest.param(MatrixSpec(8, 5, sizes=(2, 1, 1), repeats=2), ((4, 5), (2, 5), (2, 5)), 1, id="interleaved QKV"),
-        pytest.param(MatrixSpec(3, 6, dim=1, sizes=(2, 2, 2)), ((3, 2),) * 3, 1, id="experts side by side"),
+        pytest.param(
+            MatrixSpec(6, 5, sizes=(3, 3)),
+            ((3, 5), (3, 5)),
+            2,
+            id="gate and up, one after the other",
+        ),
+        pytest.param(
+            MatrixSpec(8, 5, sizes=(2, 1, 1), repeats=2),
+            ((4, 5), (2, 5), (2, 5)),
+            1,
+            id="interleaved QKV",
+        ),
+        pytest.param(
+            MatrixSpec(3, 6, dim=1, sizes=(2, 2, 2)), ((3, 2),) * 3, 1, id="experts side by side"
+        ),
         pytest.param(MatrixSpec(3, 6, dim=1, sizes=(6,)), ((3, 6),), 1, id="one part is the whole"),
     ],
 )
@@ -41,9 +58,14 @@ def test_matrices_when_given_an_example_then_shapes_and_blocks_are_these(
 
 
 @given(spec=specs())
-def test_blocks_when_taken_together_then_they_tile_the_param_and_hold_each_matrix_once(spec: MatrixSpec) -> None:
+def test_blocks_when_taken_together_then_they_tile_the_param_and_hold_each_matrix_once(
+    spec: MatrixSpec,
+) -> None:
     blocks = spec.blocks
-    assert [block.in_param.start for block in blocks] == [0, *(block.in_param.stop for block in blocks[:-1])]
+    assert [block.in_param.start for block in blocks] == [
+        0,
+        *(block.in_param.stop for block in blocks[:-1]),
+    ]
     assert blocks[-1].in_param.stop == spec.numel
     assert tuple(shape for block in blocks for shape in block.shapes) == spec.shapes
     for block in blocks:
@@ -96,4 +118,6 @@ def test_pieces_when_of_a_stretch_then_each_of_its_elements_once_with_its_matrix
                 assert element not in found
                 found[element] = piece.matrix
     place = 0 if spec.dim == 0 else 1
-    assert found == {number: owners[divmod(number, spec.cols)[place]] for number in range(start, stop)}
+    assert found == {
+        number: owners[divmod(number, spec.cols)[place]] for number in range(start, stop)
+    }

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Span
 
-SPANS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda ends: Span(min(ends), max(ends)))
+SPANS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(
+    lambda ends: Span(min(ends), max(ends))
+)
 
 
 def elements(span: Span) -> set[int]:
@@ -28,7 +30,9 @@ def test_span_when_ends_are_impossible_then_refused() -> None:
 
 @settings(deadline=None)
 @given(left=SPANS, right=SPANS)
-def test_intersect_when_spans_are_random_then_it_is_that_of_their_elements(left: Span, right: Span) -> None:
+def test_intersect_when_spans_are_random_then_it_is_that_of_their_elements(
+    left: Span, right: Span
+) -> None:
     both = left.intersect(right)
     assert both == right.intersect(left)
     assert both is None or both.numel > 0

@@ -27,7 +27,9 @@ def get_accelerator():
 @pytest.fixture
 def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither installed nor loaded; what was loaded before is back afterwards."""
-    loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "deepspeed"}
+    loaded = {
+        name: module for name, module in sys.modules.items() if name.split(".")[0] == "deepspeed"
+    }
     for name in loaded:
         del sys.modules[name]
     monkeypatch.setattr("megatron_distopt.optimizer.accelerator.find_spec", lambda name: None)
@@ -38,8 +40,11 @@ def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def fake_deepspeed(without_deepspeed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A DeepSpeed on a machine with an XPU, the only one that can be found; returns the file of its accelerator."""
+def fake_deepspeed(
+    without_deepspeed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A DeepSpeed on a machine with an XPU, the only one that can be found; returns the file of its
+    accelerator."""
     package = tmp_path / "deepspeed"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -50,7 +55,11 @@ def fake_deepspeed(without_deepspeed: None, tmp_path: Path, monkeypatch: pytest.
 
 
 def torch_sees(
-    device: torch.device | None, monkeypatch: pytest.MonkeyPatch, *, is_there: bool = True, has_cuda: bool = False
+    device: torch.device | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_there: bool = True,
+    has_cuda: bool = False,
 ) -> None:
     """As on a machine whose torch was compiled for the device."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: device is not None and is_there)
@@ -76,8 +85,8 @@ def test_find_accelerator_when_torch_is_chosen_then_deepspeed_is_not_even_import
         find_accelerator("deepspeed")
 
 
-#: What torch says of an accelerator: the device that it was compiled for, whether it is there, whether CUDA is; and
-#: the device type that follows.
+#: What torch says of an accelerator: the device that it was compiled for, whether it is there,
+#: whether CUDA is; and the device type that follows.
 OF_TORCH = [
     (None, True, False, "cpu"),
     (torch.device("xpu"), True, False, "xpu"),
@@ -103,7 +112,9 @@ def test_find_accelerator_when_deepspeed_is_absent_then_torch_names_the_device_t
         assert find_accelerator() == Accelerator(name, "torch")
 
 
-def test_find_accelerator_when_deepspeed_is_asked_for_and_absent_then_refused(without_deepspeed: None) -> None:
+def test_find_accelerator_when_deepspeed_is_asked_for_and_absent_then_refused(
+    without_deepspeed: None,
+) -> None:
     with pytest.raises(ConfigError, match="pip install deepspeed"):
         find_accelerator("deepspeed")
 
@@ -124,7 +135,8 @@ def test_check_devices_when_mixed_or_foreign_then_refused(devices: list[str], te
 
 
 class Queue:
-    """Stands in for a stream of a device that torch.accelerator does not know, and for an event on it."""
+    """Stands in for a stream of a device that torch.accelerator does not know, and for an event on
+    it."""
 
     calls: list[str]
 
@@ -136,7 +148,7 @@ class Queue:
         self.calls.append("synchronize")
 
 
-def test_mark_when_torch_knows_the_device_by_its_module_alone_then_it_waits_for_what_was_queued_by_then(
+def test_mark_when_torch_knows_only_the_devices_module_then_it_waits_for_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queues = {torch.device("xpu:0"): Queue(), torch.device("xpu:1"): Queue()}

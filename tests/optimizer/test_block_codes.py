@@ -17,7 +17,8 @@ from megatron_distopt.optimizer.low_precision.block_codes import (
     round_to_bf16,
 )
 
-#: Largest relative error of a value near the largest of its block: half a step to nearest, a step at random.
+#: Largest relative error of a value near the largest of its block: half a step to nearest, a step
+#: at random.
 STEP = {name: 2.0 ** (code.shift - 10) for name, code in CODES.items()}
 SCALES = {"ordinary": 1.0, "tiny": 1e-25, "huge": 1e30}
 
@@ -38,7 +39,9 @@ def _kept(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> Tenso
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", CODES)
-def test_code_when_values_are_of_any_size_then_the_error_is_below_a_step(name: str, scale: str) -> None:
+def test_code_when_values_are_of_any_size_then_the_error_is_below_a_step(
+    name: str, scale: str
+) -> None:
     code, values = CODES[name], _blocks(SCALES[scale])
     large = values.abs() > values.abs().amax(1, keepdim=True) / 8
     for noise, bound in ((None, STEP[name] / 2), (_noise(values), STEP[name])):
@@ -49,12 +52,15 @@ def test_code_when_values_are_of_any_size_then_the_error_is_below_a_step(name: s
 
 @pytest.mark.parametrize("spread", [0.0, 8.0])
 @pytest.mark.parametrize("name", CODES)
-def test_code_when_what_was_read_is_rounded_again_then_it_is_the_same(name: str, spread: float) -> None:
+def test_code_when_what_was_read_is_rounded_again_then_it_is_the_same(
+    name: str, spread: float
+) -> None:
     code, values = CODES[name], _blocks(1.0, spread)
     kept = _kept(values, code)
     for noise in (None, _noise(values)):
         assert torch.equal(_kept(kept, code, noise), kept)
-    smaller = kept * (kept.abs() < kept.abs().amax(1, keepdim=True) / 4)  # without the largest values of the block
+    # without the largest values of the block
+    smaller = kept * (kept.abs() < kept.abs().amax(1, keepdim=True) / 4)
     assert torch.equal(_kept(smaller, code), smaller)
 
 
@@ -80,18 +86,27 @@ def test_code_when_values_are_nearly_infinite_then_they_are_kept_or_nan(name: st
 def test_code_when_rounded_at_random_often_then_the_mean_is_the_value(name: str) -> None:
     values = _blocks(1.0)[:4]
     numel, rounds = values.numel(), 400
-    noises = [random_bits(0, numel, torch.tensor(float(step))).view(values.shape) for step in range(rounds)]
-    mean = torch.stack([_kept(values, CODES[name], noise.to(torch.int16)) for noise in noises]).mean(0)
-    # The deviation of a mean of 400 is a twentieth of a step's at most half; five of those, of 512 values.
+    noises = [
+        random_bits(0, numel, torch.tensor(float(step))).view(values.shape)
+        for step in range(rounds)
+    ]
+    mean = torch.stack(
+        [_kept(values, CODES[name], noise.to(torch.int16)) for noise in noises]
+    ).mean(0)
+    # The deviation of a mean of 400 is a twentieth of a step's at most half; five of those, of 512
+    # values.
     step = values.abs() * STEP[name] * 2 + values.abs().amax(1, keepdim=True) * 2.0**-10
     assert bool(((mean - values).abs() <= step * 5 * 0.5 / rounds**0.5).all())
 
 
 def test_bf16_when_rounded_at_random_then_it_is_a_neighbour_and_right_in_the_mean() -> None:
     value = torch.full((20_000,), 1.0 + 0.3 * 2.0**-7)
-    rounded = round_to_bf16(value, random_bits(0, value.numel(), torch.tensor(1.0)) & 0xFFFF).float()
+    rounded = round_to_bf16(
+        value, random_bits(0, value.numel(), torch.tensor(1.0)) & 0xFFFF
+    ).float()
     assert sorted(set(rounded.tolist())) == [1.0, 1.0 + 2.0**-7]
-    assert float((rounded - 1.0).mean() * 2**7) == pytest.approx(0.3, abs=0.02)  # six deviations of the mean
+    # six deviations of the mean
+    assert float((rounded - 1.0).mean() * 2**7) == pytest.approx(0.3, abs=0.02)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, 3.4e38, 1e-40])
@@ -100,7 +115,9 @@ def test_bf16_when_a_value_is_extreme_then_its_sign_and_kind_stay(value: float) 
     rounded = round_to_bf16(values, torch.full((64,), 0xFFFF, dtype=torch.int32)).float()
     assert bool((rounded.signbit() == values.signbit()).all())
     assert bool((rounded.isnan() == values.isnan()).all())
-    assert bool(round_to_bf16(torch.tensor([torch.nan]), torch.tensor([0xFFFF], dtype=torch.int32)).isnan())
+    assert bool(
+        round_to_bf16(torch.tensor([torch.nan]), torch.tensor([0xFFFF], dtype=torch.int32)).isnan()
+    )
 
 
 def test_random_bits_when_asked_for_in_parts_then_they_are_those_of_the_whole() -> None:
@@ -115,7 +132,9 @@ def test_random_bits_when_asked_for_in_parts_then_they_are_those_of_the_whole() 
 
 def test_root_when_of_any_value_then_it_is_rounded_to_nearest() -> None:
     generator = torch.Generator().manual_seed(1)
-    values = torch.rand(1 << 17, generator=generator) * torch.exp2(torch.randint(-148, 120, (1 << 17,)))
+    values = torch.rand(1 << 17, generator=generator) * torch.exp2(
+        torch.randint(-148, 120, (1 << 17,))
+    )
     values[:4] = torch.tensor([0.0, 1e-45, torch.inf, float.fromhex("0x1.4bbb84p-29")])
     root = root_of(values)
     neighbours = [torch.nextafter(root, torch.full_like(root, end)) for end in (0.0, torch.inf)]

@@ -1,4 +1,5 @@
-"""Counts the bytes that a step reads and writes, for [Note: bytes of a step] in optimizer/sharded.py."""
+"""Counts the bytes that a step reads and writes, for [Note: bytes of a step] in
+optimizer/sharded.py."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _FREE = ("detach", "view", "slice", "split", "alias", "empty", "reshape")
 
 
 class ByteCounter(TorchDispatchMode):
-    """Adds up what each operation reads and writes of tensors with at least `least_numel` elements."""
+    """Adds up what each operation reads and writes of tensors with at least `least_numel`
+    elements."""
 
     def __init__(self, least_numel: int) -> None:
         super().__init__()
@@ -30,17 +32,26 @@ class ByteCounter(TorchDispatchMode):
         self._least_numel = least_numel
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name not in _FREE:
-            self.nbytes[name] = self.nbytes.get(name, 0) + self._count(func, args, kwargs or {}, out)
+            self.nbytes[name] = self.nbytes.get(name, 0) + self._count(
+                func, args, kwargs or {}, out
+            )
         return out
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
         total = 0
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given = {
+            argument.name: value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        }
         given.update(kwargs)
         for argument in func._schema.arguments:
             size = sum(self._size(leaf) for leaf in tree_leaves(given.get(argument.name)))
@@ -50,7 +61,11 @@ class ByteCounter(TorchDispatchMode):
                 writes = False  # the kernel stores gradients only where it divided them
             total += size * (writes + reads)
         inputs = {leaf.data_ptr() for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
-        fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.data_ptr() not in inputs]
+        fresh = [
+            leaf
+            for leaf in tree_leaves(out)
+            if isinstance(leaf, Tensor) and leaf.data_ptr() not in inputs
+        ]
         return total + sum(self._size(leaf) for leaf in fresh)
 
     def _size(self, leaf: object) -> int:
@@ -59,14 +74,18 @@ class ByteCounter(TorchDispatchMode):
         return leaf.numel() * leaf.element_size()
 
 
-def _bytes_an_element(config: DistOptConfig, *, dtype: torch.dtype, deferred: bool | None = None) -> dict[str, float]:
+def _bytes_an_element(
+    config: DistOptConfig, *, dtype: torch.dtype, deferred: bool | None = None
+) -> dict[str, float]:
     model = Linear(WIDTH, WIDTH, bias=False).to(dtype)
     optimizer = distribute(model, config)
     optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
     optimizer.sharded.show_flat_params()
     for step in range(2):
         optimizer.zero_grad()
-        optimizer.scale_loss(model(torch.ones(2, WIDTH, dtype=dtype)).float().square().sum()).backward()
+        optimizer.scale_loss(
+            model(torch.ones(2, WIDTH, dtype=dtype)).float().square().sum()
+        ).backward()
         if step == 0:
             optimizer.step()  # allocates the moments
     with ByteCounter(least_numel=WIDTH) as counter:
@@ -74,14 +93,20 @@ def _bytes_an_element(config: DistOptConfig, *, dtype: torch.dtype, deferred: bo
     return {name: nbytes / (WIDTH * WIDTH) for name, nbytes in counter.nbytes.items() if nbytes}
 
 
-#: Options, dtype of the params, whether the check is deferred, and what the update and the cast into model params move.
+#: Options, dtype of the params, whether the check is deferred, and what the update and the cast
+#: into model params move.
 MOVED: dict[str, tuple[dict[str, Any], torch.dtype, bool | None, dict[str, float]]] = {
     # Adam reads grad, main and moments and writes all four; the cast reads 4 and writes 2.
     "divided": ({"clip_grad": 1e-3}, torch.bfloat16, None, {"_fused_adamw_": 32, "copy_": 6}),
     "divisor one": ({}, torch.bfloat16, None, {"_fused_adamw_": 28, "copy_": 6}),
     "fp32 params are not copied": ({}, torch.float32, None, {"_fused_adamw_": 28}),
     "deferred": ({}, torch.bfloat16, True, {"_fused_adamw_": 28, "copy_": 6}),
-    "deferred, may clip": ({"clip_grad": 1e9}, torch.bfloat16, True, {"_fused_adamw_": 32, "copy_": 6}),
+    "deferred, may clip": (
+        {"clip_grad": 1e9},
+        torch.bfloat16,
+        True,
+        {"_fused_adamw_": 32, "copy_": 6},
+    ),
 }
 
 
@@ -89,7 +114,9 @@ MOVED: dict[str, tuple[dict[str, Any], torch.dtype, bool | None, dict[str, float
 @pytest.mark.parametrize("name", MOVED)
 def test_step_when_its_bytes_are_counted_then_at_most_42_an_element(name: str) -> None:
     options, dtype, deferred, expected = MOVED[name]
-    moved = _bytes_an_element(DistOptConfig(accelerator="torch", **options), dtype=dtype, deferred=deferred)
+    moved = _bytes_an_element(
+        DistOptConfig(accelerator="torch", **options), dtype=dtype, deferred=deferred
+    )
     assert moved == {"dot": 2 * 4, **expected}
     # `dot(grad, grad)`, the statistics, names the grad twice and reads it once.
     assert sum(moved.values()) - 4 <= 42

@@ -30,7 +30,11 @@ DeepSpeedCPUAdam = FusedAdam
 """
 #: By package, its files: just enough to be found by a probe.
 FAKES = {
-    "transformer_engine": {"__init__.py": "", "pytorch/__init__.py": "", "pytorch/optimizers.py": FAKE_ADAM},
+    "transformer_engine": {
+        "__init__.py": "",
+        "pytorch/__init__.py": "",
+        "pytorch/optimizers.py": FAKE_ADAM,
+    },
     "apex": {"__init__.py": "", "optimizers/__init__.py": FAKE_ADAM},
     "amp_C": {"__init__.py": ""},
     "deepspeed": {
@@ -38,7 +42,8 @@ FAKES = {
         "git_version_info.py": "installed_ops = {'fused_adam': True, 'cpu_adam': False}",
         "ops/__init__.py": "",
         "ops/adam.py": FAKE_ADAM,
-        "accelerator.py": "class Named:\n    device_name = lambda self: 'xpu'\nget_accelerator = Named\n",
+        "accelerator.py": "class Named:\n    device_name = lambda self: 'xpu'\nget_accelerator = "
+        "Named\n",
     },
 }
 
@@ -47,7 +52,9 @@ Offer = Callable[..., None]
 
 def forget_packages() -> dict[str, Any]:
     """Unloads the packages; returns what was loaded."""
-    loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] in PACKAGES}
+    loaded = {
+        name: module for name, module in sys.modules.items() if name.split(".")[0] in PACKAGES
+    }
     for name in loaded:
         del sys.modules[name]
     return loaded
@@ -63,7 +70,8 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
 
     def offer_these(*names: str, files: dict[str, str] | None = None) -> None:
         for name in set(PACKAGES) - set(names):
-            sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails as if it were not installed
+            # an import of it fails as if it were not installed
+            sys.modules[name] = None  # type: ignore[assignment]
         texts = {f"{name}/{path}": text for name in names for path, text in FAKES[name].items()}
         for path, text in {**texts, **(files or {})}.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +84,9 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
 
 
 def config(**options: Any) -> DistOptConfig:
-    return DistOptConfig(**{"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.125, **options})
+    return DistOptConfig(
+        **{"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.125, **options}
+    )
 
 
 def refused(device_type: str, **options: Any) -> str:
@@ -85,16 +95,22 @@ def refused(device_type: str, **options: Any) -> str:
     return str(error.value)
 
 
-#: By device, what is offered, and what is chosen with a part of each reason for what was passed over.
+#: By device, what is offered, and what is chosen with a part of each reason for what was passed
+#: over.
 CHOSEN: dict[str, list[tuple[tuple[str, ...], str, tuple[str, ...]]]] = {
     "cuda": [(PACKAGES, "torch_fused", ()), ((), "torch_fused", ())],
     "cpu": [(PACKAGES, "torch_fused", ())],
-    "xpu": [(("deepspeed",), "deepspeed", ()), ((), "torch_fused", ("not deepspeed: not installed",))],
+    "xpu": [
+        (("deepspeed",), "deepspeed", ()),
+        ((), "torch_fused", ("not deepspeed: not installed",)),
+    ],
     "npu": [((), "torch_foreach", ("not deepspeed: not installed", "not torch_fused: torch"))],
 }
 
 
-@pytest.mark.parametrize(("device_type", "case"), [(name, case) for name, cases in CHOSEN.items() for case in cases])
+@pytest.mark.parametrize(
+    ("device_type", "case"), [(name, case) for name, cases in CHOSEN.items() for case in cases]
+)
 def test_choose_inner_when_nothing_is_named_then_the_best_that_is_there_and_why(
     device_type: str, case: tuple[tuple[str, ...], str, tuple[str, ...]], offer: Offer
 ) -> None:
@@ -106,10 +122,13 @@ def test_choose_inner_when_nothing_is_named_then_the_best_that_is_there_and_why(
     assert device_type != "cpu" or not set(PACKAGES) & set(sys.modules)  # none is even looked at
 
 
-def test_choose_inner_when_deepspeed_is_not_prebuilt_then_it_compiles_only_when_it_is_named_and_built(
+def test_choose_inner_when_deepspeed_is_not_prebuilt_then_compiled_only_when_named(
     offer: Offer,
 ) -> None:
-    offer("deepspeed", files={"deepspeed/git_version_info.py": "installed_ops = {'fused_adam': False}"})
+    offer(
+        "deepspeed",
+        files={"deepspeed/git_version_info.py": "installed_ops = {'fused_adam': False}"},
+    )
     choice = choose_inner(config(), "xpu")
     assert choice.name == "torch_fused" and "deepspeed" in choice.why[-1]
     choice = choose_inner(config(adam="deepspeed"), "xpu")
@@ -128,20 +147,36 @@ ABSENT: list[tuple[str, str, tuple[str, ...], dict[str, str], str]] = [
     ("deepspeed", "cpu", ("deepspeed",), {}, "adam='deepspeed_cpu'"),
     ("torch_fused", "npu", (), {}, "npu"),
     ("apex", "cuda", ("apex",), {"apex/optimizers/__init__.py": ""}, "FusedAdam"),
-    ("apex", "cuda", ("apex",), {"apex/optimizers/__init__.py": "raise OSError('no libcudart')"}, "no libcudart"),
+    (
+        "apex",
+        "cuda",
+        ("apex",),
+        {"apex/optimizers/__init__.py": "raise OSError('no libcudart')"},
+        "no libcudart",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("adam", "device_type", "offered", "files", "reason"), ABSENT)
 def test_choose_inner_when_a_named_source_cannot_be_used_then_refused_and_said_why(
-    adam: str, device_type: str, offered: tuple[str, ...], files: dict[str, str], reason: str, offer: Offer
+    adam: str,
+    device_type: str,
+    offered: tuple[str, ...],
+    files: dict[str, str],
+    reason: str,
+    offer: Offer,
 ) -> None:
     offer(*offered, files=files)
     assert_mentions(refused(device_type, adam=adam), f"adam {adam!r}", reason, "adam='auto'")
 
 
-def test_choose_inner_when_the_unrelated_apex_is_asked_for_then_refused(offer: Offer, tmp_path: Path) -> None:
-    files = {"apex/__init__.py": "raise RuntimeError('a stranger was imported')", "apex/views.py": ""}
+def test_choose_inner_when_the_unrelated_apex_is_asked_for_then_refused(
+    offer: Offer, tmp_path: Path
+) -> None:
+    files = {
+        "apex/__init__.py": "raise RuntimeError('a stranger was imported')",
+        "apex/views.py": "",
+    }
     offer("apex", files=files)
     (tmp_path / "apex" / "optimizers" / "__init__.py").unlink()
     (tmp_path / "apex" / "optimizers").rmdir()
@@ -158,17 +193,25 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("adam", OTHERS)
-def test_build_when_the_source_is_not_torch_then_it_gets_the_options_and_refuses_what_it_does_not_look_at(
+def test_build_when_the_source_is_not_torch_then_it_refuses_what_it_ignores(
     adam: str, offer: Offer
 ) -> None:
     offer(*PACKAGES)
     device_type, mode = OTHERS[adam]
     for decoupled in (True, False):
-        choice = choose_inner(config(adam=adam, decay="decoupled" if decoupled else "l2"), device_type)
+        choice = choose_inner(
+            config(adam=adam, decay="decoupled" if decoupled else "l2"), device_type
+        )
         groups: list[dict[str, Any]] = [{"params": [], "amsgrad": False}]
         built: Any = choice.build(groups)
         assert choice.name == adam and built.groups is groups
-        assert built.options == {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.125, mode: decoupled}
+        assert built.options == {
+            "lr": 0.25,
+            "betas": (0.5, 0.75),
+            "eps": 1e-3,
+            "weight_decay": 0.125,
+            mode: decoupled,
+        }
     for option in ("amsgrad", "maximize", "differentiable"):
         with pytest.raises(ConfigError) as error:
             choice.build([{"params": []}, {"params": [], option: True}])
@@ -185,18 +228,28 @@ def build_over(param: Tensor, options: DistOptConfig) -> Optimizer:
 
 @pytest.mark.parametrize("adam", ["torch_fused", "torch_foreach"])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_build_when_the_source_is_torch_then_the_class_and_the_options_are_these(adam: str, decoupled: bool) -> None:
-    inner = build_over(param_with([1.0]), config(adam=adam, decay="decoupled" if decoupled else "l2"))
+def test_build_when_the_source_is_torch_then_the_class_and_the_options_are_these(
+    adam: str, decoupled: bool
+) -> None:
+    inner = build_over(
+        param_with([1.0]), config(adam=adam, decay="decoupled" if decoupled else "l2")
+    )
     assert isinstance(inner, (Adam, AdamW))
     assert isinstance(inner, AdamW) == decoupled
     (group,) = inner.param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
     assert group["weight_decay"] == 0.125
-    assert (bool(group["fused"]), bool(group["foreach"])) == (adam == "torch_fused", adam == "torch_foreach")
+    assert (bool(group["fused"]), bool(group["foreach"])) == (
+        adam == "torch_fused",
+        adam == "torch_foreach",
+    )
 
 
-#: An older torch does not know the option, so it is not passed where the device has no fused kernels.
-@pytest.mark.parametrize(("device_type", "fused"), [("cpu", True), ("npu", SGD([torch.zeros(1)]).defaults["fused"])])
+#: An older torch does not know the option, so it is not passed where the device has no fused
+#: kernels.
+@pytest.mark.parametrize(
+    ("device_type", "fused"), [("cpu", True), ("npu", SGD([torch.zeros(1)]).defaults["fused"])]
+)
 def test_choose_inner_when_sgd_then_torchs_with_momentum_and_a_fused_kernel_where_there_is_one(
     device_type: str, fused: bool | None
 ) -> None:
@@ -204,11 +257,20 @@ def test_choose_inner_when_sgd_then_torchs_with_momentum_and_a_fused_kernel_wher
     inner = choice.build([{"params": [param_with([1.0])]}])
     (group,) = inner.param_groups
     assert (choice.name, type(inner)) == ("torch_sgd", SGD)
-    assert (group["lr"], group["momentum"], group["weight_decay"], group["fused"]) == (0.25, 0.75, 0.125, fused)
+    assert (group["lr"], group["momentum"], group["weight_decay"], group["fused"]) == (
+        0.25,
+        0.75,
+        0.125,
+        fused,
+    )
 
 
 #: By name of a class, a word of the refusal.
-UNUSABLE = {"torch.optim:Nope": "Nope", "no_such_module:Adam": "PYTHONPATH", "torch.nn:Linear": "torch.optim:Adagrad"}
+UNUSABLE = {
+    "torch.optim:Nope": "Nope",
+    "no_such_module:Adam": "PYTHONPATH",
+    "torch.nn:Linear": "torch.optim:Adagrad",
+}
 
 
 @pytest.mark.parametrize("optimizer", UNUSABLE)
@@ -224,15 +286,24 @@ def test_adopt_instance_when_new_then_one_like_it_has_main_params_in_its_groups(
     choice = adopt_instance(instance)
     inner = choice.build([{"params": [main], "weight_decay": 0.125}, {"params": []}])
     assert choice.name == "Adam"
-    assert (type(inner), vars(inner)["note"], inner.defaults) == (Adam, "the user's", instance.defaults)
-    assert [[id(param) for param in group["params"]] for group in inner.param_groups] == [[id(main)], []]
+    assert (type(inner), vars(inner)["note"], inner.defaults) == (
+        Adam,
+        "the user's",
+        instance.defaults,
+    )
+    assert [[id(param) for param in group["params"]] for group in inner.param_groups] == [
+        [id(main)],
+        [],
+    ]
     # The user's groups stay those of model params.
-    assert [[id(param) for param in group["params"]] for group in instance.param_groups] == [[id(param)]]
+    assert [[id(param) for param in group["params"]] for group in instance.param_groups] == [
+        [id(param)]
+    ]
     assert (inner.param_groups[0]["lr"], inner.param_groups[0]["betas"]) == (0.5, (0.25, 0.5))
     assert [group["weight_decay"] for group in inner.param_groups] == [0.125, 0]
 
 
-def test_adopt_instance_when_its_methods_were_replaced_and_it_has_hooks_then_its_copy_has_neither() -> None:
+def test_adopt_instance_when_methods_were_replaced_and_hooked_then_its_copy_has_neither() -> None:
     instance, main, called = SGD([param_with([1.0])], lr=0.5), param_with([2.0]), list[str]()
     instance.register_step_pre_hook(lambda *_: called.append("hook"))
     instance.step = lambda closure=None: called.append("replaced")  # type: ignore[method-assign]
@@ -266,7 +337,7 @@ class OfOneParam(BeginsWithState):
         super().__init__(params)
 
 
-def test_adopt_instance_when_its_constructor_makes_the_state_then_it_is_not_said_to_be_stepped() -> None:
+def test_adopt_instance_when_its_constructor_makes_the_state_then_not_said_to_be_stepped() -> None:
     for instance, said in (
         (BeginsWithState([param_with([1.0])]), "because its constructor makes it"),
         (OfOneParam([param_with([1.0])], 2.0), "'scale'"),
@@ -289,7 +360,8 @@ class NoDivision(SGD):
         super().__init__(params, lr=0.125, momentum=0.5, foreach=True)
 
 
-#: By name, how an optimizer over one param is built; the first two divide while they update, the others cannot.
+#: By name, how an optimizer over one param is built; the first two divide while they update, the
+#: others cannot.
 INNER: dict[str, Callable[[Tensor], Optimizer]] = {
     "fused Adam": lambda param: build_over(param, config(adam="torch_fused")),
     "fused SGD": lambda param: build_over(param, config(optimizer="sgd")),
@@ -310,13 +382,18 @@ def three_steps(name: str, divisor: float, *, divide_by_hand: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_step_divided_when_by_any_number_then_as_by_hand_and_the_grads_hold_the_quotient(name: str) -> None:
+def test_step_divided_when_by_any_number_then_as_by_hand_and_the_grads_hold_the_quotient(
+    name: str,
+) -> None:
     for divisor in (0.25, 1.0, 65536.0):  # bit for bit, as they are powers of two
         divided = three_steps(name, divisor, divide_by_hand=False)
         assert torch.equal(divided, three_steps(name, divisor, divide_by_hand=True))
     divided = three_steps(name, 3.7, divide_by_hand=False)
-    # A kernel may multiply with 1/3.7 instead: two roundings more, 2^-23 each, of a gradient up to 22, three times.
-    torch.testing.assert_close(divided, three_steps(name, 3.7, divide_by_hand=True), rtol=1e-5, atol=1e-5)
+    # A kernel may multiply with 1/3.7 instead: two roundings more, 2^-23 each, of a gradient up to
+    # 22, three times.
+    torch.testing.assert_close(
+        divided, three_steps(name, 3.7, divide_by_hand=True), rtol=1e-5, atol=1e-5
+    )
     param = param_with([1.0, 2.0])
     inner = INNER[name](param)
     param.grad = torch.tensor([8.0, -4.0])
@@ -395,21 +472,27 @@ class TakesNoMore(SGD):
 def test_choose_inner_when_the_class_takes_any_keyword_then_it_gets_all_options() -> None:
     choice = choose_inner(config(optimizer=f"{__name__}:TakesAnything", momentum=0.75), "cpu")
     inner: Any = choice.build([{"params": [param_with([1.0])]}])
-    assert inner.given == {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.125, "momentum": 0.75}
+    assert inner.given == {
+        "lr": 0.25,
+        "betas": (0.5, 0.75),
+        "eps": 1e-3,
+        "weight_decay": 0.125,
+        "momentum": 0.75,
+    }
     assert inner.param_groups[0]["lr"] == 0.25
     instance = TakesAnything([torch.zeros(2)], lr=0.5, weight_decay=0.25)
     built = adopt_instance(instance).build([{"params": [torch.zeros(3)]}])
     assert [(group["lr"], group["weight_decay"]) for group in built.param_groups] == [(0.5, 0.25)]
 
 
-def test_choose_inner_when_the_class_needs_more_than_groups_then_refused_before_anything_is_moved() -> None:
+def test_choose_inner_when_the_class_needs_more_than_groups_then_refused_at_first() -> None:
     name = f"{__name__}:TakesNoMore"
     assert_mentions(refused("cpu", optimizer=name), name, "'rank'")
     with pytest.raises(ConfigError, match=r"TakesNoMore.*'rank'"):
         adopt_instance(TakesNoMore([param_with([1.0])], rank=1))
 
 
-def test_adopt_instance_when_its_class_fills_state_when_it_is_built_then_the_state_is_of_the_main_params() -> None:
+def test_adopt_instance_when_its_class_fills_state_then_it_is_of_the_main_params() -> None:
     main = param_with([2.0, 3.0])
     instance = Adagrad([param_with([1.0])], lr=0.5, initial_accumulator_value=0.25)
     inner = adopt_instance(instance).build([{"params": [main]}])

@@ -1,4 +1,5 @@
-"""Gradients that are inf or nan on one rank: what all ranks do about it, at once or in the next step.
+"""Gradients that are inf or nan on one rank: what all ranks do about it, at once or in the next
+step.
 
 A deferred check ([Note: deferred check]) is forced on a CPU: every bit is as without.
 """
@@ -31,14 +32,21 @@ from tests.support.spawn import run_ranks
 
 STEPS, BAD = 4, 1
 
-#: By name: options and dtype. The last ones are those in which the divisor, or what it divides, is another.
+#: By name: options and dtype. The last ones are those in which the divisor, or what it divides, is
+#: another.
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "raise fp32": ({"nonfinite": "raise"}, torch.float32),
     "raise bf16 clipped": ({"nonfinite": "raise", "clip_grad": 0.3}, torch.bfloat16),
     "log fp32": ({"nonfinite": "log"}, torch.float32),
     "log bf16 clipped": ({"nonfinite": "log", "clip_grad": 0.3}, torch.bfloat16),
-    "skip constant scale": ({"nonfinite": "skip", "loss_scale": 8.0, "clip_grad": 0.3}, torch.float16),
-    "skip 16-bit grads": ({"nonfinite": "skip", "grads_in_fp32": False, "clip_grad": 1e3}, torch.bfloat16),
+    "skip constant scale": (
+        {"nonfinite": "skip", "loss_scale": 8.0, "clip_grad": 0.3},
+        torch.float16,
+    ),
+    "skip 16-bit grads": (
+        {"nonfinite": "skip", "grads_in_fp32": False, "clip_grad": 1e3},
+        torch.bfloat16,
+    ),
     "skip zeros counted": ({"nonfinite": "skip", "count_zeros": True}, torch.bfloat16),
 }
 #: Their check is never deferred.
@@ -57,7 +65,8 @@ class Outcome:
     norms: list[float | None]  # of the result of every step that returned one
     zeros: list[int | None]
     updated: list[bool]
-    states: list[list[Tensor]]  # after every step that updated: model params, main params, moments, step counts
+    # after every step that updated: model params, main params, moments, step counts
+    states: list[list[Tensor]]
     num_skipped: int  # at the end
     scale: float  # likewise
 
@@ -65,7 +74,10 @@ class Outcome:
 def train_both(rank: int, size: int) -> dict[str, tuple[Outcome, ...]]:
     """By case: without and with a deferred check; only without where the loss scale is dynamic."""
     return {
-        name: tuple(_train(name, rank, deferred=deferred) for deferred in (False, True)[: 1 + (name in CASES)])
+        name: tuple(
+            _train(name, rank, deferred=deferred)
+            for deferred in (False, True)[: 1 + (name in CASES)]
+        )
         for name in (*CASES, *DYNAMIC)
     }
 
@@ -73,7 +85,9 @@ def train_both(rank: int, size: int) -> dict[str, tuple[Outcome, ...]]:
 def _built(name: str, *, deferred: bool) -> tuple[Params, TorchDistributedOptimizer]:
     options, dtype = {**CASES, **DYNAMIC}[name]
     model = Params(default=dtype)
-    optimizer = distribute(model, DistOptConfig(accelerator="torch", lr=0.01, weight_decay=0.1, **options))
+    optimizer = distribute(
+        model, DistOptConfig(accelerator="torch", lr=0.01, weight_decay=0.1, **options)
+    )
     optimizer.sharded.plan = replace(optimizer.sharded.plan, deferred_check=deferred)
     optimizer.sharded.show_flat_params()
     assert optimizer.sharded.defers_check is deferred
@@ -85,7 +99,13 @@ def _train(name: str, rank: int, *, deferred: bool) -> Outcome:
     outcome = Outcome({}, [], [], [], [], 0, 0.0)
     for step in range(STEPS):
         try:
-            result = _step(model, optimizer, rank, step, poison=step == BAD and rank == dist.get_world_size() - 1)
+            result = _step(
+                model,
+                optimizer,
+                rank,
+                step,
+                poison=step == BAD and rank == dist.get_world_size() - 1,
+            )
         except NonFiniteGradError as error:
             outcome.errors[step] = str(error)
             outcome.states.append(_everything(optimizer))
@@ -101,7 +121,9 @@ def _train(name: str, rank: int, *, deferred: bool) -> Outcome:
     return replace(outcome, num_skipped=optimizer.sharded.num_skipped, scale=scale)
 
 
-def _step(model: Params, optimizer: TorchDistributedOptimizer, rank: int, step: int, *, poison: bool) -> Any:
+def _step(
+    model: Params, optimizer: TorchDistributedOptimizer, rank: int, step: int, *, poison: bool
+) -> Any:
     optimizer.zero_grad()
     grads = exact_grads(step, 0, rank)
     if poison:
@@ -113,7 +135,9 @@ def _step(model: Params, optimizer: TorchDistributedOptimizer, rank: int, step: 
 
 def _everything(optimizer: TorchDistributedOptimizer) -> list[Tensor]:
     sharded = optimizer.sharded
-    tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [run.main for run in sharded.flat_params]
+    tensors: list[Any] = [buffer.param for buffer in sharded.buffers] + [
+        run.main for run in sharded.flat_params
+    ]
     tensors += [state[key] for state in sharded.inner.state.values() for key in sorted(state)]
     return [tensor.detach().clone() for tensor in tensors]
 
@@ -132,34 +156,51 @@ def outcomes() -> list[dict[str, tuple[Outcome, ...]]]:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("raise")])
-def test_step_when_the_check_is_deferred_then_every_bit_is_as_without(outcomes: Any, name: str) -> None:
+def test_step_when_the_check_is_deferred_then_every_bit_is_as_without(
+    outcomes: Any, name: str
+) -> None:
     for outcome in outcomes:
         now, deferred = outcome[name]
         assert all(map(_equal, deferred.states, now.states))
-        assert (deferred.updated, deferred.zeros, deferred.num_skipped) == (now.updated, now.zeros, now.num_skipped)
+        assert (deferred.updated, deferred.zeros, deferred.num_skipped) == (
+            now.updated,
+            now.zeros,
+            now.num_skipped,
+        )
         # Of the same bits, also where one of them is nan.
         assert repr(deferred.norms) == repr(now.norms)
         assert deferred.errors == now.errors == {}
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name.startswith("skip")), "dynamic"])
-def test_step_when_the_policy_is_skip_then_the_bad_step_changes_nothing(outcomes: Any, name: str) -> None:
+def test_step_when_the_policy_is_skip_then_the_bad_step_changes_nothing(
+    outcomes: Any, name: str
+) -> None:
     for outcome in outcomes:
         for found in outcome[name]:
             assert _equal(found.states[BAD], found.states[BAD - 1])
             assert not _equal(found.states[BAD + 1], found.states[BAD])
             assert (found.updated[BAD], found.norms[BAD], found.num_skipped) == (False, None, 1)
-        assert outcome["dynamic"][0].scale == 32.0 and outcome["skip constant scale"][0].scale == 8.0
+        assert (
+            outcome["dynamic"][0].scale == 32.0 and outcome["skip constant scale"][0].scale == 8.0
+        )
 
 
 @pytest.mark.parametrize("name", ["raise fp32", "raise bf16 clipped", "dynamic at its minimum"])
 def test_step_when_the_policy_is_raise_then_all_ranks_name_rank_and_params_and_nothing_changes(
     outcomes: Any, name: str
 ) -> None:
-    # The poison was put in on the last rank; after the reduce-scatter the owners of those elements see it.
+    # The poison was put in on the last rank; after the reduce-scatter the owners of those elements
+    # see it.
     [text] = {outcome[name][0].errors[BAD] for outcome in outcomes}
     assert all(
-        part in text for part in ("on rank ", "held.deep_weight", "held.scale", "MEGATRON_DISTOPT_NONFINITE=skip")
+        part in text
+        for part in (
+            "on rank ",
+            "held.deep_weight",
+            "held.scale",
+            "MEGATRON_DISTOPT_NONFINITE=skip",
+        )
     )
     for outcome in outcomes:
         assert _equal(outcome[name][0].states[BAD], outcome[name][0].states[BAD - 1])
@@ -168,7 +209,9 @@ def test_step_when_the_policy_is_raise_then_all_ranks_name_rank_and_params_and_n
 def test_step_when_the_policy_is_log_then_updates_all_the_same(outcomes: Any) -> None:
     for outcome in outcomes:
         assert outcome["log fp32"][0].updated[BAD] is True
-        assert not _equal(outcome["log fp32"][0].states[BAD], outcome["log fp32"][0].states[BAD - 1])
+        assert not _equal(
+            outcome["log fp32"][0].states[BAD], outcome["log fp32"][0].states[BAD - 1]
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("raise")])
@@ -199,20 +242,27 @@ def test_step_when_the_policy_is_log_then_goes_on_and_says_it_one_step_later(
         assert not caplog.records
         _step(model, optimizer, 0, 1, poison=False)
     message = caplog.messages[0]
-    assert "on rank 0: among 5 params from held.wide_weight to held.deep_weight, in the step before" in message
+    assert (
+        "on rank 0: among 5 params from held.wide_weight to held.deep_weight, in the step before"
+        in message
+    )
 
 
 def test_settle_when_a_step_was_bad_then_raises_once_and_before_a_next_step(one_rank: None) -> None:
     model, optimizer = _built("raise fp32", deferred=True)
     _step(model, optimizer, 0, 0, poison=True)
-    with pytest.raises(NonFiniteGradError, match=r"on rank 0: .*, in the step before\. Must be finite"):
+    with pytest.raises(
+        NonFiniteGradError, match=r"on rank 0: .*, in the step before\. Must be finite"
+    ):
         finish_deferred_check([optimizer.sharded], Group.of())
     finish_deferred_check([optimizer.sharded], Group.of())
     assert _step(model, optimizer, 0, 1, poison=False).updated
 
 
 @pytest.mark.parametrize("by", ["folder", "state_dict"])
-def test_load_when_a_check_is_open_then_it_is_forgotten(by: str, one_rank: None, tmp_path: Path) -> None:
+def test_load_when_a_check_is_open_then_it_is_forgotten(
+    by: str, one_rank: None, tmp_path: Path
+) -> None:
     model, optimizer = _built("raise fp32", deferred=True)
     _step(model, optimizer, 0, 0, poison=False)
     optimizer.save(tmp_path / "saved")
@@ -225,19 +275,24 @@ def test_load_when_a_check_is_open_then_it_is_forgotten(by: str, one_rank: None,
     assert _step(model, optimizer, 0, 2, poison=False).updated
 
 
-def test_save_when_the_last_step_was_skipped_then_the_checkpoint_has_counted_it(one_rank: None, tmp_path: Path) -> None:
+def test_save_when_the_last_step_was_skipped_then_the_checkpoint_has_counted_it(
+    one_rank: None, tmp_path: Path
+) -> None:
     model, optimizer = _built("skip zeros counted", deferred=True)
     for step in range(2):
         _step(model, optimizer, 0, step, poison=step == 1)
     optimizer.save(tmp_path / "saved")
     other_model, other = _built("skip zeros counted", deferred=True)
-    _step(other_model, other, 0, 0, poison=True)  # its check is still open and means nothing after loading
+    # its check is still open and means nothing after loading
+    _step(other_model, other, 0, 0, poison=True)
     other.load(tmp_path / "saved")
     assert other.sharded.num_skipped == optimizer.sharded.num_skipped == 1
     assert _equal(_everything(other), _everything(optimizer))
 
 
-def test_num_skipped_when_it_is_read_between_two_steps_then_the_last_one_counts_once(one_rank: None) -> None:
+def test_num_skipped_when_it_is_read_between_two_steps_then_the_last_one_counts_once(
+    one_rank: None,
+) -> None:
     model, optimizer = _built("skip constant scale", deferred=True)
     _step(model, optimizer, 0, 0, poison=True)
     assert [optimizer.sharded.num_skipped for _ in range(2)] == [1, 1]
@@ -247,8 +302,12 @@ def test_num_skipped_when_it_is_read_between_two_steps_then_the_last_one_counts_
     assert optimizer.sharded.num_skipped == 7
 
 
-@pytest.mark.parametrize("change", [{"adam": "torch_foreach"}, {"optimizer": "sgd"}, {"loss_scale": "dynamic"}])
-def test_defers_check_when_something_decides_on_the_cpu_then_it_is_not(one_rank: None, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"adam": "torch_foreach"}, {"optimizer": "sgd"}, {"loss_scale": "dynamic"}]
+)
+def test_defers_check_when_something_decides_on_the_cpu_then_it_is_not(
+    one_rank: None, change: dict[str, Any]
+) -> None:
     optimizer = distribute(Params(), DistOptConfig(accelerator="torch", **change)).sharded
     optimizer.plan = replace(optimizer.plan, deferred_check=True)
     optimizer.show_flat_params()
@@ -256,11 +315,16 @@ def test_defers_check_when_something_decides_on_the_cpu_then_it_is_not(one_rank:
 
 
 def test_late_divisor_when_compared_with_python_then_the_same_bits() -> None:
-    squares, clips = (0.0, 1e-30, 0.7, 9900.0, 3.3e18, math.inf, math.nan), (0.0, 0.25, 1.0, 3.0, 1e6)
+    squares, clips = (
+        (0.0, 1e-30, 0.7, 9900.0, 3.3e18, math.inf, math.nan),
+        (0.0, 0.25, 1.0, 3.0, 1e6),
+    )
     for square, clip_grad, divisor in product(squares, clips, (1.0, 3.0, 65536.0)):
         norm = GradStats(square, None, 0).norm(divisor)
         expected = torch.tensor(divisor * clip_divisor(norm, clip_grad), dtype=torch.float32)
-        found = deferred_divisor(torch.tensor([square, 0.0, 0.0], dtype=torch.float64), divisor, clip_grad)
+        found = deferred_divisor(
+            torch.tensor([square, 0.0, 0.0], dtype=torch.float64), divisor, clip_grad
+        )
         assert torch.equal(torch.as_tensor(found, dtype=torch.float32), expected)
 
 
@@ -275,18 +339,23 @@ def test_late_norm_when_a_host_uses_it_then_it_is_the_float() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_nonfinite", "is_settled", "num_messages"), [(0.0, False, 0), (1.0, True, 0), (1.0, False, 1)]
+    ("num_nonfinite", "is_settled", "num_messages"),
+    [(0.0, False, 0), (1.0, True, 0), (1.0, False, 1)],
 )
 def test_last_step_when_nothing_follows_then_an_error_is_logged_where_it_was_bad(
     num_nonfinite: float, is_settled: bool, num_messages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    deferred = DeferredCheck(torch.tensor([1.0, 0.0, num_nonfinite], dtype=torch.float64), [], counts_zeros=False)
+    deferred = DeferredCheck(
+        torch.tensor([1.0, 0.0, num_nonfinite], dtype=torch.float64), [], counts_zeros=False
+    )
     deferred.report_unless_settled()
     if is_settled:
         deferred.settled()
     assert not caplog.messages
     del deferred
-    assert ["inf or nan on other ranks" in message for message in caplog.messages] == [True] * num_messages
+    assert ["inf or nan on other ranks" in message for message in caplog.messages] == [
+        True
+    ] * num_messages
 
 
 def test_last_step_when_the_process_ends_then_the_error_is_logged_at_its_end() -> None:
@@ -296,5 +365,7 @@ from megatron_distopt.optimizer.deferred import DeferredCheck
 deferred = DeferredCheck(torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), [], counts_zeros=False)
 deferred.report_unless_settled()
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+    )
     assert "the gradient of the last step was inf or nan" in ended.stderr

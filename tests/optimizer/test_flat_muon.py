@@ -1,4 +1,5 @@
-"""Muon on flat params of several ranks against torch's on whole matrices, at zero tolerance, and what it sends."""
+"""Muon on flat params of several ranks against torch's on whole matrices, at zero tolerance, and
+what it sends."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ SPECS = {
     "experts": MatrixSpec(28, 5, sizes=(7,) * 4),
 }
 GROUPS = {"wide": 0, "tall": 1, "gate_up": 0, "qkv": 1, "columns": 1, "experts": 0}
-OPTIONS: list[dict[str, Any]] = [{"lr": 0.02}, {"lr": 0.3, "adjust_lr_fn": "match_rms_adamw", "nesterov": False}]
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.02},
+    {"lr": 0.3, "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
+]
 BIAS = ParamSpec("bias", 37)
 
 
@@ -43,7 +47,8 @@ BIAS = ParamSpec("bias", 37)
 class Case:
     """One way to lay the params out, and the params that are left out of the second step.
 
-    `by_backend`: pieces travel as they do over NCCL, as one operation of the backend and without tags.
+    `by_backend`: pieces travel as they do over NCCL, as one operation of the backend and without
+    tags.
     """
 
     bucket_size: int | None = None
@@ -69,11 +74,14 @@ def _start(case: Case) -> dict[str, Tensor]:
 
 
 def _grads(step: int) -> dict[str, Tensor]:
-    return dict(zip(SPECS, values([(spec.rows, spec.cols) for spec in SPECS.values()], step), strict=True))
+    return dict(
+        zip(SPECS, values([(spec.rows, spec.cols) for spec in SPECS.values()], step), strict=True)
+    )
 
 
 def expected(case: Case) -> dict[str, list[Tensor]]:
-    """The matrices of each param, in the dtype of the model, after torch's Muon trained fp32 copies of them."""
+    """The matrices of each param, in the dtype of the model, after torch's Muon trained fp32 copies
+    of them."""
     found = {}
     for name, start in _start(case).items():
         mains = [Parameter(part.float()) for part in matrices_in(start, SPECS[name])]
@@ -86,16 +94,24 @@ def expected(case: Case) -> dict[str, list[Tensor]]:
 
 
 def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
-    """Collective: the whole params after training, bytes that this rank sent, and bytes that the plan says."""
+    """Collective: the whole params after training, bytes that this rank sent, and bytes that the
+    plan says."""
     starts = _start(case)
     named = {name: Parameter(start.clone()) for name, start in starts.items()}
     named["bias"] = Parameter(torch.ones(BIAS.numel, dtype=case.dtype))
     order = ("wide", "bias", *(name for name in SPECS if name != "wide"))
     params = [ParamSpec(name, named[name].numel()) for name in order]
-    layout = lay_out(params, num_shards=group.size, bucket_size=case.bucket_size, alignment_numel=case.alignment_numel)
+    layout = lay_out(
+        params,
+        num_shards=group.size,
+        bucket_size=case.bucket_size,
+        alignment_numel=case.alignment_numel,
+    )
     grad = torch.zeros(layout.numel)
     buffer = ShardedBuffer(layout, group.rank, grad, move_into_buffer(named, layout))
-    flats = build_flat_params([buffer], lambda name: FlatParamKey(GROUPS[name], False) if name in SPECS else None)
+    flats = build_flat_params(
+        [buffer], lambda name: FlatParamKey(GROUPS[name], False) if name in SPECS else None
+    )
     mains: list[list[Tensor]] = [[], []]
     for flat in flats:
         mains[flat.plan.key.group].append(flat.main)
@@ -121,17 +137,23 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
                 grad[layout.slot_of[name].in_buffer.as_slice()] = each.view(-1)
             optimizer.left_out = case.left_out if step == 2 else frozenset()
             for flat, flat_grad in zip(flats, main_grads(flats), strict=True):
-                flat.main.grad = None if flat.plan.shards[0].name in optimizer.left_out else flat_grad
+                flat.main.grad = (
+                    None if flat.plan.shards[0].name in optimizer.left_out else flat_grad
+                )
             optimizer.step()
     for flat in flats:
         flat.write_model()
     gather_params(buffer, group)
     pieces = (*plan.leaving(group.rank), *plan.arriving(group.rank))
-    planned = sum(2 * piece.in_buffer.numel * (NUM_STEPS - (piece.name in case.left_out)) for piece in pieces)
+    planned = sum(
+        2 * piece.in_buffer.numel * (NUM_STEPS - (piece.name in case.left_out)) for piece in pieces
+    )
     return {name: named[name].detach().clone() for name in named}, sent, planned
 
 
-def train_all(rank: int, world_size: int) -> dict[tuple[str, int], tuple[dict[str, Tensor], int, int]]:
+def train_all(
+    rank: int, world_size: int
+) -> dict[tuple[str, int], tuple[dict[str, Tensor], int, int]]:
     groups = {size: dist.new_group(range(size)) for size in SIZES}
     return {
         (name, size): train(case, Group.of(handle))

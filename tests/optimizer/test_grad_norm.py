@@ -1,4 +1,5 @@
-"""Gradient statistics of sharded models against those of the whole model in one process, for each kind of duplicate."""
+"""Gradient statistics of sharded models against those of the whole model in one process, for each
+kind of duplicate."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from torch.nn import Module, Parameter, ParameterDict
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.layout import FlatParamPlan, ParamShard, Span
 from megatron_distopt.optimizer import grad_norm
-from megatron_distopt.optimizer.grad_norm import GradStats, local_numbers, local_stats, nonfinite_params
+from megatron_distopt.optimizer.grad_norm import (
+    GradStats,
+    local_numbers,
+    local_stats,
+    nonfinite_params,
+)
 from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 from tests.support.models import stepped
 from tests.support.spawn import run_ranks
@@ -26,7 +32,8 @@ class Piece:
     """A param on one model-parallel rank."""
 
     whole: str  # name of the tensor of the whole model
-    rows: tuple[int, int] | None = None  # of it that this rank holds, first and last exclusive; all where None
+    # of it that this rank holds, first and last exclusive; all where None
+    rows: tuple[int, int] | None = None
     excluded: bool = False  # from the norm, by this rank
 
     @property
@@ -35,10 +42,13 @@ class Piece:
         return WHOLE[self.whole] if self.rows is None else WHOLE[self.whole][slice(*self.rows)]
 
 
-#: The whole model's gradient; small integers over 2**8 with some zeros, so that every sum below is exact.
+#: The whole model's gradient; small integers over 2**8 with some zeros, so that every sum below is
+#: exact.
 WHOLE = {
     name: torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float() / 256
-    for seed, (name, shape) in enumerate({"embedding": (16, 5), "linear": (8, 9), "norm": (9,), "head": (6, 5)}.items())
+    for seed, (name, shape) in enumerate(
+        {"embedding": (16, 5), "linear": (8, 9), "norm": (9,), "head": (6, 5)}.items()
+    )
 }
 
 #: By kind: the params of model-parallel rank 0 and 1.
@@ -67,15 +77,20 @@ class Part(Module):
 
     def __init__(self, pieces: dict[str, Piece]) -> None:
         super().__init__()
-        self.held = ParameterDict({name: Parameter(piece.tensor.clone()) for name, piece in pieces.items()})
+        self.held = ParameterDict(
+            {name: Parameter(piece.tensor.clone()) for name, piece in pieces.items()}
+        )
 
     def forward(self, pieces: dict[str, Piece]) -> Tensor:
         """A loss whose gradient is the whole model's."""
-        return torch.stack([(self.held[name] * piece.tensor).sum() for name, piece in pieces.items()]).sum()
+        return torch.stack(
+            [(self.held[name] * piece.tensor).sum() for name, piece in pieces.items()]
+        ).sum()
 
 
 def measure(rank: int, size: int) -> dict[str, tuple[float | None, int | None]]:
-    """2 model-parallel × 2 data-parallel ranks: ranks 0, 2 are one data-parallel group and 1, 3 the other."""
+    """2 model-parallel × 2 data-parallel ranks: ranks 0, 2 are one data-parallel group and 1, 3 the
+    other."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     return {kind: _measure(parts[rank % 2], groups[rank % 2]) for kind, parts in MODELS.items()}
 
@@ -96,7 +111,8 @@ def _measure(pieces: dict[str, Piece], group: dist.ProcessGroup) -> tuple[float 
 
 def test_stats_when_params_are_duplicated_then_each_element_counts_once() -> None:
     measured = run_ranks(measure, 4)
-    assert all(WHOLE[name].abs().sum() > 0 for name in ("norm", "embedding", "linear"))  # or twice would be as once
+    # or twice would be as once
+    assert all(WHOLE[name].abs().sum() > 0 for name in ("norm", "embedding", "linear"))
     for kind, parts in MODELS.items():
         pieces = [piece for part in parts for piece in part.values()]
         included = torch.cat([piece.tensor.flatten() for piece in pieces if not piece.excluded])
@@ -112,7 +128,11 @@ def test_stats_when_params_are_duplicated_then_each_element_counts_once() -> Non
         (lambda grad: grad.fill_(0.5), True, 0.5 * 3000**0.5),
         # Above the 1.8e19 at which a sum of squares overflows in fp32.
         (lambda grad: grad.fill_(3e19), True, 3e19 * 3000**0.5),
-        (lambda grad: grad.zero_().index_fill_(0, torch.tensor([7]), float("inf")), False, float("inf")),
+        (
+            lambda grad: grad.zero_().index_fill_(0, torch.tensor([7]), float("inf")),
+            False,
+            float("inf"),
+        ),
         (lambda grad: grad.zero_().index_fill_(0, torch.tensor([2999]), float("nan")), False, None),
     ],
     ids=["ordinary", "huge", "inf", "nan"],
@@ -132,7 +152,8 @@ def test_local_stats_when_values_are_extreme_then_tells_large_from_infinite(
 
 @pytest.fixture(params=["sum of squares", "its root", "neither"])
 def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The CPU stands for a device at whose numbers nobody looks, with the kernels of newer and of older releases."""
+    """The CPU stands for a device at whose numbers nobody looks, with the kernels of newer and of
+    older releases."""
     monkeypatch.setattr(grad_norm, "CPU", "no device")
     if request.param != "sum of squares":
         monkeypatch.setattr(grad_norm, "_POWSUM", None)
@@ -149,23 +170,33 @@ def test_statistics_when_nobody_may_look_at_them_then_large_is_told_from_infinit
         run = _flat_param(torch.full((3000,), value))
         stats = _stats_of([run])
         numbers, flags = local_numbers([run], [run.grad], device, count_zeros=False)
-        assert numbers.tolist() == pytest.approx([stats.sum_of_squares, 0.0, float(not stats.is_finite)], nan_ok=True)
+        assert numbers.tolist() == pytest.approx(
+            [stats.sum_of_squares, 0.0, float(not stats.is_finite)], nan_ok=True
+        )
         found[name] = stats.is_finite, flags.tolist() == [0.0]
     is_told = elsewhere != "neither"
-    assert found == {"ordinary": (True, True), "huge": (is_told, is_told), "inf": (False, False), "nan": (False, False)}
+    assert found == {
+        "ordinary": (True, True),
+        "huge": (is_told, is_told),
+        "inf": (False, False),
+        "nan": (False, False),
+    }
     assert local_numbers([], [], device, count_zeros=False)[0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float64(elsewhere: str) -> None:
+def test_statistics_when_nobody_may_look_at_them_then_the_norm_is_that_of_float64(
+    elsewhere: str,
+) -> None:
     grad = torch.randn(100_000, generator=torch.Generator().manual_seed(5))
     run = _flat_param(grad)
     stats = _stats_of([run])
-    # fp32 sums are some 1e-6 off in pieces of 2**26; float64 rounds at 1e-16 in each of some thousand partial sums.
+    # fp32 sums are some 1e-6 off in pieces of 2**26; float64 rounds at 1e-16 in each of some
+    # thousand partial sums.
     bound = 1e-5 if elsewhere == "neither" else 1e-13
     assert stats.norm(1.0) == pytest.approx(float(grad.double().norm()), rel=bound)
 
 
-def test_nonfinite_params_when_all_are_finite_and_their_squares_are_not_then_the_large_ones_are_named() -> None:
+def test_nonfinite_params_when_only_squares_overflow_then_the_large_ones_are_named() -> None:
     large, small = _flat_param(torch.full((4,), 3e19)), _flat_param(torch.ones(4))
     assert nonfinite_params([small, large]) == ["p (finite, and above 1.8e19)"]
     infinite = _flat_param(torch.full((4,), math.inf))
@@ -187,5 +218,7 @@ def _flat_param(grad: Tensor, *, excluded: bool = False) -> FlatParam:
 
 def _stats_of(flat_params: list[FlatParam]) -> GradStats:
     grads = [flat.grad for flat in flat_params]
-    total, _, nonfinite = local_stats(flat_params, grads, grads[0].device, count_zeros=False).tolist()
+    total, _, nonfinite = local_stats(
+        flat_params, grads, grads[0].device, count_zeros=False
+    ).tolist()
     return GradStats(total, None, int(nonfinite))

@@ -1,4 +1,5 @@
-"""The state of the inner optimizer, taken out and put back into a new one of any class: the next steps are the same."""
+"""The state of the inner optimizer, taken out and put back into a new one of any class: the next
+steps are the same."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Build = Callable[[list[dict[str, Any]]], Optimizer]
 
 
 class ApexLike(Optimizer):
-    """Counts in the group, as apex.optimizers.FusedAdam does; the update is some element-wise one."""
+    """Counts in the group, as apex.optimizers.FusedAdam does; the update is some element-wise
+    one."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -59,7 +61,9 @@ BUILDS: dict[str, Build] = {
     "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=0.1, foreach=True, amsgrad=True),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
-    "sgd with momentum fused": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
+    "sgd with momentum fused": lambda groups: torch.optim.SGD(
+        groups, lr=0.1, momentum=0.9, fused=True
+    ),
     "apex": ApexLike,
     "deepspeed": DeepSpeedLike,
 }
@@ -93,8 +97,16 @@ def _moved(inner: Optimizer, name: str, step: int | None) -> Optimizer:
     for group in new.param_groups:
         restore_group(new, group, step)
     for old, main in zip(_held(inner), _held(new), strict=True):
-        group = next(group for group in new.param_groups if any(each is main for each in group["params"]))
-        restore(new, group, main, {key: value.clone() for key, value in moments_of(inner, old).items()}, step)
+        group = next(
+            group for group in new.param_groups if any(each is main for each in group["params"])
+        )
+        restore(
+            new,
+            group,
+            main,
+            {key: value.clone() for key, value in moments_of(inner, old).items()},
+            step,
+        )
     return new
 
 
@@ -119,14 +131,18 @@ def test_restore_when_the_optimizer_has_trained_then_its_own_state_is_gone(name:
     other = _train(_built(name, _mains()), 7, 4)
     for old, main in zip(_held(begun), _held(other), strict=True):
         main.copy_(old)
-        group = next(group for group in other.param_groups if any(each is main for each in group["params"]))
+        group = next(
+            group for group in other.param_groups if any(each is main for each in group["params"])
+        )
         restore(other, group, main, dict(moments_of(begun, old)), count_updates(begun))
         restore_group(other, group, count_updates(begun))
     assert all(map(torch.equal, _held(_train(other, 3, 3)), _held(whole)))
 
 
 @pytest.mark.parametrize("source", ["adamw", "adamw fused", "adamw foreach"])
-def test_restore_when_another_implementation_wrote_the_state_then_it_goes_on_as_that_one(source: str) -> None:
+def test_restore_when_another_implementation_wrote_the_state_then_it_goes_on_as_that_one(
+    source: str,
+) -> None:
     whole = _train(_built(source, _mains()), 0, 6)
     for name in ("adamw", "adamw fused", "adamw foreach"):
         moved = _train(_moved(_train(_built(source, _mains()), 0, 3), name, 3), 3, 3)

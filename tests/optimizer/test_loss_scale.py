@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, make_loss_scale
+from megatron_distopt.optimizer.loss_scale import (
+    ConstantLossScale,
+    DynamicLossScale,
+    LossScale,
+    make_loss_scale,
+)
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,11 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     memory_of,
     part_of,
 )
-from megatron_distopt.optimizer.low_precision.stored_values import PlainValues, RemainderValues, stored_zeros
+from megatron_distopt.optimizer.low_precision.stored_values import (
+    PlainValues,
+    RemainderValues,
+    stored_zeros,
+)
 
 MOMENTS = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "int8")
 NUMEL = 1000
@@ -26,12 +30,16 @@ CUTS = ((0, 77), (77, 500), (500, NUMEL))
 
 
 def _moment(dtype: str, *, has_ties: bool = False) -> LowPrecisionTensor:
-    return LowPrecisionTensor(stored_zeros(PlainValues(torch.zeros(NUMEL)), dtype, is_second=True, has_ties=has_ties))
+    return LowPrecisionTensor(
+        stored_zeros(PlainValues(torch.zeros(NUMEL)), dtype, is_second=True, has_ties=has_ties)
+    )
 
 
 def _values() -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    values = torch.rand(NUMEL, generator=generator) * torch.exp(-6 * torch.rand(NUMEL, generator=generator))
+    values = torch.rand(NUMEL, generator=generator) * torch.exp(
+        -6 * torch.rand(NUMEL, generator=generator)
+    )
     values[10:20] = 0
     return values
 
@@ -43,7 +51,9 @@ def _kept_values(dtype: str) -> tuple[LowPrecisionTensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", MOMENTS)
-def test_coded_when_it_is_filled_piece_by_piece_in_any_order_then_it_holds_the_same(dtype: str) -> None:
+def test_coded_when_it_is_filled_piece_by_piece_in_any_order_then_it_holds_the_same(
+    dtype: str,
+) -> None:
     moment, values = _kept_values(dtype)
     moment.zero_()
     for start, stop in ((333, 900), (0, 100), (900, NUMEL), (100, 333)):
@@ -71,7 +81,9 @@ def test_coded_when_it_is_cut_into_parts_of_their_own_then_they_keep_the_values(
         for part in parts:
             part.copy_(part.clone())
     parts[1].zero_()
-    assert torch.equal(parts[0].clone(), values[:77]) and torch.equal(parts[2].clone(), values[500:])
+    assert torch.equal(parts[0].clone(), values[:77]) and torch.equal(
+        parts[2].clone(), values[500:]
+    )
 
 
 @pytest.mark.parametrize("dtype", MOMENTS)
@@ -94,7 +106,8 @@ def test_remainder_when_a_main_param_is_kept_so_then_every_bit_is_there(dtype: s
     assert torch.equal(as_plain(main), values)
     assert torch.equal(model, values.bfloat16())
     second.copy_(_values())
-    assert torch.equal(as_plain(main), values)  # the signs of the second moment are the main param's
+    # the signs of the second moment are the main param's
+    assert torch.equal(as_plain(main), values)
     assert bool((second >= 0).all())
     values[0] = torch.nan
     main.stored.update(0, NUMEL, values.clone())
@@ -111,7 +124,7 @@ def _remainder(dtype: str) -> tuple[LowPrecisionTensor, LowPrecisionTensor, Tens
     )
 
 
-def test_remainder_when_it_moves_away_then_all_but_the_model_param_does_and_it_is_read_where_it_is() -> None:
+def test_remainder_when_moved_then_all_but_the_model_param_is_and_it_is_read_there() -> None:
     """As a save does meanwhile. The meta device, which keeps no values, stands for another one."""
     main, second, model = _remainder("int8")
     main.stored.move(lambda part: part.to("meta"))
@@ -125,7 +138,9 @@ def test_remainder_when_others_write_to_it_then_the_param_stays_until_the_next_s
     before, values = model.clone(), torch.randn(NUMEL)
     main[100:200].copy_(values[100:200])
     assert torch.equal(model, before)
-    assert torch.equal(main[100:200].clone(), values[100:200]) and torch.equal(main[:100].clone(), before[:100].float())
+    assert torch.equal(main[100:200].clone(), values[100:200]) and torch.equal(
+        main[:100].clone(), before[:100].float()
+    )
     kept = main.stored
     assert isinstance(kept, RemainderValues)
     kept.settle()

@@ -1,4 +1,5 @@
-"""At most 6 + 12/n bytes an element for bf16 params with fp32 grads at group size n, read off what is allocated."""
+"""At most 6 + 12/n bytes an element for bf16 params with fp32 grads at group size n, read off what
+is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.support.spawn import run_ranks
 WIDTH = 384
 SIZES = (1, 2)
 
-#: Step counts, loss scale and statistics: scalars, a few for each run; and the alignment of each param to 64 elements.
+#: Step counts, loss scale and statistics: scalars, a few for each run; and the alignment of each
+#: param to 64 elements.
 CONSTANT_NBYTES = 64 * 1024
 
 
@@ -45,25 +47,32 @@ def measure(rank: int, world_size: int) -> dict[tuple[int, bool], Found]:
 def _measure(group: dist.ProcessGroup, *, fp32: bool) -> Found:
     before = _storages()
     model = Sequential(*(Linear(WIDTH, WIDTH) for _ in range(4))).bfloat16()
-    config = DistOptConfig(accelerator="torch", clip_grad=1.0, grads_in_fp32=fp32, bucket_size=100_000)
+    config = DistOptConfig(
+        accelerator="torch", clip_grad=1.0, grads_in_fp32=fp32, bucket_size=100_000
+    )
     optimizer = distribute(model, config, process_group=group)
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
         optimizer.step()
     after = _storages()
-    allocated = _num_bytes({address: nbytes for address, nbytes in after.items() if address not in before})
+    allocated = _num_bytes(
+        {address: nbytes for address, nbytes in after.items() if address not in before}
+    )
     return Found(sum(param.numel() for param in model.parameters()), allocated, optimizer.memory)
 
 
 def _storages() -> dict[int, int]:
     gc.collect()
-    storages = [thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    storages = [
+        thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)
+    ]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _num_bytes(storages: dict[int, int]) -> int:
-    """That are in any of them: a param has a storage of its own, which is a part of its buffer's."""
+    """That are in any of them: a param has a storage of its own, which is a part of its
+    buffer's."""
     total = end = 0
     for address, nbytes in sorted(storages.items()):
         total += max(address + nbytes - max(address, end), 0)
@@ -94,7 +103,9 @@ def test_reported_memory_when_compared_then_is_what_is_allocated(
 ) -> None:
     for rank in range(size):
         case = found[rank][size, True]
-        reported = case.reported.param_nbytes + case.reported.grad_nbytes + case.reported.state_nbytes
+        reported = (
+            case.reported.param_nbytes + case.reported.grad_nbytes + case.reported.state_nbytes
+        )
         assert 0 <= case.allocated - reported <= CONSTANT_NBYTES
 
 
@@ -129,5 +140,7 @@ def test_start_when_grads_are_kept_in_16_bits_then_the_block_counts_their_fp32_c
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "megatron_distopt"):
-        distribute(Linear(64, 64).bfloat16(), DistOptConfig(accelerator="torch", grads_in_fp32=False))
+        distribute(
+            Linear(64, 64).bfloat16(), DistOptConfig(accelerator="torch", grads_in_fp32=False)
+        )
     assert "moments 32.5 KiB, fp32 copies of grads in a step 16.2 KiB" in caplog.text

@@ -1,4 +1,5 @@
-"""Muon against torch's at zero tolerance: whole and in params of several matrices; test_flat_muon.py cuts them."""
+"""Muon against torch's at zero tolerance: whole and in params of several matrices;
+test_flat_muon.py cuts them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def values(shapes: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
-def trained(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> None:
+def trained(
+    optimizer: torch.optim.Optimizer, params: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> None:
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()
@@ -44,9 +47,20 @@ def trained(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], grads: S
 def matrices_in(tensor: Tensor, spec: MatrixSpec) -> list[Tensor]:
     """The matrices of a param, made by index and not by the code that is tested."""
     whole = tensor.reshape(spec.rows, spec.cols)
-    length, sizes = (spec.rows, spec.cols)[spec.dim], spec.sizes or ((spec.rows, spec.cols)[spec.dim],)
-    owner = [number for _ in range(spec.repeats) for number, size in enumerate(sizes) for _ in range(size)]
-    picked = [torch.tensor([at for at in range(length) if owner[at] == number]) for number in range(len(sizes))]
+    length, sizes = (
+        (spec.rows, spec.cols)[spec.dim],
+        spec.sizes or ((spec.rows, spec.cols)[spec.dim],),
+    )
+    owner = [
+        number
+        for _ in range(spec.repeats)
+        for number, size in enumerate(sizes)
+        for _ in range(size)
+    ]
+    picked = [
+        torch.tensor([at for at in range(length) if owner[at] == number])
+        for number in range(len(sizes))
+    ]
     return [whole.index_select(spec.dim, each).contiguous() for each in picked]
 
 
@@ -72,32 +86,48 @@ def test_muon_when_params_are_matrices_then_equal_to_torchs(options: dict[str, A
     for own, other, start in zip(ours, torchs, starts, strict=True):
         assert torch.equal(own, other)
         assert not torch.equal(own, start)
-        assert torch.equal(mine.state[own]["momentum_buffer"], reference.state[other]["momentum_buffer"])
+        assert torch.equal(
+            mine.state[own]["momentum_buffer"], reference.state[other]["momentum_buffer"]
+        )
 
 
 def reference_of(
     specs: Mapping[str, MatrixSpec], options: dict[str, Any], seed: int = 0
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], dict[str, list[Tensor]]]:
-    """Params, their grads by step, and their matrices after torch's Muon has trained each as a param of its own."""
+    """Params, their grads by step, and their matrices after torch's Muon has trained each as a
+    param of its own."""
     shapes = [(spec.rows, spec.cols) for spec in specs.values()]
     starts = dict(zip(specs, values(shapes, seed), strict=True))
-    grads = [dict(zip(specs, values(shapes, seed + step), strict=True)) for step in range(1, 1 + NUM_STEPS)]
+    grads = [
+        dict(zip(specs, values(shapes, seed + step), strict=True))
+        for step in range(1, 1 + NUM_STEPS)
+    ]
     expected = {}
     for name, spec in specs.items():
         parts = [Parameter(part) for part in matrices_in(starts[name], spec)]
-        trained(torch.optim.Muon(parts, **options), parts, [matrices_in(step[name], spec) for step in grads])
+        trained(
+            torch.optim.Muon(parts, **options),
+            parts,
+            [matrices_in(step[name], spec) for step in grads],
+        )
         expected[name] = [part.detach() for part in parts]
     return starts, grads, expected
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_muon_when_a_param_has_several_matrices_then_each_is_updated_as_one_of_torchs(options: dict[str, Any]) -> None:
+def test_muon_when_a_param_has_several_matrices_then_each_is_updated_as_one_of_torchs(
+    options: dict[str, Any],
+) -> None:
     starts, grads, expected = reference_of(SPECS, options)
     params = {name: Parameter(start.clone()) for name, start in starts.items()}
-    optimizer = Muon(params.values(), {params[name]: spec for name, spec in SPECS.items()}, **options)
+    optimizer = Muon(
+        params.values(), {params[name]: spec for name, spec in SPECS.items()}, **options
+    )
     trained(optimizer, list(params.values()), [list(step.values()) for step in grads])
     for name, spec in SPECS.items():
-        for own, other in zip(matrices_in(params[name].detach(), spec), expected[name], strict=True):
+        for own, other in zip(
+            matrices_in(params[name].detach(), spec), expected[name], strict=True
+        ):
             assert torch.equal(own, other), name
 
 
@@ -155,7 +185,9 @@ def test_step_when_gradients_are_read_afterwards_then_they_are_as_before() -> No
         optimizer.step()
         assert torch.equal(param.grad, torch.full((3, 4), 2.0, dtype=dtype))
         # The direction has memory of its own: orthogonalizing it leaves the momentum alone.
-        assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.full((3, 4), 1.0, dtype=dtype))
+        assert torch.equal(
+            optimizer.state[param]["momentum_buffer"], torch.full((3, 4), 1.0, dtype=dtype)
+        )
 
 
 WRONG: list[dict[str, Any]] = [
@@ -166,7 +198,9 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_muon_when_an_option_cannot_work_then_refused_in_the_call_and_in_a_group(wrong: dict[str, Any]) -> None:
+def test_muon_when_an_option_cannot_work_then_refused_in_the_call_and_in_a_group(
+    wrong: dict[str, Any],
+) -> None:
     [name] = wrong
     with pytest.raises(ConfigError, match=name):
         Muon([Parameter(torch.ones(2, 2))], **wrong)

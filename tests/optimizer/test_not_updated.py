@@ -1,4 +1,5 @@
-"""A param that lies in a buffer and is in no group: it keeps its bits and its gradient is nobody's."""
+"""A param that lies in a buffer and is in no group: it keeps its bits and its gradient is
+nobody's."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def optimizer_of(names: tuple[str, ...], dtype: torch.dtype, **options: object) -> ShardedOptimizer:
     """Over the params a, b and c of three elements each, of which `names` are in the group."""
     layout = lay_out([ParamSpec(name, NUMEL) for name in "abc"], num_shards=1, alignment_numel=4)
-    buffer = ShardedBuffer(layout, 0, torch.zeros(layout.numel), torch.zeros(layout.numel, dtype=dtype))
+    buffer = ShardedBuffer(
+        layout, 0, torch.zeros(layout.numel), torch.zeros(layout.numel, dtype=dtype)
+    )
     for number, slot in enumerate(layout.slots, start=1):
         buffer.param[slot.in_buffer.as_slice()] = float(number)
         buffer.grad[slot.in_buffer.as_slice()] = float(number)
@@ -39,7 +42,9 @@ def optimizer_of(names: tuple[str, ...], dtype: torch.dtype, **options: object) 
     return ShardedOptimizer([buffer], plan)
 
 
-@pytest.mark.parametrize(("left_out", "dtype"), [("a", torch.bfloat16), ("b", torch.float32), ("c", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("left_out", "dtype"), [("a", torch.bfloat16), ("b", torch.float32), ("c", torch.bfloat16)]
+)
 def test_step_when_a_param_is_in_no_group_then_it_keeps_its_bits_and_counts_nowhere(
     left_out: str, dtype: torch.dtype
 ) -> None:

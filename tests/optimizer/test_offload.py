@@ -1,4 +1,5 @@
-"""Which buckets are on the host, and what is refused before anything is allocated. tests/sim/test_offload.py trains."""
+"""Which buckets are on the host, and what is refused before anything is allocated.
+tests/sim/test_offload.py trains."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ _CUDA, _CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def _layout(*numels: int) -> BufferLayout:
-    return lay_out([ParamSpec(str(index), numel) for index, numel in enumerate(numels)], num_shards=2, bucket_size=100)
+    return lay_out(
+        [ParamSpec(str(index), numel) for index, numel in enumerate(numels)],
+        num_shards=2,
+        bucket_size=100,
+    )
 
 
 _LAYOUTS = [(_layout(90, 50, 120, 30), torch.bfloat16), (_layout(200, 10), torch.float32)]
@@ -49,18 +54,22 @@ def test_offload_when_the_memory_of_the_machine_is_too_small_then_refused_with_b
     monkeypatch.setattr("megatron_distopt.optimizer.offload._available_nbytes", lambda: 5000)
     with pytest.raises(ConfigError) as error:
         check_offload(_LAYOUTS, config, _CUDA)
-    assert f"{8 * host_nbytes(_LAYOUTS, 1.0, _CUDA):,} bytes on this machine for 8 rank(s)" in str(error.value)
+    assert f"{8 * host_nbytes(_LAYOUTS, 1.0, _CUDA):,} bytes on this machine for 8 rank(s)" in str(
+        error.value
+    )
     assert "5,000 bytes" in str(error.value)
     check_offload(_LAYOUTS, config, _CPU)
 
 
 @pytest.mark.parametrize(
-    ("available", "fraction"), [(0, 0.01), (5000, 0.01), (5000, 0.5), (5000, 1.0), (15_000, 1.0), (20_000, 1.0)]
+    ("available", "fraction"),
+    [(0, 0.01), (5000, 0.01), (5000, 0.5), (5000, 1.0), (15_000, 1.0), (20_000, 1.0)],
 )
-def test_offload_when_a_fraction_is_refused_then_the_one_that_is_proposed_fits_and_the_next_does_not(
+def test_offload_when_a_fraction_is_refused_then_the_proposed_one_is_the_greatest(
     available: int, fraction: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buckets are whole: a fraction that is computed from bytes alone may take a bucket for which there is no room."""
+    """Buckets are whole: a fraction that is computed from bytes alone may take a bucket for which
+    there is no room."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr("megatron_distopt.optimizer.offload._available_nbytes", lambda: available)
     with pytest.raises(ConfigError) as error:
@@ -80,12 +89,15 @@ def test_inner_when_it_has_no_kernel_on_the_host_then_refused() -> None:
 
 
 def test_flags_when_megatron_core_asks_for_state_on_the_host_then_its_fraction_counts() -> None:
-    from megatron_distopt.hosts.megatron_core.host_config import offload_of  # it imports the host, which takes seconds
+    # it imports the host, which takes seconds
+    from megatron_distopt.hosts.megatron_core.host_config import offload_of
 
     host = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     assert offload_of(host) == {"offload_fraction": 0.5}
     host.optimizer_cpu_offload = False
     assert offload_of(host) == {}
-    host = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, pin_cpu_grads=False)
+    host = SimpleNamespace(
+        optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, pin_cpu_grads=False
+    )
     with pytest.raises(ConfigError, match="--no-pin-cpu-grads"):
         offload_of(host)

@@ -20,7 +20,11 @@ from tests.support.spawn import run_ranks
 STEPS = 4
 MICROBATCHES = 2
 SIZES = (1, 3)
-BF16_WITH_FP32_NORM = {"wide.weight": torch.bfloat16, "wide.bias": torch.bfloat16, "deep.weight": torch.bfloat16}
+BF16_WITH_FP32_NORM = {
+    "wide.weight": torch.bfloat16,
+    "wide.bias": torch.bfloat16,
+    "deep.weight": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,15 @@ class Run:
 
 
 def _config(**changes: object) -> DistOptConfig:
-    """With torch's for-each kernels: they compute an element the same wherever its tensor ends (see FUSED)."""
-    options = {"accelerator": "torch", "adam": "torch_foreach", "lr": 0.01, "weight_decay": 0.1, **changes}
+    """With torch's for-each kernels: they compute an element the same wherever its tensor ends (see
+    FUSED)."""
+    options = {
+        "accelerator": "torch",
+        "adam": "torch_foreach",
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        **changes,
+    }
     return DistOptConfig(**options)  # type: ignore[arg-type]
 
 
@@ -52,22 +63,28 @@ CASES = {
     "fp32 small buckets": Case(_config(clip_grad=0.5, bucket_size=100)),
     "fp32 scaled loss": Case(_config(clip_grad=0.5, loss_scale=1024.0)),
     "bf16": Case(_config(clip_grad=0.5), default=torch.bfloat16),
-    "bf16 with 16-bit grads": Case(_config(clip_grad=0.5, grads_in_fp32=False), default=torch.bfloat16),
+    "bf16 with 16-bit grads": Case(
+        _config(clip_grad=0.5, grads_in_fp32=False), default=torch.bfloat16
+    ),
     "bf16 with fp32 norm": Case(_config(clip_grad=0.5), dtypes=BF16_WITH_FP32_NORM),
-    "fp16": Case(_config(clip_grad=0.5, loss_scale="dynamic", initial_loss_scale=64.0), default=torch.float16),
+    "fp16": Case(
+        _config(clip_grad=0.5, loss_scale="dynamic", initial_loss_scale=64.0), default=torch.float16
+    ),
     "sgd by name": Case(_config(optimizer="torch.optim:SGD", clip_grad=0.5)),
     "adagrad by name": Case(_config(optimizer="torch.optim:Adagrad")),
     "fused adam": Case(_config(adam="torch_fused", clip_grad=0.5)),
     "fused sgd": Case(_config(optimizer="sgd", clip_grad=0.5)),
 }
 
-#: torch's fused CPU kernels round an element in the scalar tail of a tensor now and then differently from the same
-#: element in the vectorised middle (about 1 in 1,000 of those that changed sides), and sharding moves the tails.
+#: torch's fused CPU kernels round an element in the scalar tail of a tensor now and then
+#: differently from the same element in the vectorised middle (about 1 in 1,000 of those that
+#: changed sides), and sharding moves the tails.
 FUSED = {"fused adam": 1e-6, "fused sgd": 1e-6}
 
 
 def train_sharded(rank: int, world_size: int) -> dict[tuple[str, int], Run]:
-    """All cases at all sizes in one spawn: the first ranks form the data-parallel group of each size."""
+    """All cases at all sizes in one spawn: the first ranks form the data-parallel group of each
+    size."""
     groups = {size: dist.new_group(range(size)) for size in SIZES}
     trained = {
         (name, size): _train_sharded(case, rank, group)
@@ -75,18 +92,31 @@ def train_sharded(rank: int, world_size: int) -> dict[tuple[str, int], Run]:
         for name, case in CASES.items()
         if rank < size
     }
-    with mock.patch.object(low_precision_adam, "has_torch_fused", lambda device_type: False):  # see FUSED
+    # see FUSED
+    with mock.patch.object(low_precision_adam, "has_torch_fused", lambda device_type: False):
         for size, group in groups.items():
             for name, options in IN_LOW_PRECISION.items() if rank < size else ():
-                case = Case(_config(adam="auto", bucket_size=BUCKET_SIZE[size], **options), default=torch.bfloat16)
+                case = Case(
+                    _config(adam="auto", bucket_size=BUCKET_SIZE[size], **options),
+                    default=torch.bfloat16,
+                )
                 trained[name, size] = _train_sharded(case, 0, group)
     return trained
 
 
-#: State whose blocks and random bits are those of an element's place in its param; all ranks have the same gradients.
+#: State whose blocks and random bits are those of an element's place in its param; all ranks have
+#: the same gradients.
 IN_LOW_PRECISION: dict[str, dict[str, Any]] = {
-    "bf16 state": {"main_params_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
-    "8-bit moments": {"main_params_dtype": "remainder", "exp_avg_dtype": "float8_e4m3fn", "exp_avg_sq_dtype": "int8"},
+    "bf16 state": {
+        "main_params_dtype": "bfloat16",
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "bfloat16",
+    },
+    "8-bit moments": {
+        "main_params_dtype": "remainder",
+        "exp_avg_dtype": "float8_e4m3fn",
+        "exp_avg_sq_dtype": "int8",
+    },
     "fp16 main params": {"main_params_dtype": "float16", "exp_avg_sq_dtype": "float8_e5m2"},
 }
 BUCKET_SIZE = {1: None, 3: 300}
@@ -125,9 +155,14 @@ def _train_whole(case: Case, size: int) -> Run:
 
 
 def _step_whole(
-    config: DistOptConfig, main: Params, optimizer: torch.optim.Optimizer, total: Mapping[str, Tensor], size: int
+    config: DistOptConfig,
+    main: Params,
+    optimizer: torch.optim.Optimizer,
+    total: Mapping[str, Tensor],
+    size: int,
 ) -> float:
-    """Average and clipping are one division by their product, which is rounded to fp32 once, as in the sharded step."""
+    """Average and clipping are one division by their product, which is rounded to fp32 once, as in
+    the sharded step."""
     total = {name: grad / MICROBATCHES for name, grad in total.items()}
     norm = float(torch.cat([grad.double().flatten() for grad in total.values()]).norm()) / size
     clip = max((norm + 1e-6) / config.clip_grad, 1.0) if config.clip_grad else 1.0
@@ -140,7 +175,9 @@ def _step_whole(
 def _torch_optimizer(config: DistOptConfig, model: Params) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
     if config.optimizer in ("sgd", "torch.optim:SGD"):
-        return torch.optim.SGD(model.groups(), momentum=0.9, fused=config.optimizer == "sgd", **options)
+        return torch.optim.SGD(
+            model.groups(), momentum=0.9, fused=config.optimizer == "sgd", **options
+        )
     if config.optimizer == "torch.optim:Adagrad":
         return torch.optim.Adagrad(model.groups(), eps=1e-8, **options)
     is_fused = config.adam == "torch_fused"
@@ -168,8 +205,11 @@ def test_sharded_step_when_sums_are_exact_then_equals_undistributed(
         found = trained[rank][name, size]
         for param_name, value in wanted.params.items():
             assert found.params[param_name].dtype == value.dtype, param_name
-            torch.testing.assert_close(found.params[param_name], value, rtol=FUSED.get(name, 0.0), atol=0.0)
-        # The sums of squares are equal to the bit; one square root and one division in float64 follow in two orders.
+            torch.testing.assert_close(
+                found.params[param_name], value, rtol=FUSED.get(name, 0.0), atol=0.0
+            )
+        # The sums of squares are equal to the bit; one square root and one division in float64
+        # follow in two orders.
         assert found.norms == pytest.approx(wanted.norms, rel=1e-15, abs=0.0)
 
 

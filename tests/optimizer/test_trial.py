@@ -27,10 +27,14 @@ Params = Iterable[Tensor]
 class _Own(Optimizer):
     """A class of a user: `update` says what is subtracted from a param, times lr."""
 
-    def __init__(self, params: Params, lr: float = 0.01, weight_decay: float = 0.1, **options: Any) -> None:
+    def __init__(
+        self, params: Params, lr: float = 0.01, weight_decay: float = 0.1, **options: Any
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         raise NotImplementedError
 
     @torch.no_grad()
@@ -38,13 +42,17 @@ class _Own(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.sub_(group["lr"] * self.update(param, param.grad, self.state[param], group))
+                    param.sub_(
+                        group["lr"] * self.update(param, param.grad, self.state[param], group)
+                    )
 
 
 class Lion(_Own):
     """Chen et al., 2023: element-wise."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         mean = state.setdefault("exp_avg", torch.zeros_like(param))
         update = (0.9 * mean + 0.1 * grad).sign() + group["weight_decay"] * param
         mean.mul_(0.99).add_(grad, alpha=0.01)
@@ -54,7 +62,9 @@ class Lion(_Own):
 class Lamb(_Own):
     """You et al., 2019: a trust ratio of two norms."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         mean = state.setdefault("exp_avg", torch.zeros_like(param))
         square = state.setdefault("exp_avg_sq", torch.zeros_like(param))
         mean.lerp_(grad, 0.1)
@@ -66,16 +76,22 @@ class Lamb(_Own):
 class NovoGrad(_Own):
     """Ginsburg et al., 2019: a second moment for a whole param, which is one number."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         norm = grad.norm().square()
-        state["exp_avg_sq"] = norm if "exp_avg_sq" not in state else 0.98 * state["exp_avg_sq"] + 0.02 * norm
+        state["exp_avg_sq"] = (
+            norm if "exp_avg_sq" not in state else 0.98 * state["exp_avg_sq"] + 0.02 * norm
+        )
         return grad / (state["exp_avg_sq"].sqrt() + 1e-8) + group["weight_decay"] * param
 
 
 class Centralized(_Own):
     """Yong et al., 2020: the mean of a gradient's rows is taken out, where there are rows."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         return grad - grad.mean(dim=1, keepdim=True) if grad.dim() > 1 else grad
 
 
@@ -83,24 +99,36 @@ class Clipping(_Own):
     """It clips by the norm of all gradients that it holds."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        torch.nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 1.0)
+        torch.nn.utils.clip_grad_norm_(
+            [param for group in self.param_groups for param in group["params"]], 1.0
+        )
         super().step()
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         return grad
 
 
 class ByGroup(Lion):
     """A flag of a param group makes it another optimizer."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        return grad / grad.norm() if group.get("normalized") else super().update(param, grad, state, group)
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
+        return (
+            grad / grad.norm()
+            if group.get("normalized")
+            else super().update(param, grad, state, group)
+        )
 
 
 class Noisy(Lion):
     """Langevin noise: nobody gets the same values twice."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         return grad + torch.randn_like(grad) + random.random() + float(np.random.rand())
 
 
@@ -113,7 +141,9 @@ class Counting(_Own):
         self.count += 1
         super().step()
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         return grad / self.count
 
 
@@ -121,7 +151,9 @@ def keeping(**more: Callable[[Tensor], Any]) -> Callable[[Params], Optimizer]:
     """A class that keeps a mean and something else, of which `more` says how it begins."""
 
     class Keeping(_Own):
-        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        def update(
+            self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+        ) -> Tensor:
             mean = state.setdefault("exp_avg", torch.zeros_like(param))
             if more.keys() - state.keys() and ("late" not in more or mean.any()):
                 state.update({key: make(param) for key, make in more.items()})
@@ -131,7 +163,8 @@ def keeping(**more: Callable[[Tensor], Any]) -> Callable[[Params], Optimizer]:
 
 
 class WarmingUp(_Own):
-    """It counts in its group, and writes a rate there; where there are params alone with `only_params`."""
+    """It counts in its group, and writes a rate there; where there are params alone with
+    `only_params`."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -140,20 +173,26 @@ class WarmingUp(_Own):
                 group["lr"] = group.setdefault("base", group["lr"]) * min(1.0, group["count"] / 5)
         super().step()
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         return grad
 
 
 class Still(_Own):
     """It does not begin before its hundredth step."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> Tensor:
         state["count"] = state.get("count", 0) + 1
         state.setdefault("sum", torch.zeros_like(grad)).add_(grad)
         return grad if state["count"] > 100 else torch.zeros_like(grad)
 
 
-def found(make: Callable[[Params], Optimizer], asked: str = "auto", dims: Iterable[int] = (1, 2)) -> Updates:
+def found(
+    make: Callable[[Params], Optimizer], asked: str = "auto", dims: Iterable[int] = (1, 2)
+) -> Updates:
     """What is found out of a class, though its name be in torch's table."""
 
     class Unknown(Optimizer):
@@ -167,11 +206,15 @@ ELEMENTS: dict[str, Callable[[Params], Optimizer]] = {
     **{name: getattr(torch.optim, name) for name in ("Adagrad", "NAdam", "Rprop")},
     "Adam, amsgrad, maximize": lambda params: torch.optim.Adam(params, amsgrad=True, maximize=True),
     "AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True),
-    "SGD, nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, nesterov": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "a warm-up that begins at 0": lambda params: torch.optim.NAdam(params, lr=0.0),
     "Lion": Lion,
     "a rate in its group": WarmingUp,
-    "numbers": keeping(count=lambda _: 0, rate=lambda _: 0.1, product=lambda _: torch.ones((), dtype=torch.float64)),
+    "numbers": keeping(
+        count=lambda _: 0, rate=lambda _: 0.1, product=lambda _: torch.ones((), dtype=torch.float64)
+    ),
     "ScheduleFreeAdamW": po.ScheduleFreeAdamW,
 }
 PARAMS: dict[str, Callable[[Params], Optimizer]] = {
@@ -192,7 +235,9 @@ PARAMS: dict[str, Callable[[Params], Optimizer]] = {
     "counts of elements": keeping(counts=lambda param: torch.zeros_like(param, dtype=torch.int64)),
     "values of elements in bf16": keeping(rounded=torch.Tensor.bfloat16),
     "values of elements from a later step on": keeping(late=torch.zeros_like),
-    "a rate that groups without params have not": lambda params: WarmingUp(params, only_params=True),
+    "a rate that groups without params have not": lambda params: WarmingUp(
+        params, only_params=True
+    ),
 }
 #: And what the error says of it.
 REFUSED: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
@@ -258,8 +303,16 @@ def test_table_when_a_class_is_torchs_then_it_counts_and_the_user_may_not_say_ot
 
 def test_owned_param_when_its_state_is_split_and_joined_then_the_same() -> None:
     class Keeping(_Own):
-        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-            state.update(GG=[grad @ grad.T, []], pair=(1, "text"), step=torch.tensor(3), none=None, by={0: grad + 1})
+        def update(
+            self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+        ) -> Tensor:
+            state.update(
+                GG=[grad @ grad.T, []],
+                pair=(1, "text"),
+                step=torch.tensor(3),
+                none=None,
+                by={0: grad + 1},
+            )
             state["by_columns"] = grad.t()  # its product with another matrix rounds as it lies
             group["count"] = 5
             return grad
@@ -288,7 +341,9 @@ class Helper:
 
 def test_instance_when_an_argument_is_not_in_its_defaults_then_refused() -> None:
     class Helped(Lion):
-        def __init__(self, params: Params, lr: float = 0.5, helper: object = None, scale: float = 1.0) -> None:
+        def __init__(
+            self, params: Params, lr: float = 0.5, helper: object = None, scale: float = 1.0
+        ) -> None:
             super().__init__(params, lr=lr)
             self.lists = [{"params": self.param_groups[0]["params"], "helper": helper}]
             self.scale = scale
@@ -308,7 +363,9 @@ def test_instance_when_it_is_distributed_shampoo_then_refused_by_name_with_its_o
         adopt_instance(DistributedShampoo([torch.ones(3, requires_grad=True)]))
 
 
-def test_instance_when_an_attribute_holds_params_of_the_model_then_the_copy_holds_main_params() -> None:
+def test_instance_when_an_attribute_holds_params_of_the_model_then_the_copy_holds_main_params() -> (
+    None
+):
     class Listing(Lion):
         def __init__(self, params: Params, lr: float = 0.5) -> None:
             super().__init__(params, lr=lr)
@@ -330,7 +387,9 @@ def test_trial_when_one_group_of_an_instance_is_not_elementwise_then_refused() -
         adopt_instance(ByGroup([{"params": [first]}, {"params": [second], "normalized": True}]))
 
 
-def test_trial_when_done_then_neither_random_states_nor_hooks_nor_the_instance_have_changed() -> None:
+def test_trial_when_done_then_neither_random_states_nor_hooks_nor_the_instance_have_changed() -> (
+    None
+):
     called = []
     hook = register_optimizer_step_post_hook(lambda *about: called.append(about))
     param = torch.ones(3, requires_grad=True)
@@ -347,7 +406,11 @@ def test_trial_when_done_then_neither_random_states_nor_hooks_nor_the_instance_h
         after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
         assert torch.equal(after[0], wanted[0])
         assert after[1:] == wanted[1:]
-        assert (param.tolist(), dict(instance.state), instance.param_groups[0]["params"]) == ([1.0] * 3, {}, [param])
+        assert (param.tolist(), dict(instance.state), instance.param_groups[0]["params"]) == (
+            [1.0] * 3,
+            {},
+            [param],
+        )
         check = torch.optim.SGD([param], lr=0.0)
         param.grad = torch.zeros(3)
         check.step()

@@ -1,4 +1,5 @@
-"""The CPU waits for nothing in a steady step without a dynamic loss scale; and the check sees waits."""
+"""The CPU waits for nothing in a steady step without a dynamic loss scale; and the check sees
+waits."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ WAITING: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _trained(options: dict[str, Any], rank: int, *, deferred: bool) -> tuple[Params, TorchDistributedOptimizer]:
+def _trained(
+    options: dict[str, Any], rank: int, *, deferred: bool
+) -> tuple[Params, TorchDistributedOptimizer]:
     """After two steps, whose results were read."""
     model = Params(default=torch.bfloat16)
     optimizer = distribute(model, DistOptConfig(accelerator="torch", **options))
@@ -74,7 +77,9 @@ def find_in_all(rank: int, size: int) -> dict[str, list[str]]:
     }
 
 
-def test_step_when_it_is_steady_and_the_loss_scale_is_constant_then_the_cpu_waits_for_nothing() -> None:
+def test_step_when_it_is_steady_and_the_loss_scale_is_constant_then_the_cpu_waits_for_nothing() -> (
+    None
+):
     for found in run_ranks(find_in_all, 2):
         assert not any(found[name] for name in STEADY)
         assert "tolist" in found["dynamic"] and "tolist" in found["at once"]  # the statistics

@@ -28,7 +28,9 @@ def _parse(*words: str) -> argparse.Namespace:
 @pytest.mark.parametrize("separator", ["-", "_"])
 def test_flags_when_spelled_with_hyphens_or_underscores_then_the_same(separator: str) -> None:
     words = ["--distopt-decay", "l2", "--distopt-resume-step", "12", "--distopt-adam=torch_foreach"]
-    spelled = [f"--{word[2:].replace('-', separator)}" if word.startswith("--") else word for word in words]
+    spelled = [
+        f"--{word[2:].replace('-', separator)}" if word.startswith("--") else word for word in words
+    ]
     config = config_from_arguments(_parse(*spelled), DistOptConfig(lr=0.5))
     assert config == DistOptConfig(decay="l2", resume_step=12, adam="torch_foreach", lr=0.5)
 
@@ -43,21 +45,29 @@ def test_flags_when_spelled_with_hyphens_or_underscores_then_the_same(separator:
         (("--distopt-async-save", "--distopt-async-save=no"), False),  # behind a script's own flags
     ],
 )
-def test_switch_when_alone_or_with_a_word_then_on_or_off(words: tuple[str, ...], is_on: bool) -> None:
+def test_switch_when_alone_or_with_a_word_then_on_or_off(
+    words: tuple[str, ...], is_on: bool
+) -> None:
     assert config_from_arguments(_parse(*words)).async_save is is_on
 
 
 def test_flag_when_its_value_is_unknown_then_refused_with_the_flag_and_the_nearest() -> None:
     with pytest.raises(ConfigError) as refused:
         config_from_arguments(_parse("--distopt-nonfinite", "skipp"))
-    assert all(word in str(refused.value) for word in ("--distopt-nonfinite", "'skipp'", "mean skip?"))
+    assert all(
+        word in str(refused.value) for word in ("--distopt-nonfinite", "'skipp'", "mean skip?")
+    )
 
 
 def test_help_when_printed_then_names_every_flag_its_values_and_its_default() -> None:
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
     for name in FREE_OPTIONS:
         declared = OPTIONS[name]
-        words = (flag_of(name), f"--distopt_{name}", f"({declared.values}; default {declared.shown_default})")
+        words = (
+            flag_of(name),
+            f"--distopt_{name}",
+            f"({declared.values}; default {declared.shown_default})",
+        )
         assert all(word in text for word in words), name
 
 
@@ -95,13 +105,16 @@ def test_spelling_when_the_host_spells_otherwise_or_has_no_such_flag_then_its_sp
     [
         [],
         ["--distopt-adam", "apex", "--distopt_adam=apex", "--use-distributed-optimizer"],
-        ["--distributed-timeout-minutes", "10", "--distributed-backend", "gloo"],  # not ours, known or not
+        # not ours, known or not
+        ["--distributed-timeout-minutes", "10", "--distributed-backend", "gloo"],
         ["--use-flash-attn", "--optimizer", "sgd", "distopt-adm", "-distopt-adm"],
         ["--", "--lr"],
     ],
 )
 @pytest.mark.parametrize("abbreviated", [True, False])
-def test_spelling_when_words_are_known_or_about_something_else_then_passed(words: list[str], abbreviated: bool) -> None:
+def test_spelling_when_words_are_known_or_about_something_else_then_passed(
+    words: list[str], abbreviated: bool
+) -> None:
     known = [*_parser("--distributed-timeout-minutes")._option_string_actions]
     check_spelling(words, known, abbreviated=abbreviated)
 

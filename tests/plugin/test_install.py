@@ -88,14 +88,20 @@ def test_install_when_switched_off_then_the_host_is_as_it_was_until_it_is_switch
 
 
 @pytest.mark.parametrize("switch", ["1", "require"])
-def test_install_when_there_is_no_host_then_refused(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_when_there_is_no_host_then_refused(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGATRON_DISTOPT", switch)
-    for name in [name for name in sys.modules if name.startswith("megatron.")]:  # of another test of this process
+    # of another test of this process
+    for name in [name for name in sys.modules if name.startswith("megatron.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "megatron", None)  # an import of it fails as if it were not installed
+    # an import of it fails as if it were not installed
+    monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(UnknownHostError) as error:
         install()
-    assert_mentions(error.value, "Start in the folder of your fork", "megatron_distopt.distribute(...)")
+    assert_mentions(
+        error.value, "Start in the folder of your fork", "megatron_distopt.distribute(...)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,9 @@ def test_install_when_a_variable_is_bad_then_refused_and_the_host_is_as_it_was(
     assert host.get_megatron_optimizer is original
 
 
-def test_install_when_called_again_then_the_first_installation_or_refused_with_other_options(host: Any) -> None:
+def test_install_when_called_again_then_the_first_installation_or_refused_with_other_options(
+    host: Any,
+) -> None:
     first = install(DistOptConfig(nonfinite="skip"))
     ours = host.get_megatron_optimizer
     with pytest.raises(ConfigError) as error:
@@ -127,7 +135,9 @@ def test_install_when_called_again_then_the_first_installation_or_refused_with_o
     assert host.get_megatron_optimizer is ours
 
 
-def test_undo_when_called_then_the_host_is_as_it_was_and_a_second_call_does_nothing(host: Any) -> None:
+def test_undo_when_called_then_the_host_is_as_it_was_and_a_second_call_does_nothing(
+    host: Any,
+) -> None:
     original = host.get_megatron_optimizer
     first = install(DistOptConfig(nonfinite="skip"))
     first.undo()
@@ -138,11 +148,15 @@ def test_undo_when_called_then_the_host_is_as_it_was_and_a_second_call_does_noth
     assert install(DistOptConfig(nonfinite="log")) is second is not first
 
 
-def test_install_when_the_host_looks_different_then_refused_and_nothing_is_installed(host: Any) -> None:
+def test_install_when_the_host_looks_different_then_refused_and_nothing_is_installed(
+    host: Any,
+) -> None:
     exec("def get_megatron_optimizer(model):\n    pass", vars(host))
     with pytest.raises(HostMismatchError) as error:
         install()
-    assert_mentions(error.value, "fake_megatron.get_megatron_optimizer takes (model)", "docs/hosts.md")
+    assert_mentions(
+        error.value, "fake_megatron.get_megatron_optimizer takes (model)", "docs/hosts.md"
+    )
     exec("def get_megatron_optimizer(config, model_chunks):\n    pass", vars(host))
     assert install().is_active
 
@@ -151,7 +165,9 @@ def _in_the_real_host(rank: int, size: int) -> tuple[str, str]:
     import megatron.core.optimizer as host
 
     install()
-    return raised(lambda: host.get_megatron_optimizer(SimpleNamespace(use_distributed_optimizer=False), []))
+    return raised(
+        lambda: host.get_megatron_optimizer(SimpleNamespace(use_distributed_optimizer=False), [])
+    )
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")

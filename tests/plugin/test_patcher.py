@@ -26,7 +26,9 @@ SCHEDULER = PatchPoint("fake_host", "make_scheduler", ("optimizer",))
 REMEDY = "Take the other patcher out, or install megatron_distopt before it."
 
 
-def module_of(name: str, monkeypatch: pytest.MonkeyPatch, code: str = "", **attributes: object) -> Any:
+def module_of(
+    name: str, monkeypatch: pytest.MonkeyPatch, code: str = "", **attributes: object
+) -> Any:
     """A loaded module with what `code` defines and the attributes."""
     module = ModuleType(name)
     exec(code, vars(module))
@@ -43,7 +45,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def trainer(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A training module that imported both functions by value."""
-    return module_of("fake_trainer", monkeypatch, "from fake_host import make_optimizer, make_scheduler")
+    return module_of(
+        "fake_trainer", monkeypatch, "from fake_host import make_optimizer, make_scheduler"
+    )
 
 
 def ours(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +64,7 @@ def refused(*patch_points: PatchPoint) -> DistOptError:
     return error.value
 
 
-def test_apply_when_the_patch_point_fits_then_ours_is_called_and_modules_that_imported_by_value_are_rebound(
+def test_apply_when_the_patch_point_fits_then_importers_by_value_are_rebound(
     host: Any, trainer: Any
 ) -> None:
     apply([(OPTIMIZER, ours)])
@@ -88,7 +92,9 @@ def test_undo_when_a_module_imported_ours_by_value_since_then_it_has_the_origina
 ) -> None:
     before = snapshot(host)
     undo = apply([(OPTIMIZER, ours), (SCHEDULER, ours)])
-    late = module_of("fake_late", monkeypatch, "from fake_host import make_optimizer, make_scheduler")
+    late = module_of(
+        "fake_late", monkeypatch, "from fake_host import make_optimizer, make_scheduler"
+    )
     assert snapshot(late) == snapshot(host) != before
     undo()
     assert snapshot(host, late) == before * 2
@@ -112,7 +118,9 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes
     assert snapshot(host, trainer) == before
 
 
-def test_apply_when_the_second_replacement_cannot_be_made_then_the_first_is_not_put_in(host: Any, trainer: Any) -> None:
+def test_apply_when_the_second_replacement_cannot_be_made_then_the_first_is_not_put_in(
+    host: Any, trainer: Any
+) -> None:
     before = snapshot(host, trainer)
     seen: list[object] = []
 
@@ -155,9 +163,16 @@ REFUSED: dict[str, tuple[PatchPoint, type[DistOptError], tuple[str, ...]]] = {
         f"takes {parameters}": (
             PatchPoint("fake_host", "make_optimizer", parameters),
             HostMismatchError,
-            (f"fake_host.make_optimizer takes {SIGNATURE}", f"start with ({', '.join(parameters)})", "docs/hosts.md"),
+            (
+                f"fake_host.make_optimizer takes {SIGNATURE}",
+                f"start with ({', '.join(parameters)})",
+                "docs/hosts.md",
+            ),
         )
-        for parameters in (("model_chunks", "config"), ("config", "model_chunks", "no_weight_decay", "more"))
+        for parameters in (
+            ("model_chunks", "config"),
+            ("config", "model_chunks", "no_weight_decay", "more"),
+        )
     },
 }
 
@@ -177,7 +192,8 @@ def test_apply_when_the_patch_point_does_not_fit_then_refused(
 
 
 class CannotLookUp(ModuleType):
-    """Modules that compute their attributes must not be asked for every name that somebody patches."""
+    """Modules that compute their attributes must not be asked for every name that somebody
+    patches."""
 
     def __getattr__(self, name: str) -> object:
         raise RuntimeError(f"asked for {name}")

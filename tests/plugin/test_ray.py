@@ -23,7 +23,8 @@ SIZE = 2
 
 
 def _train(rank: int, store: str) -> tuple[str, list[float]]:
-    """In an actor, with the host's own call: the module of the optimizer that it built, and losses."""
+    """In an actor, with the host's own call: the module of the optimizer that it built, and
+    losses."""
     import torch.distributed as dist
 
     from tests.support import gpt
@@ -51,9 +52,15 @@ def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     ray.shutdown()
 
 
-def test_actor_when_the_package_is_hooked_in_or_patched_in_then_it_trains_with_ours(way: str, tmp_path: Path) -> None:
+def test_actor_when_the_package_is_hooked_in_or_patched_in_then_it_trains_with_ours(
+    way: str, tmp_path: Path
+) -> None:
     train = ray.remote(num_cpus=1)(_train)
-    found = ray.get([train.remote(rank, str(tmp_path / "store")) for rank in range(SIZE)], timeout=400)
+    found = ray.get(
+        [train.remote(rank, str(tmp_path / "store")) for rank in range(SIZE)], timeout=400
+    )
     package = "megatron.core" if way == "nothing" else "megatron_distopt"
-    assert {module.partition(".hosts")[0].partition(".optimizer")[0] for module, _ in found} == {package}
+    assert {module.partition(".hosts")[0].partition(".optimizer")[0] for module, _ in found} == {
+        package
+    }
     assert found[0][1] == found[1][1]

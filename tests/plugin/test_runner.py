@@ -29,7 +29,8 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         squares = pool.map(square, [2, 3])
     main = vars(sys.modules["__main__"])
-    facts = [sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ is None, main is globals()]
+    names = [__name__, __file__, __package__]
+    facts = [sys.argv, sys.path[0], *names, __spec__ is None, main is globals()]
     print(json.dumps([facts, neighbour.VALUE, squares]))
     if __package__:
         sys.exit(7)
@@ -61,18 +62,25 @@ def _run(
     """Without the host: what is tested is not what is installed."""
     environment = {**os.environ, "MEGATRON_DISTOPT": "0", "PYTHONPATH": str(EXAMPLE.parents[1])}
     command = [sys.executable, *program, *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 @pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
-def test_runner_when_a_target_runs_then_it_is_as_if_started_alone(is_module: bool, folder: Path) -> None:
+def test_runner_when_a_target_runs_then_it_is_as_if_started_alone(
+    is_module: bool, folder: Path
+) -> None:
     """The script from another folder, with the rank that the DeepSpeed launcher puts first."""
     (folder / "elsewhere").mkdir()
     script, cwd = str(folder / "train.py"), folder if is_module else folder / "elsewhere"
     alone, words = [script, "--local_rank=0"], ["--local_rank=0", script]
     if is_module:
         alone = words = ["-m", "package.train"]
-    wanted, ours = _run(*alone, "--lr", "1", cwd=cwd, program=()), _run(*words, "--lr", "1", cwd=cwd)
+    wanted, ours = (
+        _run(*alone, "--lr", "1", cwd=cwd, program=()),
+        _run(*words, "--lr", "1", cwd=cwd),
+    )
     assert (ours.stdout, ours.stderr) == (wanted.stdout, wanted.stderr)
     assert json.loads(ours.stdout)[1:] == [5, [4, 9]]
     assert ours.returncode == wanted.returncode == (7 if is_module else 1)
@@ -100,7 +108,12 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_folder")
 @pytest.mark.parametrize(
     ("words", "found"),
-    [((), "No training script"), (("missing.py",), "'missing.py'"), (("--local_rank=1",), "No "), (("-m",), "No ")],
+    [
+        ((), "No training script"),
+        (("missing.py",), "'missing.py'"),
+        (("--local_rank=1",), "No "),
+        (("-m",), "No "),
+    ],
 )
 def test_runner_when_there_is_no_target_then_refused(
     words: tuple[str, ...], found: str, capsys: pytest.CaptureFixture[str]
@@ -109,7 +122,9 @@ def test_runner_when_there_is_no_target_then_refused(
         main(words)
     text = capsys.readouterr().err
     assert found in text and "Put the script's path, or -m and a module, first." in text
-    assert "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]" in text
+    assert (
+        "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]" in text
+    )
     assert ended.value.code == 2
     with pytest.raises(ConfigError):
         parse_target(words)
@@ -127,28 +142,48 @@ def test_runner_when_it_cannot_install_then_says_why_and_runs_nothing(
         main(["train.py"])
     assert (sys.path[0] == str(folder)) is not is_safe
     said = capsys.readouterr()
-    assert said.err == ("megatron_distopt: MEGATRON_DISTOPT is 'maybe'. It must be one of 0, 1, require.\n")
+    assert said.err == (
+        "megatron_distopt: MEGATRON_DISTOPT is 'maybe'. It must be one of 0, 1, require.\n"
+    )
     assert (ended.value.code, said.out) == (1, "")
 
 
-def test_runner_when_torchrun_starts_it_then_an_unchanged_script_of_megatron_core_gets_our_optimizer(
+def test_runner_when_torchrun_starts_it_then_a_script_of_megatron_core_gets_ours(
     tmp_path: Path,
 ) -> None:
-    """The example without its own call of install(), and with MEGATRON_DISTOPT=require: it would stop without us.
+    """The example without its own call of install(), and with MEGATRON_DISTOPT=require: it would
+    stop without us.
 
-    Under the DeepSpeed launcher, and in a fork of 2023: tests/hosts/test_megatron_2023_install_methods.py.
+    Under the DeepSpeed launcher, and in a fork of 2023:
+    tests/hosts/test_megatron_2023_install_methods.py.
     """
     text = EXAMPLE.read_text(encoding="utf-8")
     line = "installation = megatron_distopt.install()"
     assert line in text
     script = tmp_path / "pretrain.py"
     script.write_text(
-        text.replace(line, "from types import SimpleNamespace\ninstallation = SimpleNamespace(is_active=True)")
+        text.replace(
+            line,
+            "from types import SimpleNamespace\ninstallation = SimpleNamespace(is_active=True)",
+        )
     )
     environment = {"MEGATRON_DISTOPT": "require", "PYTHONPATH": str(EXAMPLE.parent)}
-    words = [str(script), "--use-distributed-optimizer", "--bf16", "--train-iters", "3", "--data", str(EXAMPLE)]
+    words = [
+        str(script),
+        "--use-distributed-optimizer",
+        "--bf16",
+        "--train-iters",
+        "3",
+        "--data",
+        str(EXAMPLE),
+    ]
     done = launch(
-        "torchrun", 1, ["-m", "megatron_distopt", *words], environment=environment, seconds=240.0, folder=tmp_path
+        "torchrun",
+        1,
+        ["-m", "megatron_distopt", *words],
+        environment=environment,
+        seconds=240.0,
+        folder=tmp_path,
     )
     assert done.status == 0, done.output
     losses = [float(loss) for loss in re.findall(r"\| loss ([\d.]+) \|", done.output)]

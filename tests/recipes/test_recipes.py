@@ -1,7 +1,8 @@
 """The recipes, each with our optimizer and with torch's AdamW, whose losses have to be the same.
 
-With AdamW a recipe is the same program: `megatron_distopt.distribute` is replaced by one that returns the AdamW it is
-given, which in the plain loop averages the gradients as DistributedDataParallel does.
+With AdamW a recipe is the same program: `megatron_distopt.distribute` is replaced by one that
+returns the AdamW it is given, which in the plain loop averages the gradients as
+DistributedDataParallel does.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch.nn.utils import clip_grad_norm_
 import megatron_distopt
 from tests.support.spawn import run_ranks
 
-#: fp32: flat params are cut elsewhere than torch's, so that a few elements go through other lanes of the same kernel. A
-#: unit in the last place of a param grows with the steps; a step with another gradient or lr is off by 1e-2.
+#: fp32: flat params are cut elsewhere than torch's, so that a few elements go through other lanes
+#: of the same kernel. A unit in the last place of a param grows with the steps; a step with another
+#: gradient or lr is off by 1e-2.
 TOLERANCE = {"rel": 1e-4}
 
 
@@ -96,22 +98,30 @@ def lightning_module(folder: Path) -> list[float]:
 def resumed_trainer(folder: Path) -> list[float]:
     from recipes import huggingface_trainer
 
-    return huggingface_trainer.train(folder / "again", resume=str(folder / "trainer" / "checkpoint-4"))
+    return huggingface_trainer.train(
+        folder / "again", resume=str(folder / "trainer" / "checkpoint-4")
+    )
 
 
 def resumed_lightning(folder: Path) -> list[float]:
     from recipes import lightning_module
 
     lightning_module.train(folder / "first", epochs=1)
-    return lightning_module.train(folder / "second", epochs=2, resume=folder / "first" / "last.ckpt")
+    return lightning_module.train(
+        folder / "second", epochs=2, resume=folder / "first" / "last.ckpt"
+    )
 
 
-RECIPES = {each.__name__: each for each in (torch_loop, accelerate_loop, huggingface_trainer, lightning_module)}
+RECIPES = {
+    each.__name__: each
+    for each in (torch_loop, accelerate_loop, huggingface_trainer, lightning_module)
+}
 RESUMED = {each.__name__: each for each in (resumed_trainer, resumed_lightning)}
 
 
 def losses(rank: int, size: int, folder: str) -> dict[str, list[float]]:
-    """By recipe and optimizer; in one process, because the frameworks take many seconds to import."""
+    """By recipe and optimizer; in one process, because the frameworks take many seconds to
+    import."""
     os.environ["TORCHELASTIC_RUN_ID"] = "of the tests"  # by which Lightning knows torchrun
     found = {}
     for name, recipe in (RECIPES | RESUMED).items():
@@ -164,7 +174,10 @@ def test_accelerate_when_its_state_is_loaded_then_it_repeats_what_came_after_the
 ) -> None:
     for each in results:
         epoch = len(each["accelerate_loop"]) // 3
-        second, third = each["accelerate_loop"][epoch : 2 * epoch], each["accelerate_loop"][2 * epoch :]
+        second, third = (
+            each["accelerate_loop"][epoch : 2 * epoch],
+            each["accelerate_loop"][2 * epoch :],
+        )
         assert third == pytest.approx(second, **TOLERANCE)
         assert second != pytest.approx(each["accelerate_loop"][:epoch], **TOLERANCE)
 
@@ -172,7 +185,9 @@ def test_accelerate_when_its_state_is_loaded_then_it_repeats_what_came_after_the
 def test_trainer_when_resumed_from_its_checkpoint_then_it_goes_on_as_if_uninterrupted(
     results: list[dict[str, list[float]]],
 ) -> None:
-    assert results[0]["resumed_trainer"] == pytest.approx(results[0]["huggingface_trainer"], **TOLERANCE)
+    assert results[0]["resumed_trainer"] == pytest.approx(
+        results[0]["huggingface_trainer"], **TOLERANCE
+    )
 
 
 def test_lightning_when_resumed_from_its_checkpoint_then_it_goes_on_as_if_uninterrupted(
@@ -180,4 +195,6 @@ def test_lightning_when_resumed_from_its_checkpoint_then_it_goes_on_as_if_uninte
 ) -> None:
     for each in results:
         epoch = len(each["lightning_module"]) // 2
-        assert each["resumed_lightning"] == pytest.approx(each["lightning_module"][epoch:], **TOLERANCE)
+        assert each["resumed_lightning"] == pytest.approx(
+            each["lightning_module"][epoch:], **TOLERANCE
+        )

@@ -1,4 +1,5 @@
-"""Trainings of the small fork of 2023 and of megatron-core, on the CPU and on the simulated accelerator."""
+"""Trainings of the small fork of 2023 and of megatron-core, on the CPU and on the simulated
+accelerator."""
 
 from __future__ import annotations
 
@@ -22,33 +23,49 @@ from tests.support.exact_core import variables
 from tests.support.mini_fork import MiniFork
 from tests.support.sim.machine import Event, Stream
 
-_FORK = "--use-distributed-optimizer --distopt-adam torch_fused --lr 0.01 --train-iters 3 --distopt-bucket-size 700"
+_FORK = (
+    "--use-distributed-optimizer --distopt-adam torch_fused --lr 0.01 --train-iters 3 "
+    "--distopt-bucket-size 700"
+)
 _BOTH = "--distopt-overlap-grad-reduce yes --distopt-overlap-param-gather"
 _REMAINDER = "--distopt-offload-fraction 0.5 --distopt-main-params-dtype remainder"
 _CORE = Case("distopt", steps=3, precision="bf16", clip_grad=0.0)
 _OVERLAP = _CORE.of(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=4000)
 
-#: megatron-core's own flags for state on the host. Its arguments ask for the first where the second is given.
-_FLAGS = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+#: megatron-core's own flags for state on the host. Its arguments ask for the first where the second
+#: is given.
+_FLAGS = {
+    "use_precision_aware_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}
 _BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 
 
 def _flags(fraction: float, **more: Any) -> tuple[tuple[str, Any], ...]:
-    own = {"use_precision_aware_optimizer_no_fp8_or_ds_fp8": True, "optimizer_offload_fraction": fraction}
+    own = {
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
+        "optimizer_offload_fraction": fraction,
+    }
     return tuple({**_FLAGS, **own, **more}.items())
 
 
-#: On two ranks: flags of the fork, and cases of megatron-core. Nothing is clipped, because the norm is added up in
-#: float64 on a device and in pieces of fp32 on the CPU.
+#: On two ranks: flags of the fork, and cases of megatron-core. Nothing is clipped, because the norm
+#: is added up in float64 on a device and in pieces of fp32 on the CPU.
 FORK = {
     "bf16": f"{_FORK} --clip-grad 0 --bf16",
     "bf16 overlap, fp32 norms": f"{_FORK} --clip-grad 0 --bf16 --fp32-norms {_BOTH}",
     "fp16 that overflows": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 1e30 {_BOTH}",
     "tp2": f"{_FORK} --clip-grad 0 --bf16 --tensor-model-parallel-size 2 {_BOTH}",
-    "pp2": f"{_FORK} --clip-grad 0 --bf16 --pipeline-model-parallel-size 2 --global-batch-size 12 {_BOTH}",
-    "host half": f"{_FORK} --clip-grad 0 --bf16 --fp32-norms --distopt-offload-fraction 0.5 {_BOTH}",
-    "host all, fp16": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 4096 --cpu-optimizer --cpu-torch-adam",
-    "host half, remainders": f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 --bf16 {_REMAINDER} {_BOTH}",
+    "pp2": f"{_FORK} --clip-grad 0 --bf16 --pipeline-model-parallel-size 2 --global-batch-size 12 "
+    f"{_BOTH}",
+    "host "
+    "half": f"{_FORK} --clip-grad 0 --bf16 --fp32-norms --distopt-offload-fraction 0.5 {_BOTH}",
+    "host all, fp16": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 4096 --cpu-optimizer "
+    "--cpu-torch-adam",
+    "host half, "
+    "remainders": f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 --bf16 {_REMAINDER} "
+    f"{_BOTH}",
     "reduced in bf16": f"{_FORK} --clip-grad 0 --bf16 --distopt-reduce-dtype bfloat16 {_BOTH}",
 }
 CORE = {
@@ -64,7 +81,9 @@ CORE = {
     "pp2": _OVERLAP.of(pp=2, tied=False),
     "its flags, half on the host": _OVERLAP.of(dp=2, num_microbatches=1, fields=_flags(0.5)),
     # What is on the host is in fp32, whichever dtype is asked for.
-    "its flags, all on the host": _OVERLAP.of(dp=2, num_microbatches=1, fields=_flags(1.0, **_BF16_MOMENTS)),
+    "its flags, all on the host": _OVERLAP.of(
+        dp=2, num_microbatches=1, fields=_flags(1.0, **_BF16_MOMENTS)
+    ),
 }
 #: Variables of some of megatron-core's.
 _HALF = {"OFFLOAD_FRACTION": "0.5"}
@@ -89,19 +108,31 @@ class Trained:
     params: dict[str, Tensor]
 
     def differs_from(self, other: Trained) -> str | None:
-        """What is not as it has to be: losses and params to the bit, norms as far as fp32 pieces hold."""
-        wrong = [name for name, param in self.params.items() if not torch.equal(param, other.params[name])]
+        """What is not as it has to be: losses and params to the bit, norms as far as fp32 pieces
+        hold."""
+        wrong = [
+            name
+            for name, param in self.params.items()
+            if not torch.equal(param, other.params[name])
+        ]
         if wrong or self.losses != other.losses:
             return f"losses {self.losses} where the CPU has {other.losses}; params {wrong}"
-        # `_sum_of_squares` on the CPU: 2e-8 of the sum for 2**16 elements that are added up in fp32.
+        # `_sum_of_squares` on the CPU: 2e-8 of the sum for 2**16 elements that are added up in
+        # fp32.
         pairs = zip(self.norms, other.norms, strict=True)
-        return None if all(abs(a - b) <= 1e-6 * b for a, b in pairs) else f"norms {self.norms}, {other.norms}"
+        return (
+            None
+            if all(abs(a - b) <= 1e-6 * b for a, b in pairs)
+            else f"norms {self.norms}, {other.norms}"
+        )
 
 
 def train_fork(name: str, device: str) -> Trained:
     """Collective."""
     fork = MiniFork.imported()
-    for module in [each for key, each in sys.modules.items() if key.split(".")[0] in ("megatron", "pretrain")]:
+    for module in [
+        each for key, each in sys.modules.items() if key.split(".")[0] in ("megatron", "pretrain")
+    ]:
         if hasattr(module, "DEVICE"):
             module.DEVICE = device  # type: ignore[attr-defined]
     run = fork.train(*FORK[name].split())
@@ -148,12 +179,24 @@ def _move(optimizer: Any, device: str, *, by_data: bool, saves: bool) -> None:
     """Away and back, with a save in between; `by_data` as verl does it."""
     moves: list[Callable[[], object]] = [optimizer.offload_to_cpu, optimizer.restore_from_cpu]
     if by_data:
-        moves = [partial(_move_by_data, optimizer, "cpu"), partial(_move_by_data, optimizer, device)]
+        moves = [
+            partial(_move_by_data, optimizer, "cpu"),
+            partial(_move_by_data, optimizer, device),
+        ]
     moves[0]()
     for part in optimizer.chained_optimizers:
-        kept = [each for main, state in part.optimizer.state.items() for each in (main, *state.values()) if each.dim()]
-        seconds = [main.stored.second.device for main in part.optimizer.state if hasattr(main, "stored")]
-        assert {each.device for tensor in kept for each in memory_of(tensor)} | {*seconds} == {torch.device("cpu")}
+        kept = [
+            each
+            for main, state in part.optimizer.state.items()
+            for each in (main, *state.values())
+            if each.dim()
+        ]
+        seconds = [
+            main.stored.second.device for main in part.optimizer.state if hasattr(main, "stored")
+        ]
+        assert {each.device for tensor in kept for each in memory_of(tensor)} | {*seconds} == {
+            torch.device("cpu")
+        }
     with tempfile.TemporaryDirectory() as own:
         if saves:
             optimizer.save(exchange(own, Group.of())[0])
@@ -170,8 +213,11 @@ def _move_by_data(optimizer: Any, device: str) -> None:
 
 
 def _check_places(optimizer: Any, fraction: float) -> None:
-    """The fraction that was asked for is on the host, in fp32: whole buckets, until it is reached."""
-    states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    """The fraction that was asked for is on the host, in fp32: whole buckets, until it is
+    reached."""
+    states = [
+        state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()
+    ]
     moments = [memory_of(state["exp_avg"])[0] for state in states]
     on_host = sum(each.numel() for each in moments if each.device.type == "cpu")
     share = on_host / sum(each.numel() for each in moments)
@@ -183,7 +229,10 @@ def streams_of(device: str) -> contextlib.AbstractContextManager[object]:
     """megatron-core's streams are those of the device, not the stand-ins of a CPU."""
     if device == "cpu":
         return contextlib.nullcontext()
-    own = {name: getattr(torch.sim, name) for name in ("current_stream", "default_stream", "stream", "synchronize")}
+    own = {
+        name: getattr(torch.sim, name)
+        for name in ("current_stream", "default_stream", "stream", "synchronize")
+    }
     return mock.patch.multiple(torch.cuda, Stream=Stream, Event=Event, **own)
 
 

@@ -1,6 +1,8 @@
-"""Training programs that run on the CPU and on the simulated accelerator alike, and what they leave.
+"""Training programs that run on the CPU and on the simulated accelerator alike, and what they
+leave.
 
-Gradients are those of tests/support/models.py, whose sums are exact, so that both leave the same bits.
+Gradients are those of tests/support/models.py, whose sums are exact, so that both leave the same
+bits.
 """
 
 from __future__ import annotations
@@ -51,11 +53,19 @@ class Program:
 
 BF16, FP16 = torch.bfloat16, torch.float16
 #: Several buckets, so that collectives of some run while others are computed.
-_OVERLAP: Mapping[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 128}
+_OVERLAP: Mapping[str, Any] = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket_size": 128,
+}
 #: State in other forms than fp32.
 _REMAINDER = {"main_params_dtype": "remainder"}
 _LOW = {"main_params_dtype": "remainder", "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
-_RANDOM = {"main_params_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+_RANDOM = {
+    "main_params_dtype": "bfloat16",
+    "exp_avg_dtype": "bfloat16",
+    "exp_avg_sq_dtype": "bfloat16",
+}
 _MIXED = {"wide.bias": torch.float32, "norm.weight": torch.float32}
 
 PROGRAMS: dict[str, Program] = {
@@ -69,7 +79,9 @@ PROGRAMS: dict[str, Program] = {
         {"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, variant="forward stream"
     ),
     # --- two nodes, of one or two ranks
-    "int8 between nodes": Program({"reduce_dtype": "int8", "clip_grad": 1.0, **_OVERLAP}, BF16, has_nodes=True),
+    "int8 between nodes": Program(
+        {"reduce_dtype": "int8", "clip_grad": 1.0, **_OVERLAP}, BF16, has_nodes=True
+    ),
     "int8 between nodes, forward on a stream": Program(
         {"reduce_dtype": "int8", **_OVERLAP}, BF16, variant="forward stream", has_nodes=True
     ),
@@ -85,14 +97,20 @@ PROGRAMS: dict[str, Program] = {
     "float32 between nodes": Program({"reduce_dtype": "float32", **_OVERLAP}, BF16, has_nodes=True),
     "bf16 between nodes": Program({"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, has_nodes=True),
     # --- others
-    "fp16 dynamic": Program({"loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP}, FP16, bad=2),
+    "fp16 dynamic": Program(
+        {"loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP}, FP16, bad=2
+    ),
     "nan raise": Program({"nonfinite": "raise", **_OVERLAP}, bad=2),
     "nan skip": Program({"nonfinite": "skip", "clip_grad": 1.0, **_OVERLAP}, bad=2),
     "clipped by the user": Program(_OVERLAP, BF16, variant="clip_grad_norm_"),
     "whole gradient read": Program(_OVERLAP, BF16, variant="full_grad"),
     "weights changed": Program(_OVERLAP, BF16, variant="weights"),
-    "saved in the background": Program({"async_save": True, **_OVERLAP}, BF16, steps=5, variant="save"),
-    "protected": Program({"protect_every": 1, "clip_grad": 1.0, **_OVERLAP}, BF16, variant="protect"),
+    "saved in the background": Program(
+        {"async_save": True, **_OVERLAP}, BF16, steps=5, variant="save"
+    ),
+    "protected": Program(
+        {"protect_every": 1, "clip_grad": 1.0, **_OVERLAP}, BF16, variant="protect"
+    ),
     "state read": Program(_OVERLAP, BF16, variant="state"),
     "params read behind torch": Program(_OVERLAP, BF16, variant="behind"),
     "weights written behind torch": Program(_OVERLAP, BF16, variant="reloaded"),
@@ -103,16 +121,32 @@ PROGRAMS: dict[str, Program] = {
     "muon": Program({"clip_grad": 1.0, "bucket_size": 128}, muon=True),
     "muon, step on a stream": Program(_OVERLAP, BF16, variant="step stream", muon=True),
     # --- state on the host
-    "host half": Program({"offload_fraction": 0.5, "clip_grad": 1.0, **_OVERLAP}, BF16, variant="weights"),
+    "host half": Program(
+        {"offload_fraction": 0.5, "clip_grad": 1.0, **_OVERLAP}, BF16, variant="weights"
+    ),
     "host all": Program({"offload_fraction": 1.0, "clip_grad": 1.0, **_OVERLAP}, BF16, _MIXED),
-    "host half, remainders": Program({"offload_fraction": 0.5, "clip_grad": 1.0, **_REMAINDER, **_OVERLAP}, BF16),
+    "host half, remainders": Program(
+        {"offload_fraction": 0.5, "clip_grad": 1.0, **_REMAINDER, **_OVERLAP}, BF16
+    ),
     "host all, low precision": Program({"offload_fraction": 1.0, **_LOW, **_OVERLAP}, BF16),
     "host half, fp16 dynamic": Program(
-        {"offload_fraction": 0.5, "loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP}, FP16, bad=2
+        {
+            "offload_fraction": 0.5,
+            "loss_scale": "dynamic",
+            "initial_loss_scale": 2.0**8,
+            **_OVERLAP,
+        },
+        FP16,
+        bad=2,
     ),
-    "host half, nan raise": Program({"offload_fraction": 0.5, "nonfinite": "raise", **_OVERLAP}, BF16, bad=2),
+    "host half, nan raise": Program(
+        {"offload_fraction": 0.5, "nonfinite": "raise", **_OVERLAP}, BF16, bad=2
+    ),
     "host half, saved in the background": Program(
-        {"offload_fraction": 0.5, "async_save": True, **_REMAINDER, **_OVERLAP}, BF16, steps=5, variant="save"
+        {"offload_fraction": 0.5, "async_save": True, **_REMAINDER, **_OVERLAP},
+        BF16,
+        steps=5,
+        variant="save",
     ),
     "host half, step on a stream": Program(
         {"offload_fraction": 0.5, "grads_in_fp32": False, "nonfinite": "skip", **_OVERLAP},
@@ -121,7 +155,9 @@ PROGRAMS: dict[str, Program] = {
         variant="step stream",
     ),
     "host half, protected": Program(
-        {"offload_fraction": 0.5, "protect_every": 1, **_REMAINDER, **_OVERLAP}, BF16, variant="protect"
+        {"offload_fraction": 0.5, "protect_every": 1, **_REMAINDER, **_OVERLAP},
+        BF16,
+        variant="protect",
     ),
     "low precision, nan skip": Program({"nonfinite": "skip", **_OVERLAP, **_LOW}, BF16, bad=2),
     "low precision, bf16 main params": Program({**_OVERLAP, **_RANDOM}, BF16, variant="state"),
@@ -150,7 +186,9 @@ class Left:
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:
-    return one.dtype is two.dtype and torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
+    return one.dtype is two.dtype and torch.equal(
+        one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)
+    )
 
 
 class _Norm(nn.Module):
@@ -186,12 +224,20 @@ class _Direct(nn.Module):
 
 @contextlib.contextmanager
 def _two_nodes(device: str) -> Iterator[Any]:
-    """Collective: a new group, whose ranks are on two nodes, as torchrun says, or on a CPU by their memory."""
+    """Collective: a new group, whose ranks are on two nodes, as torchrun says, or on a CPU by their
+    memory."""
     size = dist.get_world_size() // 2
     node, local_rank = divmod(dist.get_rank(), size)
-    variables = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
+    variables = {
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
     handle = dist.new_group()
-    with mock.patch.object(shared_memory, "_network", lambda: node), mock.patch.dict(os.environ, variables):
+    with (
+        mock.patch.object(shared_memory, "_network", lambda: node),
+        mock.patch.dict(os.environ, variables),
+    ):
         if device == "cpu":
             shared_memory.nodes_of(Group.of(handle))
         yield handle
@@ -214,20 +260,30 @@ class Run:
             given = [torch.optim.Muon(matrices, lr=2.0**-6), torch.optim.AdamW(others, lr=2.0**-6)]
         if program.variant == "direct":
             given.add_param_group({"params": [self.model.direct.weight], "wd_mult": 1.0})
-        self._late = dict(self.model.named())["deep.weight"].requires_grad_(program.variant != "unfrozen")
+        self._late = dict(self.model.named())["deep.weight"].requires_grad_(
+            program.variant != "unfrozen"
+        )
         asked = {**options, **program.options}
-        if device == "cpu" and asked.get("offload_fraction") == 1.0:  # the host keeps fp32, the device would not
+        # the host keeps fp32, the device would not
+        if device == "cpu" and asked.get("offload_fraction") == 1.0:
             asked = {key: value for key, value in asked.items() if key not in _LOW}
         if program.variant == "protect":
             names = [tempfile.mkdtemp()]
             dist.broadcast_object_list(names)
             asked["protect_folder"] = self._memory = names[0]
         with _two_nodes(device) if program.has_nodes else contextlib.nullcontext() as group:
-            self.optimizer: TorchDistributedOptimizer = distribute(self.model, given, process_group=group, **asked)
+            self.optimizer: TorchDistributedOptimizer = distribute(
+                self.model, given, process_group=group, **asked
+            )
         # All of them now: a copy from the host would make it wait in every step.
-        numbers = [(step, microbatch) for step in (*range(program.steps), 7) for microbatch in range(MICROBATCHES)]
+        numbers = [
+            (step, microbatch)
+            for step in (*range(program.steps), 7)
+            for microbatch in range(MICROBATCHES)
+        ]
         self._batches = {each: self._batch(*each) for each in numbers}
-        # A param whose `.data` was read may be written to at any time, which a main param as a remainder cannot follow.
+        # A param whose `.data` was read may be written to at any time, which a main param as a
+        # remainder cannot follow.
         reads_data = program.variant in ("behind", "reloaded")
         self._aliases = [param.data for param in self.model.parameters()] if reads_data else []
         self._is_queued = threading.Event()
@@ -249,7 +305,10 @@ class Run:
                     self._step(number, folder)
                 except DistOptError as error:  # one step later where the check is deferred
                     self.errors.append(type(error).__name__)
-                    del self.losses[MICROBATCHES * (self.program.bad or 0) :], self.norms[self.program.bad :]
+                    del (
+                        self.losses[MICROBATCHES * (self.program.bad or 0) :],
+                        self.norms[self.program.bad :],
+                    )
                     break
             if self.program.variant == "save":
                 self._load(folder)
@@ -259,7 +318,9 @@ class Run:
                 shutil.rmtree(self._memory, ignore_errors=True)
         logged = [float(loss) for loss in self.losses] + [float(norm or 0.0) for norm in self.norms]
         tensors = [param.detach().cpu() for param in self.model.parameters()]
-        tensors += [buffer.cpu() for buffer in self.model.buffers()] + [each.cpu() for each in self.others]
+        tensors += [buffer.cpu() for buffer in self.model.buffers()] + [
+            each.cpu() for each in self.others
+        ]
         self.optimizer.release()
         return Left(logged, self.errors, tensors)
 
@@ -271,7 +332,9 @@ class Run:
             self.optimizer.zero_grad()
         assert self.optimizer.last_step is not None
         self.norms.append(self.optimizer.last_step.norm_to_log)
-        getattr(self, "_after_" + self.program.variant.replace(" ", "_"), lambda *_: None)(number, folder)
+        getattr(self, "_after_" + self.program.variant.replace(" ", "_"), lambda *_: None)(
+            number, folder
+        )
 
     # --- what is done behind a step
 
@@ -280,16 +343,19 @@ class Run:
             self.optimizer.save(folder)
 
     def _after_protect(self, number: int, folder: str) -> None:
-        """Reads the snapshot of the step before, which was copied while this one computed, and begins another."""
+        """Reads the snapshot of the step before, which was copied while this one computed, and
+        begins another."""
         protection: Any = self.optimizer._model.protection
         if number == 0:
             self.optimizer.resume()
             send = protection._send
-            # The thread that waits for the copy begins late: until then nothing but training itself waits for it.
+            # The thread that waits for the copy begins late: until then nothing but training itself
+            # waits for it.
             protection._send = lambda *arguments: self._is_queued.wait() and send(*arguments)
         else:
             self._read_snapshot()
-        with on_stream(protection._stream, self.device):  # the copy comes long after the next step, if nothing waits
+        # the copy comes long after the next step, if nothing waits
+        with on_stream(protection._stream, self.device):
             busy = torch.zeros(1, device=self.device)
             for _ in range(_MANY):
                 busy.add_(1)
@@ -305,7 +371,9 @@ class Run:
         part = snapshot.checked(memory, dist.get_rank())
         with TensorReader(snapshot.file(memory, dist.get_rank())) as reader:
             for key, record in part.tensors.items():
-                self.others += [reader.read(key, chunk, getattr(torch, record.dtype)) for chunk in record.chunks]
+                self.others += [
+                    reader.read(key, chunk, getattr(torch, record.dtype)) for chunk in record.chunks
+                ]
 
     def _after_state(self, number: int, folder: str) -> None:
         state = self.optimizer.full_state_dict().get("state", {})
@@ -378,7 +446,9 @@ class Run:
         self.norms.append(self.optimizer.clip_grad_norm_(0.5))
 
     def _before_full_grad(self) -> None:
-        self.others += [self.optimizer.full_grad(param).clone() for param in self.model.parameters()]
+        self.others += [
+            self.optimizer.full_grad(param).clone() for param in self.model.parameters()
+        ]
 
     @torch.no_grad()
     def _before_weights(self) -> None:

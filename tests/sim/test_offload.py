@@ -1,4 +1,5 @@
-"""State on the host of the simulated accelerator: resumes from any place into any, and bytes as `plan` says."""
+"""State on the host of the simulated accelerator: resumes from any place into any, and bytes as
+`plan` says."""
 
 from __future__ import annotations
 
@@ -45,26 +46,39 @@ CHOICES = {
 
 
 class _Run:
-    """A model that trains, one step after the other, with main params as remainders on the device."""
+    """A model that trains, one step after the other, with main params as remainders on the
+    device."""
 
     def __init__(self, device: str, rank: int, **options: Any) -> None:
         self.device, self.rank = device, rank
         self.model = Params(default=torch.bfloat16).to(device)
         given = torch.optim.AdamW(self.model.groups(), lr=2.0**-6)
-        options = {"accelerator": "torch", "bucket_size": 128, "clip_grad": 1.0, "ema_decay": 0.75, **options}
+        options = {
+            "accelerator": "torch",
+            "bucket_size": 128,
+            "clip_grad": 1.0,
+            "ema_decay": 0.75,
+            **options,
+        }
         self.optimizer: TorchDistributedOptimizer = distribute(
             self.model, given, main_params_dtype="remainder", **options
         )
 
     def step(self, number: int) -> None:
-        grads = {name: grad.to(self.device) for name, grad in exact_grads(number, 0, self.rank).items()}
+        grads = {
+            name: grad.to(self.device) for name, grad in exact_grads(number, 0, self.rank).items()
+        }
         self.model(grads).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def end(self) -> list[Tensor]:
         params = [param.detach().cpu() for param in self.model.parameters()]
-        averages = [flat.average.cpu() for flat in self.optimizer.sharded.flat_params if flat.average is not None]
+        averages = [
+            flat.average.cpu()
+            for flat in self.optimizer.sharded.flat_params
+            if flat.average is not None
+        ]
         self.optimizer.release()
         return [*params, torch.cat(averages)]
 
@@ -136,14 +150,20 @@ def _held(rank: int, choice: Choice) -> Held:
     staged = {each.untyped_storage().data_ptr() for each in pinned}
     state = [part for flat in on_host for part in _state(sharded, flat)]
     own = [part for part in state if part.untyped_storage().data_ptr() not in staged]
-    held = Held(optimizer.memory, _storages(own), _storages(pinned), {part.device.type for part in state})
+    held = Held(
+        optimizer.memory, _storages(own), _storages(pinned), {part.device.type for part in state}
+    )
     optimizer.release()
     return held
 
 
 def _state(sharded: Any, flat: FlatParam) -> list[Tensor]:
     averages = [] if flat.average is None else [flat.average]
-    state = [flat.main, *averages, *(each for each in sharded.inner.state[flat.main].values() if torch.is_tensor(each))]
+    state = [
+        flat.main,
+        *averages,
+        *(each for each in sharded.inner.state[flat.main].values() if torch.is_tensor(each)),
+    ]
     return [part for each in state for part in memory_of(each)]
 
 
@@ -162,7 +182,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_collect, _SIZE, tmp_path_factory.mktemp("offload"), seconds=400.0)
 
 
-def test_training_when_every_step_resumes_in_another_place_then_every_bit_is_that_of_an_uninterrupted_one(
+def test_training_when_every_step_resumes_elsewhere_then_every_bit_is_the_same(
     found: list[dict[str, Any]],
 ) -> None:
     assert set(pairwise(_PLACES)) == set(permutations((0.0, 0.5, 1.0), 2))
@@ -176,11 +196,19 @@ def test_plan_when_state_is_on_the_host_then_every_byte_is_where_a_real_optimize
     for rank, of_rank in enumerate(found):
         held, planned = of_rank["held"][name], plan_stage(GPT, CHOICES[name], 0, rank).footprint
         memory = held.memory
-        assert (planned.param_nbytes, planned.grad_nbytes) == (memory.param_nbytes, memory.grad_nbytes)
-        assert (planned.main_nbytes, planned.moment_nbytes) == (memory.main_nbytes, memory.moment_nbytes)
+        assert (planned.param_nbytes, planned.grad_nbytes) == (
+            memory.param_nbytes,
+            memory.grad_nbytes,
+        )
+        assert (planned.main_nbytes, planned.moment_nbytes) == (
+            memory.main_nbytes,
+            memory.moment_nbytes,
+        )
         assert planned.average_nbytes == memory.average_nbytes
         assert planned.host_nbytes == memory.host_nbytes == held.host_storages > 0
         assert planned.staging_nbytes == held.pinned_storages >= memory.staging_nbytes
-        on_device = memory.param_nbytes + memory.grad_nbytes + memory.state_nbytes - memory.host_nbytes
+        on_device = (
+            memory.param_nbytes + memory.grad_nbytes + memory.state_nbytes - memory.host_nbytes
+        )
         assert planned.lasting_nbytes == on_device
         assert held.places == {"cpu"}

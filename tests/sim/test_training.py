@@ -1,4 +1,5 @@
-"""On the simulated accelerator plain torch leaves the bits of the CPU, and what two streams use is waited for."""
+"""On the simulated accelerator plain torch leaves the bits of the CPU, and what two streams use is
+waited for."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from tests.support.spawn import run_ranks
 
 #: What is not long.
 SHORT = (
-    *("mixed overlap", "reduced in bf16, forward on a stream", "fp16 dynamic", "nan raise", "saved in the background"),
+    *(
+        "mixed overlap",
+        "reduced in bf16, forward on a stream",
+        "fp16 dynamic",
+        "nan raise",
+        "saved in the background",
+    ),
     *("protected", "low precision, nan skip", "host half, remainders", "muon, step on a stream"),
     "int8 between nodes, forward on a stream",
 )
@@ -27,13 +34,21 @@ SHORT = (
 SHORT_SMALL = "saved in the background"
 #: On four ranks; what differs between two and four is the collectives.
 ON_FOUR = (
-    *("bf16 overlap", "mixed overlap", "reduced in bf16, forward on a stream", "fp16 dynamic", "nan skip"),
+    *(
+        "bf16 overlap",
+        "mixed overlap",
+        "reduced in bf16, forward on a stream",
+        "fp16 dynamic",
+        "nan skip",
+    ),
     *(name for name, program in PROGRAMS.items() if program.has_nodes),
 )
 #: On four ranks, which add up inside two nodes first, in every run of the tests.
 SHORT_ON_FOUR = ("int8 between nodes, forward on a stream", "float32 between nodes")
 #: Long ones are cut into parts of equal seeds, so that a rank need not live for an hour.
-_BY_SEEDS = {seeds: sorted(name for name in PROGRAMS if many(name) == seeds) for seeds in map(many, PROGRAMS)}
+_BY_SEEDS = {
+    seeds: sorted(name for name in PROGRAMS if many(name) == seeds) for seeds in map(many, PROGRAMS)
+}
 PARTS = [(seeds, names[start::10]) for seeds, names in _BY_SEEDS.items() for start in range(10)]
 #: A device without float64 and fp16 has other numbers of a step, and the same streams.
 SMALL = (
@@ -65,7 +80,8 @@ def _read_on_two_streams(rank: int, size: int) -> list[list[float]]:
                 shard.fill_(seed + 1.0)
         communicator.gather()
         if seed % 2:
-            machine.finish()  # the gather has ended when it is waited for; the copy that follows it has not
+            # the gather has ended when it is waited for; the copy that follows it has not
+            machine.finish()
         other = torch.Stream("sim")
         other.wait_stream(torch.accelerator.current_stream())
         with other:
@@ -82,10 +98,14 @@ def _read_on_two_streams(rank: int, size: int) -> list[list[float]]:
 
 
 def _add_up_on_two_streams(rank: int, size: int) -> list[list[float]]:
-    """Gradients of one bucket that two streams write. From the second step on it is launched when it is complete."""
+    """Gradients of one bucket that two streams write. From the second step on it is launched when
+    it is complete."""
     layout = lay_out([ParamSpec("one", NUMEL), ParamSpec("two", NUMEL)], num_shards=size)
     buffer = ShardedBuffer(
-        layout, rank, torch.zeros(layout.numel, device="sim"), torch.zeros(layout.numel, device="sim")
+        layout,
+        rank,
+        torch.zeros(layout.numel, device="sim"),
+        torch.zeros(layout.numel, device="sim"),
     )
     communicator = Communicator(Group.of(), overlap_grads=True)
     communicator.add([buffer], [])
@@ -100,7 +120,9 @@ def _add_up_on_two_streams(rank: int, size: int) -> list[list[float]]:
                 communicator.grad_arrived(slot.name)
         here.wait_stream(other)  # as autograd does behind backward
         communicator.finish_grads()
-        owned = torch.cat([view_of(buffer.grad, each.in_buffer) for each in owned_shards(layout, rank)])
+        owned = torch.cat(
+            [view_of(buffer.grad, each.in_buffer) for each in owned_shards(layout, rank)]
+        )
         found.append([float(owned.min()), float(owned.max())])
         buffer.grad.zero_()
     return found
@@ -108,7 +130,11 @@ def _add_up_on_two_streams(rank: int, size: int) -> list[list[float]]:
 
 def _collect(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = dict(try_programs(rank, size, SHORT, FEW))
-    return {**found, "params": _read_on_two_streams(rank, size), "grads": _add_up_on_two_streams(rank, size)}
+    return {
+        **found,
+        "params": _read_on_two_streams(rank, size),
+        "grads": _add_up_on_two_streams(rank, size),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -123,21 +149,28 @@ def test_training_when_on_an_asynchronous_device_then_the_bits_are_those_of_the_
     assert [of_rank[name] for of_rank in found] == [[], []]
 
 
-def test_param_of_a_minority_dtype_when_read_on_two_streams_then_both_wait(found: list[dict[str, Any]]) -> None:
+def test_param_of_a_minority_dtype_when_read_on_two_streams_then_both_wait(
+    found: list[dict[str, Any]],
+) -> None:
     assert found[0]["params"] == [[NUMEL * (seed + 1.0)] * 2 for seed in range(SEEDS)]
 
 
-def test_bucket_when_two_streams_write_its_gradients_then_it_is_reduced_after_both(found: list[dict[str, Any]]) -> None:
+def test_bucket_when_two_streams_write_its_gradients_then_it_is_reduced_after_both(
+    found: list[dict[str, Any]],
+) -> None:
     assert found[0]["grads"] == [[2 * (seed + 1.0)] * 2 for seed in range(SEEDS)]
 
 
 def test_training_when_a_device_lacks_float64_and_fp16_then_the_bits_are_those_of_the_cpu() -> None:
-    assert run_ranks(try_small_device, 2, [SHORT_SMALL], FEW, seconds=300) == [{SHORT_SMALL: []}] * 2
+    assert (
+        run_ranks(try_small_device, 2, [SHORT_SMALL], FEW, seconds=300) == [{SHORT_SMALL: []}] * 2
+    )
 
 
 def test_training_when_ranks_of_a_node_add_up_first_then_the_bits_are_those_of_the_cpu() -> None:
     assert (
-        run_ranks(try_programs, 4, SHORT_ON_FOUR, range(2), seconds=300) == [{name: [] for name in SHORT_ON_FOUR}] * 4
+        run_ranks(try_programs, 4, SHORT_ON_FOUR, range(2), seconds=300)
+        == [{name: [] for name in SHORT_ON_FOUR}] * 4
     )
 
 
@@ -154,4 +187,6 @@ def test_training_when_on_an_asynchronous_device_then_no_seed_finds_anything(
     size: int, seeds: Sequence[int], names: Sequence[str], personality: Personality
 ) -> None:
     found = run_ranks(try_programs, size, names, seeds, personality, seconds=3000)
-    assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [{}] * size
+    assert [{name: wrong for name, wrong in of_rank.items() if wrong} for of_rank in found] == [
+        {}
+    ] * size

@@ -1,4 +1,5 @@
-"""What to train (`Case`) and what came of it (`Curve`), free of the host, so that the test process never imports it."""
+"""What to train (`Case`) and what came of it (`Curve`), free of the host, so that the test process
+never imports it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Case:
     clip_grad: float = 1.0
     log_num_zeros: bool = False
     skip_threshold: float | None = None  # grad_norm_skip_threshold of the host, from 0.18 on
-    fp32_accumulation: tuple[str, ...] = ()  # names of params with fp32 grads of their own, from 0.17 on
+    # names of params with fp32 grads of their own, from 0.17 on
+    fp32_accumulation: tuple[str, ...] = ()
     loss_scale: float | None = None
     initial_loss_scale: float = 2.0**12
     loss_scale_window: int = 1000
@@ -35,9 +37,11 @@ class Case:
     grad_reduce_in_fp32: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    overlap_param_gather_with_step: bool = False  # the host then chains two optimizers, one for the first chunk
+    # the host then chains two optimizers, one for the first chunk
+    overlap_param_gather_with_step: bool = False
     average_in_collective: bool = False
-    bucket_size: int | None = None  # elements; the host makes several buckets with overlap_grad_reduce only
+    # elements; the host makes several buckets with overlap_grad_reduce only
+    bucket_size: int | None = None
     tied: bool = True
     fp32_norms: bool = False  # the norms' weights stay fp32 in a 16-bit model
     frozen: tuple[str, ...] = ()  # parts of names of params that do not train
@@ -79,7 +83,8 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one step returned. The loss is the mean over the global batch, the same number on every rank."""
+    """What one step returned. The loss is the mean over the global batch, the same number on every
+    rank."""
 
     loss: float
     success: bool
@@ -118,7 +123,8 @@ class Curve:
 
 
 def train_all(rank: int, size: int, cases: dict[str, Case]) -> dict[str, Curve]:
-    """Collective: trains the cases one after the other; what `run_ranks` is given. Equal layouts are best together."""
+    """Collective: trains the cases one after the other; what `run_ranks` is given. Equal layouts
+    are best together."""
     from tests.support.gpt import train  # in the rank only: it imports the host and maps torch.cuda
 
     return {name: train(case) for name, case in cases.items()}

@@ -1,4 +1,5 @@
-"""What tests of the commands on checkpoints share: running them, reading what they print, and damaging checkpoints."""
+"""What tests of the commands on checkpoints share: running them, reading what they print, and
+damaging checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from megatron_distopt.checkpoint.manifest import to_text
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.cli import main as cli
 
-__all__ = ["EMBEDDING", "ITERATION", "QKV", "Output", "cells", "changed", "document", "rewritten", "run"]
+__all__ = [
+    "EMBEDDING",
+    "ITERATION",
+    "QKV",
+    "Output",
+    "cells",
+    "changed",
+    "document",
+    "rewritten",
+    "run",
+]
 
 Output = pytest.CaptureFixture[str]
 ITERATION = "iter_0000100"

@@ -1,7 +1,9 @@
-"""A stand-in for the training script of Megatron-LM around the installed megatron-core: as much as a restart meets.
+"""A stand-in for the training script of Megatron-LM around the installed megatron-core: as much as
+a restart meets.
 
-`ScriptOfCore.imported()` in a rank makes `megatron.training`, whose functions have the names, the places and the order
-of calls that Megatron-LM's have; tests/hosts/test_main_line.py has the real one.
+`ScriptOfCore.imported()` in a rank makes `megatron.training`, whose functions have the names, the
+places and the order of calls that Megatron-LM's have; tests/hosts/test_main_line.py has the real
+one.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ def save_checkpoint(iteration, model, optimizer, opt_param_scheduler, operations
     args = global_vars._GLOBAL_ARGS
     file = file_in(args.save, iteration)
     optimizer.save(file.parent / "optimizer")
-    layout = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
+    tensor_parallel_size = mpu.get_tensor_model_parallel_world_size()
+    layout = tensor_parallel_size, mpu.get_pipeline_model_parallel_world_size()
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state(), tracked
-    others = opt_param_scheduler.state_dict(), args.consumed_train_samples, operations, layout, states
+    scheduler = opt_param_scheduler.state_dict()
+    others = scheduler, args.consumed_train_samples, operations, layout, states
     if mpu.get_data_parallel_rank() == 0:
         torch.save(others, file)
     torch.distributed.barrier()
@@ -57,11 +61,14 @@ def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load", 
         return 0, 0
     iteration = int((folder / TRACKER).read_text())
     file = file_in(folder, iteration)
-    saved = torch.load(file if file.exists() else file.with_name("mp_rank_00_000.pt"), weights_only=False)
+    if not file.exists():
+        file = file.with_name("mp_rank_00_000.pt")
+    saved = torch.load(file, weights_only=False)
     scheduler, args.consumed_train_samples, operations, layout, states = saved
     optimizer.load(file.parent / "optimizer")
     opt_param_scheduler.load_state_dict(scheduler)
-    if layout == (mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()):
+    tensor_parallel_size = mpu.get_tensor_model_parallel_world_size()
+    if layout == (tensor_parallel_size, mpu.get_pipeline_model_parallel_world_size()):
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
@@ -81,7 +88,8 @@ def update_num_microbatches(consumed_samples, consistency_check=True, verbose=Fa
 
 def setup(model, optimizer, opt_param_scheduler):
     args = global_vars._GLOBAL_ARGS
-    args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(model, optimizer, opt_param_scheduler)
+    loaded = load_checkpoint(model, optimizer, opt_param_scheduler)
+    args.iteration, args.num_floating_point_operations_so_far = loaded
 
 
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config):
@@ -105,10 +113,16 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler):
         args.consumed_train_samples += args.global_batch_size
         num_floating_point_operations_so_far += 1000
         lr = optimizer.param_groups[0]["lr"]
-        records[iteration] = training_log(iteration, lr, record, num_floating_point_operations_so_far)
+        records[iteration] = training_log(
+            iteration, lr, record, num_floating_point_operations_so_far
+        )
         if iteration in args.save_at:
             save_checkpoint(
-                iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far
+                iteration,
+                model,
+                optimizer,
+                opt_param_scheduler,
+                num_floating_point_operations_so_far,
             )
     return records
 """
@@ -119,7 +133,8 @@ class ScriptOfCore:
     """The script's modules, and what trains in it."""
 
     training: Any
-    #: By iteration what was logged: learning rate, operations, and loss, norm, loss scale, numbers drawn at random.
+    #: By iteration what was logged: learning rate, operations, and loss, norm, loss scale, numbers
+    #: drawn at random.
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
     optimizer: Any = None
     args: Any = None
@@ -127,7 +142,12 @@ class ScriptOfCore:
     @classmethod
     def imported(cls) -> ScriptOfCore:
         """Makes the modules, for the life of the process."""
-        sources = {"": "", ".global_vars": _GLOBAL_VARS, ".checkpointing": _CHECKPOINTING, ".training": _TRAINING}
+        sources = {
+            "": "",
+            ".global_vars": _GLOBAL_VARS,
+            ".checkpointing": _CHECKPOINTING,
+            ".training": _TRAINING,
+        }
         for name, source in sources.items():
             module = ModuleType(f"megatron.training{name}")
             sys.modules[module.__name__] = module
@@ -140,8 +160,12 @@ class ScriptOfCore:
 
         from tests.support.gpt import Training
 
-        args = SimpleNamespace(load=str(load), iteration=0, train_iters=train_iters, save=None, save_at=())
-        vars(args).update(consumed_train_samples=0, skipped_train_samples=0, global_batch_size=8, **arguments)
+        args = SimpleNamespace(
+            load=str(load), iteration=0, train_iters=train_iters, save=None, save_at=()
+        )
+        vars(args).update(
+            consumed_train_samples=0, skipped_train_samples=0, global_batch_size=8, **arguments
+        )
         sys.modules["megatron.training.global_vars"]._GLOBAL_ARGS = self.args = args  # type: ignore[attr-defined]
         _seed(dist.get_rank())
         training = Training(case)
@@ -156,7 +180,9 @@ class ScriptOfCore:
             step = training.step()
             return step.loss, step.grad_norm, step.loss_scale, _drawn()
 
-        self.records = self.training.train(forward_step, training.chunks, training.optimizer, scheduler)
+        self.records = self.training.train(
+            forward_step, training.chunks, training.optimizer, scheduler
+        )
 
 
 def _seed(rank: int) -> None:

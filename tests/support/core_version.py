@@ -1,7 +1,8 @@
 """What the installed megatron-core has, read off its files: the test process never imports it.
 
-The tests run on any megatron-core that comes first in PYTHONPATH; `scripts/test_hosts.sh VERSION...` prepares others
-than the installed one and runs them. A test of something that a version lacks asks here and is skipped.
+The tests run on any megatron-core that comes first in PYTHONPATH; `scripts/test_hosts.sh
+VERSION...` prepares others than the installed one and runs them. A test of something that a version
+lacks asks here and is skipped.
 """
 
 from __future__ import annotations

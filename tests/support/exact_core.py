@@ -1,4 +1,5 @@
-"""Trainings of megatron-core whose gradients add up exactly, in any order, so that runs can be compared to the bit."""
+"""Trainings of megatron-core whose gradients add up exactly, in any order, so that runs can be
+compared to the bit."""
 
 from __future__ import annotations
 
@@ -14,13 +15,23 @@ from tests.support.cases import Case, Curve
 
 EXACT = Case("distopt", steps=3, clip_grad=1e9, lr=0.01, num_microbatches=1)
 BF16 = EXACT.of(precision="bf16")
-OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
-PLAIN: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False, "bucket_size": None}
+OVERLAPPED: dict[str, Any] = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket_size": 3000,
+}
+PLAIN: dict[str, Any] = {
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "bucket_size": None,
+}
 
 
 def variables(values: Mapping[str, str]) -> contextlib.AbstractContextManager[object]:
     """In the block options of ours are set by variables of the environment."""
-    return mock.patch.dict(os.environ, {f"MEGATRON_DISTOPT_{name}": value for name, value in values.items()})
+    return mock.patch.dict(
+        os.environ, {f"MEGATRON_DISTOPT_{name}": value for name, value in values.items()}
+    )
 
 
 def _on_a_grid(original: Any) -> Any:

@@ -1,7 +1,8 @@
-"""An iteration folder as a fork of 2023 writes it, for any sizes of the parallel groups, without a fork and quickly.
+"""An iteration folder as a fork of 2023 writes it, for any sizes of the parallel groups, without a
+fork and quickly.
 
-It is written here a second time, from what the forks do and not from what the package does: params are cut with
-`torch.chunk`, a flat buffer is a `torch.cat`, a rank's shards are slices of it.
+It is written here a second time, from what the forks do and not from what the package does: params
+are cut with `torch.chunk`, a flat buffer is a `torch.cat`, a rank's shards are slices of it.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class Fork:
     dtype: torch.dtype = torch.bfloat16  # of the model params
     fp32_norms: bool = False  # among them
     swiglu: bool = False  # a gate beside the up projection
-    step: int | None = 10  # updates so far; None for a class that keeps it elsewhere, 0 for before the first one
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the fork, beside those that follow from the sizes
+    # updates so far; None for a class that keeps it elsewhere, 0 for before the first one
+    step: int | None = 10
+    # of the fork, beside those that follow from the sizes
+    options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0  # of all values
 
     @property
@@ -92,7 +95,9 @@ class Fork:
         for kind in ("main", *(MOMENTS if self.step != 0 else ())):
             for param in self.params:
                 values = torch.randn(param.shape, generator=generator)
-                tensors[f"{kind}/{param.name}"] = values.to(self.dtype_of(param)).float() if kind == "main" else values
+                tensors[f"{kind}/{param.name}"] = (
+                    values.to(self.dtype_of(param)).float() if kind == "main" else values
+                )
                 if kind == "main" and self.dtype_of(param) is not torch.float32:
                     tensors[f"{kind}/{param.name}"] = values
         return tensors
@@ -103,8 +108,19 @@ class Fork:
     def group(self, decays: bool) -> dict[str, Any]:
         """As apex's Adam has it, with a key of torch's that no other format keeps."""
         name = "wd_no_scale_lr" if decays else "no_wd_no_scale_lr"
-        group = {"name": name, "wd_mult": float(decays), "lr_mult": 1.0, "lr": 1e-3, "capturable": False}
-        group |= {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1 * decays, "bias_correction": True}
+        group = {
+            "name": name,
+            "wd_mult": float(decays),
+            "lr_mult": 1.0,
+            "lr": 1e-3,
+            "capturable": False,
+        }
+        group |= {
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "weight_decay": 0.1 * decays,
+            "bias_correction": True,
+        }
         return group if self.step is None else {**group, "step": self.step}
 
     def write(self, folder: Path) -> Path:
@@ -140,17 +156,28 @@ class _OneFile:
 
     def write(self, folder: Path) -> None:
         name = f"mp_rank_{self.rank:02d}" + (f"_{self.stage:03d}" if self.fork.pp > 1 else "")
-        model, scheduler = self._model(), {"opt_param_scheduler": {"num_steps": 80, "lr_decay_style": "cosine"}}
+        model, scheduler = (
+            self._model(),
+            {"opt_param_scheduler": {"num_steps": 80, "lr_decay_style": "cosine"}},
+        )
         (folder / name).mkdir(parents=True)
         if self.fork.layout == "per-rank":
             torch.save(model, folder / name / "model_rng.pt")
             for rank in range(self.fork.dp):
                 (folder / f"{name}_{rank:03d}").mkdir()
-                torch.save({"optimizer": self._own(rank), **scheduler}, folder / f"{name}_{rank:03d}" / "optim.pt")
+                torch.save(
+                    {"optimizer": self._own(rank), **scheduler},
+                    folder / f"{name}_{rank:03d}" / "optim.pt",
+                )
             return
-        state = self._plain() if self.fork.layout == "plain" else {"optimizer": {"param_groups": self._groups()}}
+        state = (
+            self._plain()
+            if self.fork.layout == "plain"
+            else {"optimizer": {"param_groups": self._groups()}}
+        )
         torch.save(
-            {**model, "optimizer": {**state, **self._scaler()}, **scheduler}, folder / name / "model_optim_rng.pt"
+            {**model, "optimizer": {**state, **self._scaler()}, **scheduler},
+            folder / name / "model_optim_rng.pt",
         )
         if self.fork.layout == "gathered":
             torch.save(self._gathered(), folder / name / "distrib_optim.pt")
@@ -171,21 +198,31 @@ class _OneFile:
             if number is None:
                 is_here = is_last if "final" in param.name else (self.stage, chunk) == (0, 0)
             if is_here:
-                local = param.name if number is None else param.name.replace(f"s.{number}.", f"s.{number - first}.")
+                local = (
+                    param.name
+                    if number is None
+                    else param.name.replace(f"s.{number}.", f"s.{number - first}.")
+                )
                 yield self._local(local, param, chunk, values)
         if is_last and fork.pp > 1:
             yield self._local("word_embeddings_for_head.weight", fork.params[0], chunk, values)
 
     def _local(self, name: str, param: Whole, chunk: int, values: Mapping[str, Tensor]) -> _Local:
         kinds = ("main", *MOMENTS) if self.fork.step != 0 else ("main",)
-        cut = {kind: param.part(values[f"{kind}/{param.name}"], self.rank, self.fork.tp) for kind in kinds}
+        cut = {
+            kind: param.part(values[f"{kind}/{param.name}"], self.rank, self.fork.tp)
+            for kind in kinds
+        }
         return _Local(name, param, chunk, cut, self.fork.dtype_of(param))
 
     def _model(self) -> dict[str, Any]:
-        """With a dict for each module, as the forks have it, and what is no param among the params."""
+        """With a dict for each module, as the forks have it, and what is no param among the
+        params."""
         fork, chunks = self.fork, {}
         for local in self._params():
-            tree: dict[str, Any] = chunks.setdefault(local.chunk, {"language_model": {"moe_state_dict": {}}})
+            tree: dict[str, Any] = chunks.setdefault(
+                local.chunk, {"language_model": {"moe_state_dict": {}}}
+            )
             *modules, leaf = local.name.split(".")
             if "encoder" in modules:  # one flat dict
                 modules, leaf = modules[:2], ".".join([*modules[2:], leaf])
@@ -206,7 +243,10 @@ class _OneFile:
             "iteration": 12,
             **{names[number]: tree for number, tree in chunks.items()},
             "rng_state": [
-                {"torch_rng_state": torch.arange(5, dtype=torch.uint8), "random_rng_state": (3, (1, 2), None)}
+                {
+                    "torch_rng_state": torch.arange(5, dtype=torch.uint8),
+                    "random_rng_state": (3, (1, 2), None),
+                }
             ],
         }
 
@@ -218,11 +258,14 @@ class _OneFile:
         return {"grad_scaler": scaler} if self.fork.dtype is torch.float16 else {}
 
     def _buffers(self) -> Iterator[tuple[int, torch.dtype, list[_Local]]]:
-        """Grads are those of the params' own dtypes in fp16, and fp32 otherwise; the first param lies last."""
+        """Grads are those of the params' own dtypes in fp16, and fp32 otherwise; the first param
+        lies last."""
         in_own = self.fork.dtype is torch.float16
         by_place: dict[tuple[int, torch.dtype], list[_Local]] = {}
         for local in self._params():
-            by_place.setdefault((local.chunk, local.dtype if in_own else torch.float32), []).append(local)
+            by_place.setdefault((local.chunk, local.dtype if in_own else torch.float32), []).append(
+                local
+            )
         yield from ((chunk, dtype, locals_[::-1]) for (chunk, dtype), locals_ in by_place.items())
 
     def _gathered(self) -> dict[Any, Any]:
@@ -232,7 +275,10 @@ class _OneFile:
             padding = -sum(local.numel for local in in_buffer) % self.fork.dp
             flat = {
                 ("param" if kind == "main" else kind): torch.cat(
-                    [*(local.tensors[kind].reshape(-1) for local in in_buffer), torch.full((padding,), 7e7)]
+                    [
+                        *(local.tensors[kind].reshape(-1) for local in in_buffer),
+                        torch.full((padding,), 7e7),
+                    ]
                 )
                 for kind in in_buffer[0].tensors
             }
@@ -246,7 +292,9 @@ class _OneFile:
             numbers = list(range(number, number + len(members)))
             number += len(members)
             groups.append({**self.fork.group(decays), "params": numbers})
-            mains.append([local.tensors["main"] for local in members if local.dtype is not torch.float32])
+            mains.append(
+                [local.tensors["main"] for local in members if local.dtype is not torch.float32]
+            )
             for at, local in zip(numbers, members, strict=True):
                 state[at] = {kind: local.tensors[kind] for kind in MOMENTS if kind in local.tensors}
         inner = {"state": {at: kept for at, kept in state.items() if kept}, "param_groups": groups}
@@ -271,11 +319,16 @@ class _OneFile:
             members.sort(key=lambda local: local.dtype is not torch.float32)
             if not members:
                 continue
-            groups.append({**self.fork.group(decays), "params": list(range(number, number + len(members)))})
+            groups.append(
+                {**self.fork.group(decays), "params": list(range(number, number + len(members)))}
+            )
             mains.append([])
             for local in members:
                 begin, end = spans[local.name + str(local.chunk)]
-                cut = {kind: tensor.reshape(-1)[begin:end].clone() for kind, tensor in local.tensors.items()}
+                cut = {
+                    kind: tensor.reshape(-1)[begin:end].clone()
+                    for kind, tensor in local.tensors.items()
+                }
                 main = cut.pop("main")
                 mains[-1] += [main] if local.dtype is not torch.float32 else []
                 state |= {number: cut} if cut else {}
@@ -313,7 +366,9 @@ def same(left: Any, right: Any) -> bool:
     if torch.is_tensor(left):
         return torch.is_tensor(right) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
+        return left.keys() == right.keys() and all(
+            same(value, right[key]) for key, value in left.items()
+        )
     if isinstance(left, (list, tuple)):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)

@@ -1,4 +1,5 @@
-"""Small source trees that look like forks to somebody who reads them; those of 2023 can be imported."""
+"""Small source trees that look like forks to somebody who reads them; those of 2023 can be
+imported."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def _add_distributed_args(parser):
                        dest='use_contiguous_buffers_in_local_ddp')
 """
 _GROUPS = "def get_data_parallel_group():\n    return None\n"
-_TRAINING = "from megatron.optimizer import get_megatron_optimizer\n\n\ndef train():\n    get_megatron_optimizer([])\n"
+_TRAINING = (
+    "from megatron.optimizer import get_megatron_optimizer\n\n\ndef train():\n    "
+    "get_megatron_optimizer([])\n"
+)
 
 
 def write_tree(folder: Path, files: Mapping[str, str]) -> Path:
@@ -56,7 +60,10 @@ def write_tree(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def _class(parameters: tuple[str, ...], methods: str = "") -> str:
-    return f"class DistributedOptimizer:\n    def __init__(self, {', '.join(parameters)}):\n        pass\n{methods}"
+    return (
+        f"class DistributedOptimizer:\n    def __init__(self, {', '.join(parameters)}):\n        "
+        f"pass\n{methods}"
+    )
 
 
 def per_rank_2023(folder: Path) -> Path:
@@ -86,7 +93,10 @@ def gathered_2023(folder: Path) -> Path:
     groups = _GROUPS + "\n\ndef get_data_parallel_group_gloo():\n    return None\n"
     return write_tree(
         per_rank_2023(folder),
-        {"megatron/optimizer/distrib_optimizer.py": text, "megatron/core/parallel_state.py": groups},
+        {
+            "megatron/optimizer/distrib_optimizer.py": text,
+            "megatron/core/parallel_state.py": groups,
+        },
     )
 
 
@@ -118,4 +128,6 @@ def pre_distopt(folder: Path) -> Path:
 
 
 def neox(folder: Path) -> Path:
-    return write_tree(folder, {"megatron/__init__.py": "", "megatron/neox_arguments/__init__.py": ""})
+    return write_tree(
+        folder, {"megatron/__init__.py": "", "megatron/neox_arguments/__init__.py": ""}
+    )

@@ -1,9 +1,11 @@
-"""The small fork of 2023 in one spawn: worlds of several sizes one after the other, and what a run of it holds.
+"""The small fork of 2023 in one spawn: worlds of several sizes one after the other, and what a run
+of it holds.
 
-A process costs seconds and a training a tenth of one, so the ranks of one spawn form world after world:
+A process costs seconds and a training a tenth of one, so the ranks of one spawn form world after
+world:
 
-    fork = ForkInWorlds("gathered", rank, folder, ranks=6)
-    if fork.enters(2):                      # the first two of them; the others wait in the next world that they are in
+    fork = ForkInWorlds("gathered", rank, folder, ranks=6) if fork.enters(2):                      #
+    the first two of them; the others wait in the next world that they are in
         run = fork.train("--bf16", "--train-iters", "4")
 """
 
@@ -39,7 +41,8 @@ class ForkInWorlds:
         self._worlds, self._ranks = 0, ranks
 
     def enters(self, size: int) -> bool:
-        """Collective: whether this rank is one of the first `size`, which are all that there are from here on."""
+        """Collective: whether this rank is one of the first `size`, which are all that there are
+        from here on."""
         self._worlds += 1
         self.fork.uninstall()  # while it is installed, all ranks of a new world have to have it
         if dist.is_initialized():
@@ -49,7 +52,9 @@ class ForkInWorlds:
         sizes = {name: str(size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), **sizes)
         store = dist.FileStore(str(self.folder / f"world{self._worlds}"), size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=timedelta(seconds=600))
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=size, timeout=timedelta(seconds=600)
+        )
         dist.barrier()  # a rank that left at once would close connections that others still make
         return True
 
@@ -75,7 +80,8 @@ class ForkInWorlds:
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """The iterations after the checkpoint, on the rank that logs, of the run that had none and of the one that did."""
+    """The iterations after the checkpoint, on the rank that logs, of the run that had none and of
+    the one that did."""
 
     uninterrupted: tuple[Iteration, ...]
     resumed: tuple[Iteration, ...]
@@ -90,7 +96,8 @@ class Continued:
 
 @contextlib.contextmanager
 def adam_of_the_fork(kind: type) -> Iterator[None]:
-    """The fork's `Adam` in all modules that have it by value, as MINI_FORK_ADAM chooses at import."""
+    """The fork's `Adam` in all modules that have it by value, as MINI_FORK_ADAM chooses at
+    import."""
     import megatron.optimizer as package
     from megatron.optimizer import distrib_optimizer, fused_adam
 
@@ -102,7 +109,8 @@ def adam_of_the_fork(kind: type) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow_gathers(seconds: float = 0.005) -> Iterator[None]:
-    """In it, gathers in the background take their time: whoever does not wait for one has old values."""
+    """In it, gathers in the background take their time: whoever does not wait for one has old
+    values."""
     gather = pairwise.all_gather
 
     def slow(*args: Any) -> None:
@@ -116,7 +124,10 @@ def slow_gathers(seconds: float = 0.005) -> Iterator[None]:
 
 def distance(one: TrainingRun, other: TrainingRun) -> float:
     """The largest difference of any element of the params of this rank."""
-    return max(float((one.params[name].double() - other.params[name].double()).abs().max()) for name in one.params)
+    return max(
+        float((one.params[name].double() - other.params[name].double()).abs().max())
+        for name in one.params
+    )
 
 
 def held(run: TrainingRun) -> dict[str, Any]:
@@ -127,8 +138,13 @@ def held(run: TrainingRun) -> dict[str, Any]:
             "params": {name: param.detach() for name, param in run.model[0].named_parameters()},
             "main": [each.main.detach() for each in sharded.flat_params],
             "state": [dict(sharded.inner.state.get(each.main, {})) for each in sharded.flat_params],
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-            "loss scale": None if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
+            "groups": [
+                {k: v for k, v in group.items() if k != "params"}
+                for group in optimizer.param_groups
+            ],
+            "loss scale": None
+            if optimizer.grad_scaler is None
+            else optimizer.grad_scaler.state_dict(),
         }
     )
 

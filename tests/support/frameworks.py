@@ -1,7 +1,9 @@
-"""Runs frameworks' own code on a tiny GPT of megatron-core: with ours it has to train as without, to the bit.
+"""Runs frameworks' own code on a tiny GPT of megatron-core: with ours it has to train as without,
+to the bit.
 
-`python -m tests.support.frameworks FOLDER...` prints rows for docs/hosts.md. Folders are named as in `PIECES`.
-What a piece needs is cut out of the framework's file and run as it is, so that nothing of it has to be installed.
+`python -m tests.support.frameworks FOLDER...` prints rows for docs/hosts.md. Folders are named as
+in `PIECES`. What a piece needs is cut out of the framework's file and run as it is, so that nothing
+of it has to be installed.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ BF16 = Case("distopt", dp=SIZE, precision="bf16", num_microbatches=1)
 Piece = Callable[[Path], contextlib.AbstractContextManager[Callable[[Any], object]]]
 
 
-def cut_out(file: Path, *names: str, modules: Mapping[str, Any] | None = None, **known: Any) -> SimpleNamespace:
-    """Functions and methods of a file by name, or all of it; `modules` are what it imports of the framework."""
+def cut_out(
+    file: Path, *names: str, modules: Mapping[str, Any] | None = None, **known: Any
+) -> SimpleNamespace:
+    """Functions and methods of a file by name, or all of it; `modules` are what it imports of the
+    framework."""
     tree = ast.parse(file.read_text("utf-8"))
     if names:
         chosen = [node for node in ast.walk(tree) if getattr(node, "name", None) in names]
@@ -45,10 +50,24 @@ def cut_out(file: Path, *names: str, modules: Mapping[str, Any] | None = None, *
 def _moves_of_verl(folder: Path) -> Iterator[Callable[[Any], object]]:
     from megatron.core.optimizer import ChainedOptimizer
 
-    file = next(each for each in folder.rglob("megatron_utils.py") if "def offload_megatron_opt" in each.read_text())
-    names = [f"{verb}_megatron_{what}" for verb in ("offload", "load") for what in ("copy_params", "optimizer")]
-    known: dict[str, Any] = {"gc": gc, "ChainedOptimizer": ChainedOptimizer, "get_device_id": lambda: "cpu"}
-    code = cut_out(file, *names, get_torch_device=lambda: SimpleNamespace(empty_cache=bool), **known)
+    file = next(
+        each
+        for each in folder.rglob("megatron_utils.py")
+        if "def offload_megatron_opt" in each.read_text()
+    )
+    names = [
+        f"{verb}_megatron_{what}"
+        for verb in ("offload", "load")
+        for what in ("copy_params", "optimizer")
+    ]
+    known: dict[str, Any] = {
+        "gc": gc,
+        "ChainedOptimizer": ChainedOptimizer,
+        "get_device_id": lambda: "cpu",
+    }
+    code = cut_out(
+        file, *names, get_torch_device=lambda: SimpleNamespace(empty_cache=bool), **known
+    )
 
     def act(training: Any) -> None:
         code.offload_megatron_optimizer(training.optimizer)
@@ -67,15 +86,20 @@ def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _moves_of_roll(folder: Path) -> Iterator[Callable[[Any], object]]:
-    device = SimpleNamespace(device_type="cpu", current_device=int, synchronize=bool, empty_cache=bool)
+    device = SimpleNamespace(
+        device_type="cpu", current_device=int, synchronize=bool, empty_cache=bool
+    )
     modules: dict[str, Any] = {"transformers": SimpleNamespace(PreTrainedModel=object)}
     modules |= {"roll": SimpleNamespace(), "roll.utils": SimpleNamespace()}
     modules["roll.platforms"] = SimpleNamespace(current_platform=device)
-    modules["roll.utils.offload_states"] = cut_out(folder / "roll/utils/offload_states.py", modules=modules)
+    modules["roll.utils.offload_states"] = cut_out(
+        folder / "roll/utils/offload_states.py", modules=modules
+    )
     code = cut_out(folder / "roll/third_party/megatron/offload_states_patch.py", modules=modules)
 
     def act(training: Any) -> None:
-        if len(getattr(training.optimizer, "chained_optimizers", ())) == 1:  # its own factory puts no chain around one
+        # its own factory puts no chain around one
+        if len(getattr(training.optimizer, "chained_optimizers", ())) == 1:
             training.optimizer = training.optimizer.chained_optimizers[0]
         code.bind_megatron_offload_states_func(training.optimizer)
         training.optimizer.offload_states()
@@ -98,9 +122,13 @@ def _swaps_of_nemo(folder: Path) -> Iterator[Callable[[Any], object]]:
     )
 
     def act(training: Any) -> None:
-        worker = SimpleNamespace(model=training.chunks[0], should_disable_forward_pre_hook=False, sampling_params=None)
+        worker = SimpleNamespace(
+            model=training.chunks[0], should_disable_forward_pre_hook=False, sampling_params=None
+        )
         worker.reference_state_dict = {
-            name: each * 0.5 for name, each in worker.model.state_dict().items() if torch.is_tensor(each)
+            name: each * 0.5
+            for name, each in worker.model.state_dict().items()
+            if torch.is_tensor(each)
         }
         worker.cfg = {"megatron_cfg": {"empty_unused_memory_level": 0}}
         worker._apply_state_dict_to_model = code._apply_state_dict_to_model.__get__(worker)
@@ -120,11 +148,15 @@ def _groups_made_again(folder: Path) -> Iterator[Callable[[Any], object]]:
 
     name = folder.name
     utils: dict[str, Any] = {
-        "accelerator": SimpleNamespace(is_accelerator_backend=lambda _: False, process_group_backend=str),
+        "accelerator": SimpleNamespace(
+            is_accelerator_backend=lambda _: False, process_group_backend=str
+        ),
         "memory_utils": SimpleNamespace(
             available_memory=lambda: {"free_GB": 9}, clear_memory=bool, print_memory=lambda *_: None
         ),
-        "distributed_utils": SimpleNamespace(get_gloo_group=bool, init_gloo_group=bool, set_gloo_group=bool),
+        "distributed_utils": SimpleNamespace(
+            get_gloo_group=bool, init_gloo_group=bool, set_gloo_group=bool
+        ),
     }
     modules = {name: SimpleNamespace(), f"{name}.utils": SimpleNamespace(**utils)}
     modules |= {f"{name}.utils.{each}": module for each, module in utils.items()}
@@ -170,7 +202,9 @@ def _adapters_of_skyrl(folder: Path) -> Iterator[Callable[[Any], object]]:
 def _sums_of_miles(folder: Path) -> Iterator[Callable[[Any], object]]:
     file = folder / "miles/backends/megatron_utils/local_weight_checksum.py"
     ci, found = "miles.backends.megatron_utils.ci_utils", SimpleNamespace(OptimizerStateInfo=dict)
-    modules: dict[str, Any] = {ci: SimpleNamespace(_hash_tensor_bytes=lambda each: bytes(str(each), "utf-8"))}
+    modules: dict[str, Any] = {
+        ci: SimpleNamespace(_hash_tensor_bytes=lambda each: bytes(str(each), "utf-8"))
+    }
     modules["miles.utils.audit_utils.event_logger.models"] = found
     code = cut_out(file, modules=modules)
 
@@ -186,7 +220,10 @@ def _sums_of_miles(folder: Path) -> Iterator[Callable[[Any], object]]:
 def _factory_of_bridge(folder: Path) -> Iterator[Callable[[Any], object]]:
     import megatron_distopt
 
-    names: dict[str, Any] = {"_get_scheduler": lambda *_: None, "get_model_config": lambda chunk: chunk.config}
+    names: dict[str, Any] = {
+        "_get_scheduler": lambda *_: None,
+        "get_model_config": lambda chunk: chunk.config,
+    }
     provider = SimpleNamespace(build_config_overrides=lambda _: None)
     names["OptimizerConfigOverrideProviderContext"] = lambda *_: None
     code = cut_out(
@@ -197,7 +234,9 @@ def _factory_of_bridge(folder: Path) -> Iterator[Callable[[Any], object]]:
     )
 
     def factory(config: Any, chunks: Any) -> Any:
-        return code.setup_optimizer(config, None, chunks, optimizer_config_override_provider=provider)[0]
+        return code.setup_optimizer(
+            config, None, chunks, optimizer_config_override_provider=provider
+        )[0]
 
     with mock.patch.object(megatron_distopt, "get_megatron_optimizer", factory):
         yield bool
@@ -210,7 +249,9 @@ PIECES: dict[str, dict[str, tuple[Piece, tuple[Case, ...]]]] = {
         "`offload_megatron_optimizer`, `load_megatron_optimizer`": (_moves_of_verl, (BF16,)),
         "`AdapterStore`: two tenants": (_adapters_of_skyrl, (BF16,)),
     },
-    "ROLL": {"`offload_states`, `reload_states`": (_moves_of_roll, (BF16, BF16.of(precision="fp32")))},
+    "ROLL": {
+        "`offload_states`, `reload_states`": (_moves_of_roll, (BF16, BF16.of(precision="fp32")))
+    },
     "RL": {"NeMo-RL's `use_reference_model`, with remainders": (_swaps_of_nemo, (BF16,))},
     "slime": {"`ReloadableProcessGroup`": (_groups_made_again, (BF16,))},
     "miles": {
@@ -249,7 +290,9 @@ def try_piece(rank: int, size: int, folder: str, what: str) -> str:
 def main() -> None:
     for folder in sys.argv[1:]:
         for what in PIECES.get(Path(folder).name, {}):
-            found = dict.fromkeys(run_ranks(try_piece, SIZE, str(Path(folder).resolve()), what, core=True))
+            found = dict.fromkeys(
+                run_ranks(try_piece, SIZE, str(Path(folder).resolve()), what, core=True)
+            )
             sys.stdout.write(f"| {Path(folder).name} | {what} | {'; '.join(found)} |\n")
             sys.stdout.flush()
 

@@ -1,7 +1,9 @@
-"""Trains a tiny GPT of megatron-core on a CPU, with the host's optimizers or with ours, the same in everything else.
+"""Trains a tiny GPT of megatron-core on a CPU, with the host's optimizers or with ours, the same in
+everything else.
 
-`Training` is one model with its optimizer, `train(case)` gives the `Curve` of some steps. To be imported inside a rank
-(see `tests.support.spawn`): it imports the host and maps its CUDA calls for the life of the process.
+`Training` is one model with its optimizer, `train(case)` gives the `Curve` of some steps. To be
+imported inside a rank (see `tests.support.spawn`): it imports the host and maps its CUDA calls for
+the life of the process.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
@@ -36,12 +42,22 @@ from tests.support.spawn import forget_groups
 
 megatron_on_cpu.install()
 
-#: What the tests ask for that older versions of the host have no name for, with the value that those versions mean.
-#: None where it does not matter to them.
-_IMPLIED = {"decoupled_weight_decay": True, "vp_stage": None, "overlap_param_gather": None, "param_sync": None}
-_IMPLIED |= {"expert_tensor_parallel_size": None, "num_distributed_optimizer_instances": 1, "mtp_block_spec": None}
+#: What the tests ask for that older versions of the host have no name for, with the value that
+#: those versions mean. None where it does not matter to them.
+_IMPLIED = {
+    "decoupled_weight_decay": True,
+    "vp_stage": None,
+    "overlap_param_gather": None,
+    "param_sync": None,
+}
+_IMPLIED |= {
+    "expert_tensor_parallel_size": None,
+    "num_distributed_optimizer_instances": 1,
+    "mtp_block_spec": None,
+}
 
-# 40 is no multiple of the 64 elements to which the host aligns a param: its buffers have gaps, as real ones do.
+# 40 is no multiple of the 64 elements to which the host aligns a param: its buffers have gaps, as
+# real ones do.
 HIDDEN = 40
 HEADS = 4
 VOCABULARY = 128
@@ -58,7 +74,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def known_to(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """The keyword arguments that this version of the host has; one that it lacks must be what it does anyway."""
+    """The keyword arguments that this version of the host has; one that it lacks must be what it
+    does anyway."""
     names = inspect.signature(function).parameters
     for name in values.keys() - names.keys():
         if name not in _IMPLIED or _IMPLIED[name] not in (None, values[name]):
@@ -81,8 +98,9 @@ def train(case: Case) -> Curve:
 class Training:
     """One GPT on this rank, its data, and an optimizer made by the host's `get_megatron_optimizer`.
 
-    The host's own optimizers compare type strings with CUDA's; that one mapping of the support module is active while
-    they are made and while they step, and at no time when the optimizer is ours.
+    The host's own optimizers compare type strings with CUDA's; that one mapping of the support
+    module is active while they are made and while they step, and at no time when the optimizer is
+    ours.
     """
 
     def __init__(self, case: Case) -> None:
@@ -115,7 +133,8 @@ class Training:
         return Step(loss, success, grad_norm, num_zeros, loss_scale)
 
     def forward_backward(self) -> float:
-        """Collective: zeroes gradients, runs the schedule with `finalize_model_grads`; returns the global loss."""
+        """Collective: zeroes gradients, runs the schedule with `finalize_model_grads`; returns the
+        global loss."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -154,7 +173,8 @@ class Training:
                 yield f"{index}.{name.removeprefix('module.').removeprefix('module.')}", param
 
     def _connect_schedule(self) -> None:
-        """What the host's training loop writes into the model's config before the first iteration."""
+        """What the host's training loop writes into the model's config before the first
+        iteration."""
         config = self.chunks[0].config
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -163,14 +183,17 @@ class Training:
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if self.case.overlap_param_gather:
             for chunk in self.chunks:
-                chunk.disable_forward_pre_hook(**known_to(chunk.disable_forward_pre_hook, param_sync=False))
+                chunk.disable_forward_pre_hook(
+                    **known_to(chunk.disable_forward_pre_hook, param_sync=False)
+                )
 
 
 @contextlib.contextmanager
 def hosts_own_runs() -> Iterator[None]:
     """Lets the host's own optimizers run on a CPU without its kernels.
 
-    Its distributed one asks for apex or TransformerEngine in 0.9, and in 0.12 calls TransformerEngine for 0 fp8 params.
+    Its distributed one asks for apex or TransformerEngine in 0.9, and in 0.12 calls
+    TransformerEngine for 0 fp8 params.
     """
     with megatron_on_cpu.map_type_strings(), pytest.MonkeyPatch.context() as patch:
         if "instance" not in str(inspect.signature(distrib_optimizer.DistributedOptimizer)):
@@ -190,7 +213,8 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def enter_layout(case: Case) -> None:
-    """Collective: the host's process groups for the case; kept while consecutive cases have the same layout."""
+    """Collective: the host's process groups for the case; kept while consecutive cases have the
+    same layout."""
     if case.ranks != dist.get_world_size():
         raise ValueError(f"{case} needs {case.ranks} ranks and has {dist.get_world_size()}")
     if parallel_state.model_parallel_is_initialized():
@@ -200,17 +224,23 @@ def enter_layout(case: Case) -> None:
         forget_groups()
     _entered[:] = [case.groups]
     more = {"context_parallel_size": case.cp, "expert_model_parallel_size": case.ep}
-    more |= {"expert_tensor_parallel_size": case.etp, "num_distributed_optimizer_instances": case.instances}
+    more |= {
+        "expert_tensor_parallel_size": case.etp,
+        "num_distributed_optimizer_instances": case.instances,
+    }
     virtual = case.vp if case.vp > 1 else None
     parallel_state.initialize_model_parallel(
         case.tp, case.pp, virtual, **known_to(parallel_state.initialize_model_parallel, **more)
     )
-    if "get_position_embedding_group())" in inspect.getsource(inspect.getmodule(finalize_model_grads)):
+    if "get_position_embedding_group())" in inspect.getsource(
+        inspect.getmodule(finalize_model_grads)
+    ):
         _complete_position_groups()
 
 
 def _complete_position_groups() -> None:
-    """Collective: megatron-core 0.12 asks for this group also on the ranks that are in none, and fails."""
+    """Collective: megatron-core 0.12 asks for this group also on the ranks that are in none, and
+    fails."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     if parallel_state._POSITION_EMBEDDING_GROUP is None:
         parallel_state._POSITION_EMBEDDING_GROUP = alone
@@ -225,15 +255,22 @@ def _counts_of_integers(tensor: Tensor, **bins: Any) -> Tensor:
 
 
 def _complete_router() -> None:
-    """What routers of experts need that a CPU, or a machine without TransformerEngine, does not have.
+    """What routers of experts need that a CPU, or a machine without TransformerEngine, does not
+    have.
 
-    megatron-core 0.10, and 0.15 to 0.17, ask for parts of TransformerEngine whether or not that is there.
+    megatron-core 0.10, and 0.15 to 0.17, ask for parts of TransformerEngine whether or not that is
+    there.
     """
     from megatron.core.transformer.moe import moe_utils
 
-    if "te_general_gemm" in inspect.getsource(moe_utils) and not hasattr(moe_utils, "te_general_gemm"):
+    if "te_general_gemm" in inspect.getsource(moe_utils) and not hasattr(
+        moe_utils, "te_general_gemm"
+    ):
         moe_utils.te_general_gemm = None
-    linear = {"TEColumnParallelLinear": ColumnParallelLinear, "TERowParallelLinear": RowParallelLinear}
+    linear = {
+        "TEColumnParallelLinear": ColumnParallelLinear,
+        "TERowParallelLinear": RowParallelLinear,
+    }
     grouped = dict.fromkeys(("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"))
     for module in (
         inspect.getmodule(get_gpt_layer_local_spec),
@@ -246,7 +283,8 @@ def _complete_router() -> None:
 
 
 def build_chunks(case: Case) -> list[DistributedDataParallel]:
-    """Collective: the model chunks of this rank inside the host's DDP, from the same seed every time."""
+    """Collective: the model chunks of this rank inside the host's DDP, from the same seed every
+    time."""
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED)
     config = transformer_config(case)
@@ -261,7 +299,9 @@ def build_chunk(case: Case, config: TransformerConfig, stage: int) -> Distribute
     if vp_stage is not None:  # before 0.13 a stage that is built finds its number here
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
-    spec = get_gpt_layer_local_spec(**({"num_experts": case.num_experts} if case.num_experts else {}))
+    spec = get_gpt_layer_local_spec(
+        **({"num_experts": case.num_experts} if case.num_experts else {})
+    )
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -276,8 +316,11 @@ def build_chunk(case: Case, config: TransformerConfig, stage: int) -> Distribute
         model = Float16Module(config, model)
     prepare_params(case, model)
     model.to(DEVICE)
-    disable_bucketing = stage > 0 or case.overlap_param_gather_with_step  # as the host's training loop has it
-    return DistributedDataParallel(config, ddp_config(case), model, disable_bucketing=disable_bucketing)
+    # as the host's training loop has it
+    disable_bucketing = stage > 0 or case.overlap_param_gather_with_step
+    return DistributedDataParallel(
+        config, ddp_config(case), model, disable_bucketing=disable_bucketing
+    )
 
 
 def _mtp_spec(case: Case, config: TransformerConfig, spec: Any) -> Any:
@@ -292,7 +335,11 @@ def _parts_of_today(case: Case) -> dict[str, Any]:
     """Experts and multi-token prediction, in the host's config."""
     parts: dict[str, Any] = {}
     if case.num_experts:
-        parts |= {"num_moe_experts": case.num_experts, "moe_router_topk": 2, "expert_model_parallel_size": case.ep}
+        parts |= {
+            "num_moe_experts": case.num_experts,
+            "moe_router_topk": 2,
+            "expert_model_parallel_size": case.ep,
+        }
         parts |= {
             "moe_token_dispatcher_type": "allgather",
             "add_bias_linear": False,
@@ -310,7 +357,8 @@ def _parts_of_today(case: Case) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _torchs_norms(case: Case) -> Iterator[None]:
-    """Lets the host build torch's norms under sequence parallelism, which it demands where experts meet TP.
+    """Lets the host build torch's norms under sequence parallelism, which it demands where experts
+    meet TP.
 
     It refuses because it does not mark their params, whose gradients it then would not add up.
     """
@@ -381,7 +429,9 @@ def ddp_config(case: Case) -> DistributedDataParallelConfig:
             if case.fp32_accumulation
             else {}
         ),
-        **known_to(DistributedDataParallelConfig, num_distributed_optimizer_instances=case.instances),
+        **known_to(
+            DistributedDataParallelConfig, num_distributed_optimizer_instances=case.instances
+        ),
     )
 
 
@@ -402,7 +452,9 @@ def optimizer_config(case: Case) -> OptimizerConfig:
         log_num_zeros_in_grad=case.log_num_zeros,
         use_distributed_optimizer=case.distributed,
         overlap_param_gather_with_optimizer_step=case.overlap_param_gather_with_step,
-        **({} if case.skip_threshold is None else {"grad_norm_skip_threshold": case.skip_threshold}),
+        **(
+            {} if case.skip_threshold is None else {"grad_norm_skip_threshold": case.skip_threshold}
+        ),
         **known_to(
             OptimizerConfig,
             decoupled_weight_decay=case.decoupled_weight_decay,
@@ -415,21 +467,32 @@ def optimizer_config(case: Case) -> OptimizerConfig:
 
 
 def microbatches(case: Case, step: int) -> Iterator[Tensor]:
-    """This data-parallel rank's part of the step's global batch: [MICRO_BATCH, SEQUENCE + 1] tokens each."""
+    """This data-parallel rank's part of the step's global batch: [MICRO_BATCH, SEQUENCE + 1] tokens
+    each."""
     generator = torch.Generator().manual_seed(SEED + step % DISTINCT_BATCHES)
     shape = (case.num_microbatches, case.dp, MICRO_BATCH, SEQUENCE + 1)
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
     return iter(tokens[:, parallel_state.get_data_parallel_rank()].to(DEVICE))
 
 
-def forward_step(iterator: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+def forward_step(
+    iterator: Iterator[Tensor], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
     """What the host's schedules call for each microbatch."""
     tokens = next(iterator)
-    parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    parts, part = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
     length = SEQUENCE // parts
-    seen, labels = (each.chunk(parts, dim=1)[part].contiguous() for each in (tokens[:, :-1], tokens[:, 1:]))
-    positions = torch.arange(part * length, (part + 1) * length, device=DEVICE).expand(MICRO_BATCH, -1)
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).triu(1)  # True: may not be seen
+    seen, labels = (
+        each.chunk(parts, dim=1)[part].contiguous() for each in (tokens[:, :-1], tokens[:, 1:])
+    )
+    positions = torch.arange(part * length, (part + 1) * length, device=DEVICE).expand(
+        MICRO_BATCH, -1
+    )
+    # True: may not be seen
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).triu(1)
     output = model(seen, positions, mask, labels=labels)
     return output, partial(mean_loss)
 
@@ -440,7 +503,8 @@ def mean_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def global_loss(case: Case, losses: list[dict[str, Tensor]]) -> float:
-    """Collective: the mean over microbatches and data-parallel ranks; only the last pipeline stage has any."""
+    """Collective: the mean over microbatches and data-parallel ranks; only the last pipeline stage
+    has any."""
     total = torch.tensor([sum(float(entry["loss"]) for entry in losses)], dtype=torch.float64)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())

@@ -13,7 +13,8 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators of torch allocate inside a `with` block, and those that are freed there.
+    """Counts the storages that operators of torch allocate inside a `with` block, and those that
+    are freed there.
 
     Attributes:
         now: bytes that are alive.

@@ -1,4 +1,5 @@
-"""Drives the small fork of 2023 of tests/hosts/mini_fork: many runs in one process, because a spawn costs seconds.
+"""Drives the small fork of 2023 of tests/hosts/mini_fork: many runs in one process, because a spawn
+costs seconds.
 
 In a rank (see spawn.py), once for the switches that the fork reads while it is imported:
 
@@ -45,7 +46,15 @@ def core_folder() -> Path:
     folder = Path(sys.prefix) / _CORE.replace("==", "-")
     if not folder.exists():
         unfinished = Path(tempfile.mkdtemp(dir=sys.prefix))
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         subprocess.run([*pip, "--target", str(unfinished), _CORE], check=True)
         try:
             unfinished.rename(folder)
@@ -88,15 +97,20 @@ class MiniFork:
 
     training: Any  # a module of it
     script: Any  # another one
-    goes_back: bool = False  # optimizers of earlier trainings are used again, with their process groups
+    # optimizers of earlier trainings are used again, with their process groups
+    goes_back: bool = False
     #: The layout of the last training, whose process groups the next one keeps if it has the same.
     entered: list[tuple[object, ...]] = field(default_factory=list)
 
     @classmethod
-    def imported(cls, *, goes_back: bool = False, folder: Path = FOLDER, **switches: str) -> MiniFork:
-        """Imports the fork; `switches` are its MINI_FORK_* variables in lower case, MINI_FORK_NATIVE defaults to 1."""
+    def imported(
+        cls, *, goes_back: bool = False, folder: Path = FOLDER, **switches: str
+    ) -> MiniFork:
+        """Imports the fork; `switches` are its MINI_FORK_* variables in lower case,
+        MINI_FORK_NATIVE defaults to 1."""
         os.environ.setdefault("MINI_FORK_NATIVE", "1")
-        os.environ.setdefault("MEGATRON_DISTOPT_ACCELERATOR", "torch")  # DeepSpeed takes half a second to name it
+        # DeepSpeed takes half a second to name it
+        os.environ.setdefault("MEGATRON_DISTOPT_ACCELERATOR", "torch")
         os.environ["MINI_FORK_CORE"] = str(core_folder())
         os.environ.update({f"MINI_FORK_{name.upper()}": value for name, value in switches.items()})
         sys.path.insert(0, str(folder))
@@ -104,7 +118,8 @@ class MiniFork:
         return cls(import_module("megatron.training"), script, goes_back)
 
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
-        """Collective: the fork's own `pretrain` with these flags, with the package installed meanwhile or not."""
+        """Collective: the fork's own `pretrain` with these flags, with the package installed
+        meanwhile or not."""
         self._forget((dist.group.WORLD, *_layout_in(words)))
         sys.argv = [str(SCRIPT), *words, "--curves", "kept"]
         installation = megatron_distopt.install() if ours else None
@@ -116,17 +131,24 @@ class MiniFork:
             return kept["all"]
 
         def keep_curves(file: str, records: list[Any], *_: Any) -> None:
-            """Collective: what the last rank has logged, on the first; digests of params and a file take longer."""
+            """Collective: what the last rank has logged, on the first; digests of params and a file
+            take longer."""
             everyones: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyones, records)
             kept["rows"] = everyones[-1] if dist.get_rank() == 0 else []
 
-        script, replaced = self.script, {"setup_model_and_optimizer": keep, "write_curves": keep_curves}
+        script, replaced = (
+            self.script,
+            {"setup_model_and_optimizer": keep, "write_curves": keep_curves},
+        )
         try:
             with mock.patch.multiple(self.training, **replaced):
-                self.training.pretrain(script.train_data, script.model_provider, None, script.forward_step)
+                self.training.pretrain(
+                    script.train_data, script.model_provider, None, script.forward_step
+                )
         except BaseException:
-            self.entered.clear()  # whatever is under way in its groups, the next training does not meet it
+            # whatever is under way in its groups, the next training does not meet it
+            self.entered.clear()
             raise
         finally:
             if installation is not None:
@@ -136,7 +158,12 @@ class MiniFork:
     def _result(self, rows: list[dict[str, Any]], model: Any, optimizer: Any) -> TrainingRun:
         iterations = tuple(
             Iteration(
-                row["loss"], row["grad_norm"], row["loss_scale"], bool(row["skipped"]), row["num_zeros"], row["lr"]
+                row["loss"],
+                row["grad_norm"],
+                row["loss_scale"],
+                bool(row["skipped"]),
+                row["num_zeros"],
+                row["lr"],
             )
             for row in rows
         )
@@ -145,10 +172,13 @@ class MiniFork:
         while hasattr(bare, "module"):
             bare = bare.module
         params = {name: param.detach().clone() for name, param in bare.named_parameters()}
-        return TrainingRun(iterations, params, optimizer, model, import_module("megatron").get_args())
+        return TrainingRun(
+            iterations, params, optimizer, model, import_module("megatron").get_args()
+        )
 
     def _forget(self, layout: tuple[object, ...] = ()) -> None:
-        """A process trains once in a fork; here it forgets its arguments, and groups of another layout."""
+        """A process trains once in a fork; here it forgets its arguments, and groups of another
+        layout."""
         state = import_module("megatron.global_vars")._STATE
         state.args = state.timers = None
         if layout and self.entered == [layout]:
@@ -159,7 +189,12 @@ class MiniFork:
             mpu.destroy_model_parallel()
         if not self.goes_back:
             forget_groups()
-        for name in ("sequence_data_parallel", "sequence_parallel", "expert_model_parallel", "expert_data_parallel"):
+        for name in (
+            "sequence_data_parallel",
+            "sequence_parallel",
+            "expert_model_parallel",
+            "expert_data_parallel",
+        ):
             for what in ("group", "rank", "world_size"):
                 vars(mpu).pop(f"get_{name}_{what}", None)
 
@@ -168,11 +203,13 @@ class MiniFork:
 class InstalledFork(MiniFork):
     """The fork with the package installed from one training of ours to the next.
 
-    Installing and undoing looks through all modules of the process and through the source of the fork, which costs
-    more than a training of a few steps; the package is taken out only where the next training is the fork's own.
+    Installing and undoing looks through all modules of the process and through the source of the
+    fork, which costs more than a training of a few steps; the package is taken out only where the
+    next training is the fork's own.
     """
 
-    kept: list[megatron_distopt.Installation] = field(default_factory=list)  # the installation, while there is one
+    # the installation, while there is one
+    kept: list[megatron_distopt.Installation] = field(default_factory=list)
 
     def train(self, *words: str, ours: bool = True) -> TrainingRun:
         """Collective: as `MiniFork.train`."""
@@ -226,9 +263,11 @@ def launch(
     seconds: float = 120.0,
     folder: Path = FOLDER,
 ) -> Launched:
-    """Runs `words` (a script or -m module, and arguments) under "torchrun" or "deepspeed", in a folder.
+    """Runs `words` (a script or -m module, and arguments) under "torchrun" or "deepspeed", in a
+    folder.
 
-    The launcher's own script runs in a process that was forked with torch imported; its ranks are started anew.
+    The launcher's own script runs in a process that was forked with torch imported; its ranks are
+    started anew.
 
     Args:
         launcher: its name; the one beside this Python is used.
@@ -237,9 +276,17 @@ def launch(
         environment: in addition to this process's.
         seconds: time limit.
     """
-    base = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_DISTOPT", "MINI_FORK"))}
+    base = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MEGATRON_DISTOPT", "MINI_FORK"))
+    }
     base |= {"MINI_FORK_CORE": str(core_folder()), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    base |= {"MEGATRON_DISTOPT_ACCELERATOR": "torch", "PYTHONPATH": str(_ROOT), **(environment or {})}
+    base |= {
+        "MEGATRON_DISTOPT_ACCELERATOR": "torch",
+        "PYTHONPATH": str(_ROOT),
+        **(environment or {}),
+    }
     for _ in range(3):
         port, command = str(free_port()), [str(Path(sys.executable).parent / launcher)]
         if launcher == "deepspeed":

@@ -1,8 +1,10 @@
-"""Nodes that die and come back, on one machine: each has a network, processes and a /dev/shm of its own.
+"""Nodes that die and come back, on one machine: each has a network, processes and a /dev/shm of its
+own.
 
-A node is a process that waits, first in its process namespace; commands enter it with nsenter. What lies in its
-/dev/shm stays from one command to the next, and is lost with that process, as all other processes of the node are.
-No namespace has a name: they end with their processes, and these end with the process of the test.
+A node is a process that waits, first in its process namespace; commands enter it with nsenter. What
+lies in its /dev/shm stays from one command to the next, and is lost with that process, as all other
+processes of the node are. No namespace has a name: they end with their processes, and these end
+with the process of the test.
 """
 
 from __future__ import annotations
@@ -29,13 +31,33 @@ _SERVER = Path(__file__).with_name("node_process.py")
 #: What workers find imported, because that takes a second of each of them.
 IMPORTS = "tests.support.protected_training"
 _PORT = 29400
-#: Seconds; torchrun takes a node as lost after 10 of them, waits so long for further nodes, and for the least number.
-_RENDEZVOUS = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5, "last_call_timeout": 3, "join_timeout": 200}
+#: Seconds; torchrun takes a node as lost after 10 of them, waits so long for further nodes, and for
+#: the least number.
+_RENDEZVOUS = {
+    "keep_alive_interval": 2,
+    "keep_alive_max_attempt": 5,
+    "last_call_timeout": 3,
+    "join_timeout": 200,
+}
 #: A process and its namespaces. Both end with the process that starts them.
-_HOLD = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork"]
+_HOLD = [
+    "setpriv",
+    "--pdeathsig",
+    "KILL",
+    "unshare",
+    "--net",
+    "--mount",
+    "--uts",
+    "--ipc",
+    "--pid",
+    "--fork",
+]
 _HOLD += ["--kill-child", "--mount-proc", "sh", "-c"]
-#: $0 is the name of the node, $1 the size of its memory; the loop waits for processes that lost their parent.
-_NODE = 'mount -t tmpfs -o size="$1" tmpfs /dev/shm && hostname "$0" && ip link set lo up && echo up'
+#: $0 is the name of the node, $1 the size of its memory; the loop waits for processes that lost
+#: their parent.
+_NODE = (
+    'mount -t tmpfs -o size="$1" tmpfs /dev/shm && hostname "$0" && ip link set lo up && echo up'
+)
 _NODE += " && while :; do sleep 0.2; done"
 
 
@@ -54,7 +76,9 @@ class Launch:
         os.close(output[1])
         os.close(status[1])
         self._status = status[0]
-        self._reader = threading.Thread(target=self._read, args=(os.fdopen(output[0], errors="replace"),), daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, args=(os.fdopen(output[0], errors="replace"),), daemon=True
+        )
         self._reader.start()
 
     def _read(self, output: TextIO) -> None:
@@ -70,8 +94,11 @@ class Launch:
     def output(self) -> str:
         return "\n".join(line for _, line in self.lines)
 
-    def wait_for(self, pattern: str, seconds: float = 120.0, *, since: int = 0) -> tuple[float, re.Match[str]]:
-        """When a line with this pattern was written, and what matched; `since` leaves out lines at the beginning."""
+    def wait_for(
+        self, pattern: str, seconds: float = 120.0, *, since: int = 0
+    ) -> tuple[float, re.Match[str]]:
+        """When a line with this pattern was written, and what matched; `since` leaves out lines at
+        the beginning."""
         deadline, expression = time.monotonic() + seconds, re.compile(pattern)
         while True:
             is_last_look = not self._reader.is_alive() or time.monotonic() > deadline
@@ -101,7 +128,9 @@ class _Holder:
     @classmethod
     def start(cls, script: str, *arguments: str) -> _Holder:
         process = subprocess.Popen([*_HOLD, script, *arguments], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "up\n", f"no namespaces for {arguments}"
+        assert process.stdout is not None and process.stdout.readline() == "up\n", (
+            f"no namespaces for {arguments}"
+        )
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return cls(process, int(children[0]))
 
@@ -129,7 +158,8 @@ class MortalNodes:
     hub: _Holder
     requests: socket.socket  # to what forks agents
     up: dict[int, _Holder] = field(default_factory=dict)
-    forks: bool = True  # workers from a process that has imported torch; otherwise they import it, as usual
+    # workers from a process that has imported torch; otherwise they import it, as usual
+    forks: bool = True
     starts: int = 0
 
     @staticmethod
@@ -137,14 +167,16 @@ class MortalNodes:
         return f"10.77.0.{node + 1}"
 
     def boot(self, node: int, memory: str = "") -> None:
-        """Starts a node with nothing in its memory; one that is up stays as it is, unless it is to have less memory."""
+        """Starts a node with nothing in its memory; one that is up stays as it is, unless it is to
+        have less memory."""
         if node in self.up and not memory:
             return
         if node in self.up:
             self.kill(node)
         holder = self.up[node] = _Holder.start(_NODE, f"node{node}", memory or self.memory)
         self.starts += 1
-        port, mac = f"p{node}s{self.starts}", f"02:00:00:00:00:{node + 1:02x}"  # as one that is known to the others
+        # as one that is known to the others
+        port, mac = f"p{node}s{self.starts}", f"02:00:00:00:00:{node + 1:02x}"
         end = ["peer", "name", "eth0", "address", mac, "netns", str(holder.inside)]
         self.hub.ip("link", "add", port, "type", "veth", *end)
         self.hub.ip("link", "set", port, "master", "bridge", "up")
@@ -152,7 +184,8 @@ class MortalNodes:
         holder.ip("link", "set", "eth0", "up")
 
     def kill(self, *nodes: int) -> float:
-        """A loss of power: nobody hears from these nodes, also not that connections end. Returns the time."""
+        """A loss of power: nobody hears from these nodes, also not that connections end. Returns
+        the time."""
         when = time.time()
         for node in nodes:
             self.up[node].ip("link", "set", "eth0", "down")
@@ -166,7 +199,14 @@ class MortalNodes:
         return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def torchrun(
-        self, node: int, size: str, words: Sequence[str], variables: Mapping[str, str], *, name: str, port: int = 0
+        self,
+        node: int,
+        size: str,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        *,
+        name: str,
+        port: int = 0,
     ) -> Launch:
         """torchrun's agent on a node; its store is on node 0.
 
@@ -177,25 +217,57 @@ class MortalNodes:
         """
         port = port_of(name, port)
         settings = {**_RENDEZVOUS, "is_host": int(node == 0)}
-        # Otherwise a node that comes back waits for an address that torchrun (2.13) writes in its first round alone.
-        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "eth0", **variables}
-        line = ["--nnodes", size, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address(0)}:{port}"]
-        line += ["--rdzv-id", name, "--rdzv-conf", ",".join(f"{key}={value}" for key, value in settings.items())]
+        # Otherwise a node that comes back waits for an address that torchrun (2.13) writes in its
+        # first round alone.
+        variables = {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            **variables,
+        }
+        line = [
+            "--nnodes",
+            size,
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"{self.address(0)}:{port}",
+        ]
+        line += [
+            "--rdzv-id",
+            name,
+            "--rdzv-conf",
+            ",".join(f"{key}={value}" for key, value in settings.items()),
+        ]
         line += ["--local-addr", self.address(node), "--monitor-interval", "0.1", *words]
         inside = self.up[node].inside
-        return Launch(self.requests, inside=inside, words=line, variables=variables, is_forked=self.forks)
+        return Launch(
+            self.requests, inside=inside, words=line, variables=variables, is_forked=self.forks
+        )
 
 
 @contextmanager
-def mortal_nodes(count: int, memory: str = "256m", *, imports: str = IMPORTS) -> Iterator[MortalNodes]:
-    """Makes the nodes, and ends whatever runs on them when the block ends; workers find a module imported."""
+def mortal_nodes(
+    count: int, memory: str = "256m", *, imports: str = IMPORTS
+) -> Iterator[MortalNodes]:
+    """Makes the nodes, and ends whatever runs on them when the block ends; workers find a module
+    imported."""
     requests, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, str(_SERVER), str(served.fileno()), imports]
+    command = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        sys.executable,
+        str(_SERVER),
+        str(served.fileno()),
+        imports,
+    ]
     path = (*filter(None, [os.environ.get("PYTHONPATH")]), str(_ROOT), str(_ROOT / "examples"))
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     server = subprocess.Popen(command, pass_fds=[served.fileno()], env=variables)
     served.close()
-    hub = _Holder.start("ip link add bridge type bridge && ip link set bridge up && echo up && exec sleep infinity")
+    hub = _Holder.start(
+        "ip link add bridge type bridge && ip link set bridge up && echo up && exec sleep infinity"
+    )
     made = MortalNodes(memory, hub, requests)
     try:
         assert requests.recv(100) == b"ready", "torch was not imported"

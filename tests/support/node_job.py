@@ -61,8 +61,16 @@ class Job:
         for node in nodes or range(len(self.ranks)):
             self.nodes.boot(node)
             words = [*self.script, str(self._file)]
-            line = ["--nproc-per-node", str(self.ranks[node]), "--max-restarts", str(self.restarts), *words]
-            self.agents[node] = self.nodes.torchrun(node, size, line, _VARIABLES, name=self._name, port=self.port)
+            line = [
+                "--nproc-per-node",
+                str(self.ranks[node]),
+                "--max-restarts",
+                str(self.restarts),
+                *words,
+            ]
+            self.agents[node] = self.nodes.torchrun(
+                node, size, line, _VARIABLES, name=self._name, port=self.port
+            )
         return self
 
     def lose(self, *nodes: int) -> None:
@@ -90,7 +98,12 @@ class Job:
     def lines(self) -> list[dict[str, Any]]:
         """What all processes have noted, in order."""
         files = Path(self.plan.folder).glob("*.jsonl")
-        found = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.endswith("}")]
+        found = [
+            json.loads(line)
+            for file in files
+            for line in file.read_text().splitlines()
+            if line.endswith("}")
+        ]
         return sorted(found, key=lambda line: line["time"])
 
     def wait_for_step(self, step: int, *, begins: int = 0) -> None:
@@ -98,8 +111,12 @@ class Job:
 
         def is_done() -> bool:
             lines = self.lines
-            starts = [number for number, line in enumerate(lines) if "source" in line and not line["rank"]]
-            return len(starts) > begins and any(line.get("step", -1) >= step for line in lines[starts[begins] :])
+            starts = [
+                number for number, line in enumerate(lines) if "source" in line and not line["rank"]
+            ]
+            return len(starts) > begins and any(
+                line.get("step", -1) >= step for line in lines[starts[begins] :]
+            )
 
         wait_until(is_done, self)
 
@@ -109,11 +126,17 @@ class Job:
         firsts = [line for line in self.lines if "source" in line and not line["rank"]]
         is_counted = len(self.plan.attempts) > 1  # by the process itself
         numbers = [line["attempt"] for line in firsts] if is_counted else range(len(firsts))
-        return {n: (line["source"], line["begins_at"]) for n, line in zip(numbers, firsts, strict=True)}
+        return {
+            n: (line["source"], line["begins_at"]) for n, line in zip(numbers, firsts, strict=True)
+        }
 
     def processes(self, since: float) -> dict[int, int]:
         """Process ids by rank, of those that have begun since then."""
-        return {line["rank"]: line["pid"] for line in self.lines if "pid" in line and line["time"] > since}
+        return {
+            line["rank"]: line["pid"]
+            for line in self.lines
+            if "pid" in line and line["time"] > since
+        }
 
     @property
     def curve(self) -> dict[int, tuple[float, float]]:
@@ -128,7 +151,9 @@ class Job:
     def assert_equal(self, other: Job) -> None:
         """This run, from its first step on, went and ended as another one."""
         assert len(self.checksums) == len(other.checksums) > 0, self.output
-        assert self.curve == {step: other.curve[step] for step in range(min(self.curve), max(other.curve) + 1)}
+        assert self.curve == {
+            step: other.curve[step] for step in range(min(self.curve), max(other.curve) + 1)
+        }
         assert self.checksums == other.checksums
 
 

@@ -1,7 +1,7 @@
 """A process that has imported torch and forks agents of torchrun into the namespaces of nodes.
 
-Agent and workers start in moments where importing torch takes seconds. They are torchrun's own: `torch.distributed.run`
-with the words of its command line.
+Agent and workers start in moments where importing torch takes seconds. They are torchrun's own:
+`torch.distributed.run` with the words of its command line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _SPACES = ("net", "uts", "ipc", "pid", "mnt")
 
 
 def enter(process: int) -> None:
-    """Moves this process into the namespaces of another one; into its process namespace go those that it forks."""
+    """Moves this process into the namespaces of another one; into its process namespace go those
+    that it forks."""
     for file in [os.open(f"/proc/{process}/ns/{space}", os.O_RDONLY) for space in _SPACES]:
         if ctypes.CDLL(None, use_errno=True).setns(file, 0):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespaces of process {process}")
@@ -35,11 +36,14 @@ def enter(process: int) -> None:
 def _fork_server(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
     """Forks what multiprocessing would start anew, from which workers are forked then.
 
-    It has no other descriptors: a socket of an agent that has ended would not be closed to the others.
+    It has no other descriptors: a socket of an agent that has ended would not be closed to the
+    others.
     """
     process = os.fork()
     if not process:
-        for last, following in pairwise([*sorted({0, 1, 2, *descriptors}), os.sysconf("SC_OPEN_MAX")]):
+        for last, following in pairwise(
+            [*sorted({0, 1, 2, *descriptors}), os.sysconf("SC_OPEN_MAX")]
+        ):
             os.closerange(last + 1, following)
         with suppress(SystemExit):
             exec(arguments[-1], {})

@@ -1,6 +1,8 @@
-"""Three nodes on one machine, for tests: network, process, mount and name spaces of their own, and no shared memory.
+"""Three nodes on one machine, for tests: network, process, mount and name spaces of their own, and
+no shared memory.
 
-Needs root, iproute2 and util-linux; `WHY_NOT` says what is missing. Files are shared, as on a common disk.
+Needs root, iproute2 and util-linux; `WHY_NOT` says what is missing. Files are shared, as on a
+common disk.
 """
 
 from __future__ import annotations
@@ -39,21 +41,35 @@ class Nodes:
     shares_network: bool = False
 
     def alike(self, *, shares_network: bool) -> Nodes:
-        """These with one host name, so that only their memory tells them apart, and if asked for with one network."""
+        """These with one host name, so that only their memory tells them apart, and if asked for
+        with one network."""
         return replace(self, names=("node",) * self.link.num_ends, shares_network=shares_network)
 
     def address(self, node: int) -> str:
         """As the other nodes see it."""
         return "127.0.0.1" if self.shares_network else self.link.address(node)
 
-    def start(self, node: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def start(
+        self, node: int, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
         """Starts a command on a node, with the variable by which gloo finds the network."""
-        unshare = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        unshare = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         inside = [*unshare, "sh", "-c", _ENTER, self.names[node], *command]
         interface = "lo" if self.shares_network else self.link.interface(node)
         inside = inside if self.shares_network else self.link.inside(node, inside)
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": interface, **environment}
-        return subprocess.Popen(inside, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            inside, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
 
 @contextmanager

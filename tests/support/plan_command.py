@@ -27,7 +27,9 @@ def module_of(plan: StagePlan) -> Module:
     model = Module()
     for number, param in enumerate(plan.params):
         dtype: torch.dtype = getattr(torch, param.spec.dtype)
-        model.register_parameter(f"param{number}", Parameter(torch.zeros(param.spec.shape, dtype=dtype)))
+        model.register_parameter(
+            f"param{number}", Parameter(torch.zeros(param.spec.shape, dtype=dtype))
+        )
     return model
 
 

@@ -1,4 +1,5 @@
-"""What ranks find imported: most of them train, with what this package, optimizers and checkpoints import for that."""
+"""What ranks find imported: most of them train, with what this package, optimizers and checkpoints
+import for that."""
 
 from __future__ import annotations
 

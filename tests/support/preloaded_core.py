@@ -1,4 +1,5 @@
-"""What ranks of megatron-core's tests find imported as well: the host, which each of them would take seconds for."""
+"""What ranks of megatron-core's tests find imported as well: the host, which each of them would
+take seconds for."""
 
 from __future__ import annotations
 

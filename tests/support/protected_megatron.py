@@ -1,7 +1,9 @@
-"""A training with a Megatron, for nodes that die: `torchrun ... protected_megatron.py fork|core PLAN`.
+"""A training with a Megatron, for nodes that die: `torchrun ... protected_megatron.py fork|core
+PLAN`.
 
-PLAN is that of protected_training.py, whose JSON lines are written here, too; the host loads, saves and resumes by
-itself. "fork" is the small fork of 2023, "core" the installed megatron-core in a stand-in for Megatron-LM's script.
+PLAN is that of protected_training.py, whose JSON lines are written here, too; the host loads, saves
+and resumes by itself. "fork" is the small fork of 2023, "core" the installed megatron-core in a
+stand-in for Megatron-LM's script.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ from tests.support.mini_fork import SCRIPT, MiniFork
 from tests.support.protected_training import Log, Plan, wait_for_snapshot
 
 FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2 --hysteresis 1 --clip-grad 0.5"
-CORE = Case("distopt", tp=2, dp=2, precision="fp16", initial_loss_scale=2.0**12, loss_scale_window=2, lr=1e-2)
+CORE = Case(
+    "distopt",
+    tp=2,
+    dp=2,
+    precision="fp16",
+    initial_loss_scale=2.0**12,
+    loss_scale_window=2,
+    lr=1e-2,
+)
 DIGESTS = "digests"  # the file of the run's digests, in its folder
 
 
@@ -85,7 +95,9 @@ def train_fork(plan: Plan) -> None:
     fork = MiniFork.imported(file_layout="gathered")
     with_chance(fork.script)
     options = {**plan.options, "log_digests": 1, "digest_file": f"{plan.folder}/{DIGESTS}"}
-    words = f"--use-distributed-optimizer {FP16} --tensor-model-parallel-size 2 --global-batch-size 8".split()
+    words = (
+        f"--use-distributed-optimizer {FP16} --tensor-model-parallel-size 2 --global-batch-size 8"
+    ).split()
     words += ["--train-iters", str(plan.steps), "--load", plan.load or f"{plan.folder}/nothing"]
     words += ["--save", f"{plan.folder}/disk", "--save-interval", "1"] if plan.save_at else []
     for name, value in options.items():
@@ -103,7 +115,9 @@ def train_core(plan: Plan) -> None:
     from tests.support.core_script import ScriptOfCore
 
     options = {**plan.options, "log_digests": 1, "digest_file": f"{plan.folder}/{DIGESTS}"}
-    os.environ.update({f"MEGATRON_DISTOPT_{name.upper()}": str(value) for name, value in options.items()})
+    os.environ.update(
+        {f"MEGATRON_DISTOPT_{name.upper()}": str(value) for name, value in options.items()}
+    )
     dist.init_process_group("gloo")
     script, copies = ScriptOfCore.imported(), dist.get_world_size() // CORE.tp
     Notes(plan, script.training, lambda: script.args)

@@ -1,7 +1,9 @@
-"""A training with plain torch in which things go wrong where a test says: `torchrun ... protected_training.py PLAN`.
+"""A training with plain torch in which things go wrong where a test says: `torchrun ...
+protected_training.py PLAN`.
 
-PLAN is a JSON file with the fields of `Plan`. Each process writes JSON lines into the plan's folder: what it took up
-from, the loss of each step on rank 0, and in the end a checksum of params and optimizer state.
+PLAN is a JSON file with the fields of `Plan`. Each process writes JSON lines into the plan's
+folder: what it took up from, the loss of each step on rank 0, and in the end a checksum of params
+and optimizer state.
 """
 
 from __future__ import annotations
@@ -58,11 +60,14 @@ class Plan:
     rows: int = 24  # over all ranks
     dtype: str = "bfloat16"
     pause: float = 0.0  # seconds a step
-    waits: bool = True  # for a snapshot to be written before the next one begins, on a machine that is busy
+    # for a snapshot to be written before the next one begins, on a machine that is busy
+    waits: bool = True
 
     def write(self, file: Path) -> Path:
         Path(self.folder).mkdir(parents=True, exist_ok=True)
-        for fault in (fault for attempt in self.attempts for fault in attempt if "__main__" not in fault.at):
+        for fault in (
+            fault for attempt in self.attempts for fault in attempt if "__main__" not in fault.at
+        ):
             getattr(*located(fault.at))  # or every start of the run would fail
         file.write_text(json.dumps(self, default=vars))
         return file
@@ -127,10 +132,15 @@ class Faults:
         setattr(owner, attribute, counted)
 
     def kill(self, argument: str) -> None:
-        """Ends this process as `kill -9` does; where a step is given, when this node has all files of its snapshot."""
+        """Ends this process as `kill -9` does; where a step is given, when this node has all files
+        of its snapshot."""
         parts = f"megatron_distopt-*/0/{int(argument or 0):010}-*/*.part"
         deadline = time.monotonic() + 15
-        while argument and len(list(_MEMORY.glob(parts))) < dist.get_world_size() and time.monotonic() < deadline:
+        while (
+            argument
+            and len(list(_MEMORY.glob(parts))) < dist.get_world_size()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         (self.ended / str(self.attempt)).touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -185,7 +195,12 @@ class Log:
         self._attempt = attempt
 
     def __call__(self, **line: Any) -> None:
-        about = {"attempt": self._attempt, "rank": dist.get_rank(), "ranks": dist.get_world_size(), "time": time.time()}
+        about = {
+            "attempt": self._attempt,
+            "rank": dist.get_rank(),
+            "ranks": dist.get_world_size(),
+            "time": time.time(),
+        }
         self._file.write(json.dumps(line | about) + "\n")
 
 
@@ -203,13 +218,19 @@ def moments_of(optimizer: ShardedOptimizer) -> list[Tensor]:
 def checksum(model: nn.Module, optimizer: ShardedOptimizer) -> str:
     """Of the model's params, and of the main params and moments that this rank owns."""
     digest = hashlib.sha256()
-    for tensor in (*model.parameters(), *(flat.main for flat in optimizer.flat_params), *moments_of(optimizer)):
+    for tensor in (
+        *model.parameters(),
+        *(flat.main for flat in optimizer.flat_params),
+        *moments_of(optimizer),
+    ):
         digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def wait_for_snapshot() -> None:
-    while any(thread.name.startswith("megatron_distopt snapshot") for thread in threading.enumerate()):
+    while any(
+        thread.name.startswith("megatron_distopt snapshot") for thread in threading.enumerate()
+    ):
         time.sleep(0.005)
 
 
@@ -220,7 +241,13 @@ def main(plan: Plan) -> None:
     log, rank, size = Log(plan, faults.attempt), dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     hidden, dtype = plan.hidden, getattr(torch, plan.dtype)
-    layers = [nn.Linear(64, hidden), nn.GELU(), nn.Dropout(0.1), nn.Linear(hidden, hidden), nn.GELU()]
+    layers = [
+        nn.Linear(64, hidden),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(hidden, hidden),
+        nn.GELU(),
+    ]
     model = nn.Sequential(*layers, nn.Linear(hidden, 64)).to(dtype)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = distribute(model, adamw, **plan.options)
@@ -238,8 +265,11 @@ def main(plan: Plan) -> None:
         step, found = resumed.step, resumed.state
     elif plan.load:
         optimizer.load(plan.load)
-        files = [Path(plan.load) / f"state-{each}.pt" for each in (rank, 0)]  # as from memory at another size
-        found = torch.load(files[0] if len(list(files[0].parent.glob("state-*"))) == size else files[1])
+        # as from memory at another size
+        files = [Path(plan.load) / f"state-{each}.pt" for each in (rank, 0)]
+        found = torch.load(
+            files[0] if len(list(files[0].parent.glob("state-*"))) == size else files[1]
+        )
         step = found["step"]
     if step:
         scheduler.load_state_dict(found["scheduler"])

@@ -19,13 +19,16 @@ def assert_says(text: str, example: str) -> None:
 
     The words between the values are free.
 
-    >>> assert_says("bucket_size is 100 on rank 2.", "Invalid bucket_size: 100. Must be alike. Write --bucket-size.")
+    >>> message = "Invalid bucket_size: 100. Must be alike. Write --bucket-size."
+    >>> assert_says("bucket_size is 100 on rank 2.", message)
     Traceback (most recent call last):
     AssertionError: --bucket-size not in: bucket_size is 100 on rank 2.
     """
     has_subject = example.startswith("Invalid ")
     subject = example.removeprefix("Invalid ").partition(": ")[0] if has_subject else ""
-    values = [word for word in (each.strip("«»,;:.") for each in example.split()) if _VALUE.search(word)]
+    values = [
+        word for word in (each.strip("«»,;:.") for each in example.split()) if _VALUE.search(word)
+    ]
     missing = [each for each in dict.fromkeys([subject, *values]) if each not in text]
     if missing:
         raise AssertionError(f"{', '.join(missing)} not in: {text}")
@@ -35,7 +38,8 @@ def assert_says(text: str, example: str) -> None:
 class Said:
     """Equal to every message that begins with what was found and ends with the remedy.
 
-    >>> "Invalid fork: missing. Must exist. Write its path." == Said("Invalid fork: missing", "Write its path.")
+    >>> said = Said("Invalid fork: missing", "Write its path.")
+    >>> "Invalid fork: missing. Must exist. Write its path." == said
     True
     """
 
@@ -43,7 +47,11 @@ class Said:
     remedy: str
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and other.startswith(f"{self.found}. ") and other.endswith(f". {self.remedy}")
+        return (
+            isinstance(other, str)
+            and other.startswith(f"{self.found}. ")
+            and other.endswith(f". {self.remedy}")
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -55,7 +63,8 @@ def says(error: BaseException, text: str) -> bool:
 
 
 def assert_mentions(text: object, *parts: str) -> None:
-    """Asserts that a message has the values and the remedy that a user needs; its other words are free."""
+    """Asserts that a message has the values and the remedy that a user needs; its other words are
+    free."""
     missing = [part for part in parts if part not in str(text)]
     if missing:
         raise AssertionError(f"{', '.join(missing)} not in: {text}")

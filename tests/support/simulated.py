@@ -1,7 +1,7 @@
 """A model over (dp, tp, pp) ranks in one process: the state of every rank, without processes.
 
-`World.of(...)` builds the sharded optimizers of all ranks with a state that says of every element which one it is, so
-that a load at another layout can be compared bit for bit as global tensors.
+`World.of(...)` builds the sharded optimizers of all ranks with a state that says of every element
+which one it is, so that a load at another layout can be compared bit for bit as global tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Param:
     shape: tuple[int, ...]  # of the whole param; of a padded one without its padding
     dim: int | None = None  # how tensor-parallel ranks cut it; None for replicated
     stride: int = 1
-    stage: float = 0.0  # the first pipeline stage that holds it, as a fraction of the stages; 0 the first, 1 the last
+    # the first pipeline stage that holds it, as a fraction of the stages; 0 the first, 1 the last
+    stage: float = 0.0
     decays: bool = True  # in which of two param groups it is
     dtype: torch.dtype = torch.bfloat16  # of the model param
     is_padded: bool = False  # the first dimension is padded to a multiple of 4 * tp
@@ -57,24 +58,37 @@ class Param:
 
 
 def small_model(layers: int = 4) -> tuple[Param, ...]:
-    """Padded vocabulary, fused gate and up, row- and column-parallel, replicated norms, fp32 among bf16."""
+    """Padded vocabulary, fused gate and up, row- and column-parallel, replicated norms, fp32 among
+    bf16."""
     params = [Param("embedding.word_embeddings.weight", (37, 6), dim=0, is_padded=True)]
     for layer in range(layers):
         stage, prefix = layer / layers, f"decoder.layers.{layer}"
         params += [
-            Param(f"{prefix}.input_layernorm.weight", (6,), stage=stage, decays=False, dtype=torch.float32),
+            Param(
+                f"{prefix}.input_layernorm.weight",
+                (6,),
+                stage=stage,
+                decays=False,
+                dtype=torch.float32,
+            ),
             Param(f"{prefix}.self_attention.linear_qkv.weight", (24, 6), dim=0, stage=stage),
             Param(f"{prefix}.self_attention.linear_proj.weight", (6, 8), dim=1, stage=stage),
             Param(f"{prefix}.mlp.linear_fc1.weight", (32, 6), dim=0, stride=2, stage=stage),
-            Param(f"{prefix}.mlp.linear_fc1.bias", (32,), dim=0, stride=2, stage=stage, decays=False),
+            Param(
+                f"{prefix}.mlp.linear_fc1.bias", (32,), dim=0, stride=2, stage=stage, decays=False
+            ),
             Param(f"{prefix}.mlp.linear_fc2.weight", (6, 16), dim=1, stage=stage),
         ]
-    params += [Param("conv.weight", (3, 4, 5), dim=1, stage=0.99), Param("scale", (1,), stage=0.99, decays=False)]
+    params += [
+        Param("conv.weight", (3, 4, 5), dim=1, stage=0.99),
+        Param("scale", (1,), stage=0.99, decays=False),
+    ]
     return tuple(params)
 
 
 def element_numbers(param: Param, kind: str, shape: Sequence[int]) -> Tensor:
-    """What a tensor holds: different for every kind and param, exact in fp32; rows of padding are zero."""
+    """What a tensor holds: different for every kind and param, exact in fp32; rows of padding are
+    zero."""
     seed = KINDS.index(kind) * 7 + sum(map(ord, param.name)) % 101
     whole = torch.zeros(tuple(shape), dtype=torch.float32)
     values = torch.arange(math.prod(param.shape), dtype=torch.float32) * 3 + seed
@@ -99,10 +113,15 @@ class World:
     ranks: tuple[Rank, ...]
 
     @classmethod
-    def of(cls, params: tuple[Param, ...], *, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any) -> World:
+    def of(
+        cls, params: tuple[Param, ...], *, dp: int = 1, tp: int = 1, pp: int = 1, **options: Any
+    ) -> World:
         """Builds it; `options` are those of `_rank`."""
         ranks = [
-            _rank(params, (d, dp), (t, tp), (p, pp), **options) for p in range(pp) for d in range(dp) for t in range(tp)
+            _rank(params, (d, dp), (t, tp), (p, pp), **options)
+            for p in range(pp)
+            for d in range(dp)
+            for t in range(tp)
         ]
         return cls(params, tp, tuple(ranks))
 
@@ -110,15 +129,22 @@ class World:
         """As the ranks would, one after the other."""
         folder.mkdir(parents=True, exist_ok=True)
         save_id = new_save_id()
-        savings = [Saving(folder, save_id, rank, len(self.ranks), None) for rank in range(len(self.ranks))]
+        savings = [
+            Saving(folder, save_id, rank, len(self.ranks), None) for rank in range(len(self.ranks))
+        ]
         parts = [saving.write(contribution_of(self.ranks[saving.rank].model)) for saving in savings]
         return commit(folder, parts)
 
     def load(self, folder: Path) -> None:
         """As the ranks would, one after the other."""
-        states = [loadable_checkpoint(folder, rank, len(self.ranks)) for rank in range(len(self.ranks))]
+        states = [
+            loadable_checkpoint(folder, rank, len(self.ranks)) for rank in range(len(self.ranks))
+        ]
         names = [param.name for param in self.params]
-        plans = [plan_load(state, each.model, names) for state, each in zip(states, self.ranks, strict=True)]
+        plans = [
+            plan_load(state, each.model, names)
+            for state, each in zip(states, self.ranks, strict=True)
+        ]
         for state, plan in zip(states, plans, strict=True):
             state.verify(plan.reads)
         for state, plan, each in zip(states, plans, self.ranks, strict=True):
@@ -131,7 +157,9 @@ class World:
             for piece in owned_pieces(rank.model):
                 state = rank.optimizer.inner.state.get(piece.flat.main, {})
                 tensor = piece.flat.main if kind == "main" else state[kind]
-                found[piece.placement.name][piece.piece.in_global.as_slices()] = piece.view(tensor).detach()
+                found[piece.placement.name][piece.piece.in_global.as_slices()] = piece.view(
+                    tensor
+                ).detach()
         return found
 
 
@@ -153,7 +181,9 @@ def _rank(
     by_dtype: dict[torch.dtype, list[Param]] = {}
     for param in reversed(mine):
         by_dtype.setdefault(plain_dtype or param.dtype, []).append(param)
-    buffers = [_buffer(members, dtype, placements, dp, bucket_size) for dtype, members in by_dtype.items()]
+    buffers = [
+        _buffer(members, dtype, placements, dp, bucket_size) for dtype, members in by_dtype.items()
+    ]
     config = DistOptConfig(adam=adam, lr=lr, loss_scale="dynamic", initial_loss_scale=2.0**10)
     groups = [
         ParamGroup({"lr": lr, "wd_mult": mult, "weight_decay": 0.1 * mult}, _members(mine, decays))
@@ -162,7 +192,9 @@ def _rank(
     choice = choose_inner(config, "cpu")
     plan = StepPlan(groups, choice, config, make_loss_scale(config, CPU), lambda: Group(None, 0, 1))
     optimizer = ShardedOptimizer(buffers, plan)
-    share = Share(optimizer, placements, lambda name: tp[0] == 0 or placements[name].dim is not None)
+    share = Share(
+        optimizer, placements, lambda name: tp[0] == 0 or placements[name].dim is not None
+    )
     model = WholeModel([share])
     rank = Rank(optimizer, model)
     if filled:
@@ -178,7 +210,9 @@ def _placement(param: Param, tp: tuple[int, int]) -> Placement:
     shape = list(param.padded_shape(tp[1]))
     if param.dim is not None:
         shape[param.dim] //= tp[1]
-    return Placement(param.name, tuple(shape), param.dim, tp[0], tp[1], param.stride, param.is_padded)
+    return Placement(
+        param.name, tuple(shape), param.dim, tp[0], tp[1], param.stride, param.is_padded
+    )
 
 
 def _buffer(
@@ -189,15 +223,20 @@ def _buffer(
     bucket_size: int | None,
 ) -> ShardedBuffer:
     names = [f"module.{param.name}" for param in members]
-    specs = [ParamSpec(name, math.prod(placements[name].shape), placements[name].shape) for name in names]
+    specs = [
+        ParamSpec(name, math.prod(placements[name].shape), placements[name].shape) for name in names
+    ]
     layout = lay_out(specs, num_shards=dp[1], bucket_size=bucket_size, alignment_numel=4)
-    return ShardedBuffer(layout, dp[0], torch.zeros(layout.numel), torch.zeros(layout.numel, dtype=dtype))
+    return ShardedBuffer(
+        layout, dp[0], torch.zeros(layout.numel), torch.zeros(layout.numel, dtype=dtype)
+    )
 
 
 def _fill(rank: Rank, params: Mapping[str, Param], step: int | None) -> None:
     inner = rank.optimizer.inner
     state: dict[Any, dict[str, Tensor]] = {
-        run.main: {kind: torch.zeros_like(run.main) for kind in KINDS[1:]} for run in rank.optimizer.flat_params
+        run.main: {kind: torch.zeros_like(run.main) for kind in KINDS[1:]}
+        for run in rank.optimizer.flat_params
     }
     for piece in owned_pieces(rank.model):
         param = params[piece.placement.name]

@@ -1,4 +1,5 @@
-"""States that say which save they are from, so that a checkpoint can be told from a mixture of two."""
+"""States that say which save they are from, so that a checkpoint can be told from a mixture of
+two."""
 
 from __future__ import annotations
 
@@ -62,7 +63,10 @@ def save(world: World, folder: Path) -> None:
     disk.make_folder(folder)
     by_rank = savings(world, folder, new_save_id(), disk.lock(lock_file(folder)))
     try:
-        parts = [s.write(contribution_of(rank.model)) for s, rank in zip(by_rank, world.ranks, strict=True)]
+        parts = [
+            s.write(contribution_of(rank.model))
+            for s, rank in zip(by_rank, world.ranks, strict=True)
+        ]
         by_rank[0].commit(parts[0])
     except BaseException:
         by_rank[0].abandon()
@@ -87,8 +91,12 @@ def number_in(folder: Path, reader: World) -> int:
     for kind in KINDS:
         for param in reader.params:
             wanted = element_numbers(param, kind, param.shape) + number * _APART
-            assert torch.equal(reader.whole(kind)[param.name], wanted), f"{kind} of {param.name} in save {number}"
-    steps = {int(each["step"]) for rank in reader.ranks for each in rank.optimizer.inner.state.values()}
+            assert torch.equal(reader.whole(kind)[param.name], wanted), (
+                f"{kind} of {param.name} in save {number}"
+            )
+    steps = {
+        int(each["step"]) for rank in reader.ranks for each in rank.optimizer.inner.state.values()
+    }
     assert steps == {number}, f"steps {steps} in save {number}"
     return number
 
@@ -104,7 +112,11 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 def leftovers(folder: Path) -> set[str]:
     """Files that do not belong to the checkpoint of the folder."""
-    named = {file.name for file in read_manifest(folder).files} | {MANIFEST, ".metadata", "saving.lock"}
+    named = {file.name for file in read_manifest(folder).files} | {
+        MANIFEST,
+        ".metadata",
+        "saving.lock",
+    }
     return {path.name for path in folder.iterdir()} - named
 
 

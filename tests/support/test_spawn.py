@@ -1,4 +1,5 @@
-"""The harness that runs every distributed test: results, failures and time limits reach the parent."""
+"""The harness that runs every distributed test: results, failures and time limits reach the
+parent."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from tests.support.spawn import RankError, run_ranks
 def _sum_of_ranks(rank: int, size: int, extra: float) -> dict[str, object]:
     total = torch.tensor([float(rank) + extra])
     dist.all_reduce(total)
-    return {"rank": rank, "total": total, "threads": os.environ["OMP_NUM_THREADS"], "world": dist.get_world_size()}
+    return {
+        "rank": rank,
+        "total": total,
+        "threads": os.environ["OMP_NUM_THREADS"],
+        "world": dist.get_world_size(),
+    }
 
 
 def _fail_on_rank_one(rank: int, size: int) -> None:
@@ -41,7 +47,9 @@ def test_run_ranks_when_all_return_then_results_come_in_rank_order() -> None:
     assert {result["world"] for result in results} == {2}
 
 
-def test_run_ranks_when_one_raises_then_its_traceback_comes_first_and_its_error_is_the_cause() -> None:
+def test_run_ranks_when_one_raises_then_its_traceback_comes_first_and_its_error_is_the_cause() -> (
+    None
+):
     with pytest.raises(RankError, match=r"_fail_on_rank_one failed on rank 1") as caught:
         run_ranks(_fail_on_rank_one, 2)
     assert "in _fail_on_rank_one" in str(caught.value)

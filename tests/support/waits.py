@@ -1,4 +1,5 @@
-"""Lists the operations that make the CPU wait for the device. On the CPU too, where reading a tensor is no wait."""
+"""Lists the operations that make the CPU wait for the device. On the CPU too, where reading a
+tensor is no wait."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_distopt.optimizer.deferred import HostCopy
 
 #: Operations whose value, or the shape of whose result, the CPU has to know.
-_WAIT = {"_local_scalar_dense", "_unique", "_unique2", "allclose", "bincount", "equal", "is_nonzero", "item"}
+_WAIT = {
+    "_local_scalar_dense",
+    "_unique",
+    "_unique2",
+    "allclose",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "item",
+}
 _WAIT |= {"masked_select", "nonzero", "unique_consecutive", "unique_dim"}
 #: Operations that wait where they are given a mask: torch looks for what is set in it.
 _PUT = ("index_put", "index_put_", "_index_put_impl_")
@@ -25,7 +35,8 @@ _UNSEEN = ("tolist", "numpy", "__array__")
 
 @contextmanager
 def find_waits() -> Iterator[list[str]]:
-    """Names of operations as torch's dispatcher has them, in their order; filled while the context is open.
+    """Names of operations as torch's dispatcher has them, in their order; filled while the context
+    is open.
 
     What was copied to the CPU and waited for before (`HostCopy`) may be read.
     """
@@ -50,7 +61,11 @@ class _Operations(TorchDispatchMode):
         self._waits = waits
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = func.overloadpacket.__name__
         if func.namespace == "aten" and _waits(name, args, kwargs or {}):
@@ -66,10 +81,15 @@ class _Methods(TorchFunctionMode):
         self._waits = waits
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _UNSEEN and args[0].device.type == "cpu":  # elsewhere an operation copies it first, which is seen
+        # elsewhere an operation copies it first, which is seen
+        if name in _UNSEEN and args[0].device.type == "cpu":
             self._waits.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -81,11 +101,29 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         indices = [index for index in args[1] if index is not None]
         adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
         # Filling one mask with a value of the CPU is a `masked_fill`, which does not wait.
-        is_filled = name in _PUT and len(indices) == 1 and args[2].numel() == 1 and args[2].device.type == "cpu"
-        return any(index.dtype in (torch.bool, torch.uint8) for index in indices) and (adds or not is_filled)
+        is_filled = (
+            name in _PUT
+            and len(indices) == 1
+            and args[2].numel() == 1
+            and args[2].device.type == "cpu"
+        )
+        return any(index.dtype in (torch.bool, torch.uint8) for index in indices) and (
+            adds or not is_filled
+        )
     if name in ("copy_", "_to_copy"):
         source = args[1] if name == "copy_" else args[0]
-        target = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
-        non_blocking = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
-        return not non_blocking and isinstance(source, Tensor) and source.device.type != "cpu" and target.type == "cpu"
+        target = (
+            args[0].device
+            if name == "copy_"
+            else torch.device(kwargs.get("device") or source.device)
+        )
+        non_blocking = kwargs.get("non_blocking", False) or (
+            name == "copy_" and len(args) > 2 and args[2]
+        )
+        return (
+            not non_blocking
+            and isinstance(source, Tensor)
+            and source.device.type != "cpu"
+            and target.type == "cpu"
+        )
     return name in _WAIT

@@ -1,4 +1,5 @@
-"""Optimizers of whole params with the constructor of a Megatron's Adam, in whose place they are put."""
+"""Optimizers of whole params with the constructor of a Megatron's Adam, in whose place they are
+put."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.support.published import pytorch_optimizer
 
 @contextlib.contextmanager
 def tried_once(*known: str) -> Iterator[None]:
-    """In the block a class is tried when it is built for the first time: a trial takes longer than the trainings here.
+    """In the block a class is tried when it is built for the first time: a trial takes longer than
+    the trainings here.
 
     Trials themselves are tested in tests/optimizer/test_trial.py.
 
@@ -51,12 +53,17 @@ def in_place_of_cores_adam(optimizer: type[torch.optim.Optimizer]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def in_place_of_forks_adam(optimizer: type[torch.optim.Optimizer], *, repaired: bool = False) -> Iterator[None]:
+def in_place_of_forks_adam(
+    optimizer: type[torch.optim.Optimizer], *, repaired: bool = False
+) -> Iterator[None]:
     """The same in a fork of 2023; `repaired` as in test_megatron_2023_numerics.py."""
     import megatron.model.distributed as fork_ddp
     from megatron import optimizer as fork_optimizer
 
-    with mock.patch.object(fork_optimizer, "Adam", optimizer), mock.patch.object(fork_ddp, "REPAIRED", repaired):
+    with (
+        mock.patch.object(fork_optimizer, "Adam", optimizer),
+        mock.patch.object(fork_ddp, "REPAIRED", repaired),
+    ):
         yield
 
 

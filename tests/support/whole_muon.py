@@ -1,6 +1,8 @@
-"""Muon and AdamW over whole params, in the place of a Megatron's own Adam: what ours is compared with.
+"""Muon and AdamW over whole params, in the place of a Megatron's own Adam: what ours is compared
+with.
 
-Two formulas: torch's, by torch itself; and megatron-core's, written down once more from its description.
+Two formulas: torch's, by torch itself; and megatron-core's, written down once more from its
+description.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ SCALES = {
 
 
 class MegatronMuon(torch.optim.Optimizer):
-    """megatron-core's formula for whole matrices, with one triple of coefficients for each step of the iteration."""
+    """megatron-core's formula for whole matrices, with one triple of coefficients for each step of
+    the iteration."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, options)
@@ -44,7 +47,11 @@ class MegatronMuon(torch.optim.Optimizer):
         param.add_(param, alpha=-group["weight_decay"] * group["lr"])
         momentum.lerp_(param.grad, 1 - group["momentum"])
         direction = param.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        update = orthogonalized(direction, group["coefficients"]) * group["scale"](*param.shape) * group["extra"]
+        update = (
+            orthogonalized(direction, group["coefficients"])
+            * group["scale"](*param.shape)
+            * group["extra"]
+        )
         param.add_(update, alpha=-group["lr"])
 
 
@@ -72,10 +79,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Fused:
-    """The weights of a host that consist of several matrices, by the ends of their names; the first that fits."""
+    """The weights of a host that consist of several matrices, by the ends of their names; the first
+    that fits."""
 
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # rows of the parts in one group of heads
-    pieces: Mapping[str, int] = field(default_factory=dict)  # that are cut by themselves; one where nothing is said
+    # rows of the parts in one group of heads
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # that are cut by themselves; one where nothing is said
+    pieces: Mapping[str, int] = field(default_factory=dict)
 
 
 class WholeMuon(torch.optim.Optimizer):
@@ -84,13 +94,20 @@ class WholeMuon(torch.optim.Optimizer):
     reference: Reference
     fused: Fused
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, **rest: Any) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
-        self._about = [[self._about_one(each) for each in group["params"]] for group in self.param_groups]
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, **rest: Any
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        )
+        self._about = [
+            [self._about_one(each) for each in group["params"]] for group in self.param_groups
+        ]
         self._parts: dict[tuple[int, int], tuple[list[Parameter], Any]] = {}
 
     def _about_one(self, param: Any) -> tuple[str, int | None, bool]:
-        """Its name, the dimension of which tensor-parallel ranks have parts, and whether Muon takes it."""
+        """Its name, the dimension of which tensor-parallel ranks have parts, and whether Muon takes
+        it."""
         is_outer = getattr(param, "is_embedding_or_output_parameter", False)
         is_ours = not is_outer if self.reference.is_megatrons else ".layers." in param.name_in_test
         dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
@@ -99,17 +116,28 @@ class WholeMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for number, group in enumerate(self.param_groups):
-            for place, (param, about) in enumerate(zip(group["params"], self._about[number], strict=True)):
+            for place, (param, about) in enumerate(
+                zip(group["params"], self._about[number], strict=True)
+            ):
                 if param.grad is not None:
                     self._update((number, place), group, param, *about)
 
     def _update(
-        self, key: tuple[int, int], group: dict[str, Any], param: Tensor, name: str, dim: int | None, is_matrix: bool
+        self,
+        key: tuple[int, int],
+        group: dict[str, Any],
+        param: Tensor,
+        name: str,
+        dim: int | None,
+        is_matrix: bool,
     ) -> None:
         dim = dim if is_matrix and self.reference.joins else None
         sizes = _of_name(name, self.fused.sizes, ()) if is_matrix else ()
         pieces = _of_name(name, self.fused.pieces, 1)
-        pairs = [_taken_apart(_gathered(each, name, dim, pieces), sizes) for each in (param.detach(), param.grad)]
+        pairs = [
+            _taken_apart(_gathered(each, name, dim, pieces), sizes)
+            for each in (param.detach(), param.grad)
+        ]
         if key not in self._parts:
             mains = [Parameter(part.clone()) for part in pairs[0]]
             self._parts[key] = mains, self._built(mains, group, is_matrix=is_matrix)
@@ -125,7 +153,9 @@ class WholeMuon(torch.optim.Optimizer):
     def _built(self, mains: list[Parameter], group: dict[str, Any], *, is_matrix: bool) -> Any:
         common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if not is_matrix:
-            return torch.optim.AdamW(mains, foreach=True, betas=group["betas"], eps=group["eps"], **common)
+            return torch.optim.AdamW(
+                mains, foreach=True, betas=group["betas"], eps=group["eps"], **common
+            )
         formula = MegatronMuon if self.reference.is_megatrons else torch.optim.Muon
         return formula(mains, **common, **self.reference.options)
 
@@ -138,7 +168,9 @@ def _taken_apart(whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     if not sizes:
         return [whole.contiguous()]
     runs = whole.unflatten(0, (-1, sum(sizes)))
-    return [part.reshape(-1, whole.shape[1]).contiguous() for part in runs.split(list(sizes), dim=1)]
+    return [
+        part.reshape(-1, whole.shape[1]).contiguous() for part in runs.split(list(sizes), dim=1)
+    ]
 
 
 def _put_together(parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -180,7 +212,10 @@ def name_params(model: torch.nn.Module) -> None:
 
 def _fused_of(model: Any, reference: Reference) -> Fused:
     """Of megatron-core, by a model's config."""
-    width, queries = model.kv_channels, model.num_attention_heads // model.num_query_groups * model.kv_channels
+    width, queries = (
+        model.kv_channels,
+        model.num_attention_heads // model.num_query_groups * model.kv_channels,
+    )
     sizes = {"linear_qkv.weight": (queries, width, width)} if reference.split else {}
     sizes |= {"linear_fc1.weight": (model.ffn_hidden_size,) * 2} if reference.splits_gates else {}
     return Fused(sizes, {"linear_fc1.weight": 2} if model.gated_linear_unit else {})
@@ -205,7 +240,8 @@ def in_place_of_adam(reference: Reference) -> Iterator[None]:
 
 @contextlib.contextmanager
 def layer_wise_buffers() -> Iterator[None]:
-    """In the block megatron-core's chunks are wrapped as `wrap_model_chunks_with_ddp` of megatron.training does it."""
+    """In the block megatron-core's chunks are wrapped as `wrap_model_chunks_with_ddp` of
+    megatron.training does it."""
     from tests.support import gpt
 
     def wrap(config: Any, ddp_config: Any, model: Any, **kwargs: Any) -> Any:
@@ -214,7 +250,10 @@ def layer_wise_buffers() -> Iterator[None]:
 
         layer_wise_optimizer.tag_params_for_buffer_routing([model])
         layout = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
-            list(model.parameters()), ddp_config.bucket_size, parallel_state.get_data_parallel_world_size(), ddp_config
+            list(model.parameters()),
+            ddp_config.bucket_size,
+            parallel_state.get_data_parallel_world_size(),
+            ddp_config,
         )
         return original(config, ddp_config, model, full_param_layout=layout, **kwargs)
 
@@ -225,7 +264,8 @@ def layer_wise_buffers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_the_fork(script: Any, reference: Reference, *, repaired: bool = False) -> Iterator[None]:
-    """In the block the trainings of a fork of 2023 without sharding, whose `script` provides models, use the reference.
+    """In the block the trainings of a fork of 2023 without sharding, whose `script` provides
+    models, use the reference.
 
     For `repaired` see test_megatron_2023_numerics.py.
     """
@@ -233,7 +273,8 @@ def in_the_fork(script: Any, reference: Reference, *, repaired: bool = False) ->
 
     def provide(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
-        # Queries, keys and values of a head one after the other; keys and values alone where heads share them.
+        # Queries, keys and values of a head one after the other; keys and values alone where heads
+        # share them.
         width = get_args().hidden_size // get_args().num_attention_heads
         sizes = {"query_key_value.weight": (width,) * 3, "key_value.weight": (width,) * 2}
         WholeMuon.fused = Fused(sizes if reference.split else {})
@@ -241,5 +282,8 @@ def in_the_fork(script: Any, reference: Reference, *, repaired: bool = False) ->
         return model
 
     original, WholeMuon.reference = script.model_provider, reference
-    with in_place_of_forks_adam(WholeMuon, repaired=repaired), mock.patch.object(script, "model_provider", provide):
+    with (
+        in_place_of_forks_adam(WholeMuon, repaired=repaired),
+        mock.patch.object(script, "model_provider", provide),
+    ):
         yield

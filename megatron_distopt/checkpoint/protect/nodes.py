@@ -1,7 +1,9 @@
-"""Which ranks share the memory of a node, and which rank of another node keeps a second copy of what a rank owns.
+"""Which ranks share the memory of a node, and which rank of another node keeps a second copy of
+what a rank owns.
 
-A node is what sees one folder: its ranks read there the id that the first of them wrote. Nodes form a ring, in the
-order of their lowest ranks; the second copy goes to the next one, to the rank of the same place there.
+A node is what sees one folder: its ranks read there the id that the first of them wrote. Nodes form
+a ring, in the order of their lowest ranks; the second copy goes to the next one, to the rank of the
+same place there.
 """
 
 from __future__ import annotations
@@ -69,14 +71,18 @@ class Nodes:
 
 def find_nodes(folder: Path, everyone: Group) -> Nodes:
     """Collective: which ranks see the same folder, which is made where it is missing."""
-    found = exchange_together(lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "protect_folder")
+    found = exchange_together(
+        lambda: (_id_of(folder), secrets.token_hex(8)), everyone, "protect_folder"
+    )
     ids, names = zip(*found, strict=True)
     numbers = {each: number for number, each in enumerate(dict.fromkeys(ids))}
     return Nodes(everyone, tuple(numbers[each] for each in ids), names[0])
 
 
 def _id_of(folder: Path) -> str:
-    with disk.refused(f"protect_folder {folder}", "be writable. Write protect_folder='/a/folder/in/memory'"):
+    with disk.refused(
+        f"protect_folder {folder}", "be writable. Write protect_folder='/a/folder/in/memory'"
+    ):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path, draft = folder / "node", folder / f"node-{secrets.token_hex(8)}"
         draft.write_text(secrets.token_hex(8), encoding="utf-8")
@@ -87,13 +93,18 @@ def _id_of(folder: Path) -> str:
 
 
 def folder_of(given: str | None, environ: Mapping[str, str], group: Group) -> Path:
-    """Where snapshots lie: what was given, or below /dev/shm a folder with the names of the user and of torchrun's job.
+    """Where snapshots lie: what was given, or below /dev/shm a folder with the names of the user
+    and of torchrun's job.
 
     Raises:
         ConfigError: the job has no name, or torchrun would not start it anew.
     """
-    # torchrun shares one store between its starts: ranks that it starts anew read there where those before them were.
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    # torchrun shares one store between its starts: ranks that it starts anew read there where those
+    # before them were.
+    if (
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    ):
         got, rule = "one for all starts", "be a new one at each start, or a restart hangs"
         remedy = "Write export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on all nodes"
         raise ConfigError(refusal("store of torchrun", got, rule, remedy))
@@ -102,12 +113,17 @@ def folder_of(given: str | None, environ: Mapping[str, str], group: Group) -> Pa
         got, rule = "none, for a job without a name", "name the memory of this job"
         remedy = f"Start with torchrun --rdzv-id NAME, or write protect_folder='{_MEMORY}/NAME'"
         raise ConfigError(refusal("protect_folder", got, rule, remedy))
-    base = Path(given) if given is not None else _MEMORY / f"megatron_distopt-{getpass.getuser()}-{job}"
+    base = (
+        Path(given)
+        if given is not None
+        else _MEMORY / f"megatron_distopt-{getpass.getuser()}-{job}"
+    )
     return base / f"{group.global_rank(0)}"  # process groups of one job that train apart
 
 
 def lock(folder: Path, nodes: Nodes) -> int | None:
-    """Collective: locks the folder for this run, once a node, until `disk.unlock` of what it returns.
+    """Collective: locks the folder for this run, once a node, until `disk.unlock` of what it
+    returns.
 
     Raises:
         CheckpointError: another run that is alive uses it.
@@ -120,9 +136,13 @@ def lock(folder: Path, nodes: Nodes) -> int | None:
                 return disk.lock(folder / "protecting.lock")
             except CheckpointError:
                 if time.monotonic() > end:
-                    remedy = "End that run, or start this one with another --rdzv-id or protect_folder"
+                    remedy = (
+                        "End that run, or start this one with another --rdzv-id or protect_folder"
+                    )
                     what, rule = "in use by another run", "belong to one run at a time"
-                    raise CheckpointError(refusal(f"protect_folder {folder}", what, rule, remedy)) from None
+                    raise CheckpointError(
+                        refusal(f"protect_folder {folder}", what, rule, remedy)
+                    ) from None
                 time.sleep(0.1)
         return None
 
@@ -130,7 +150,8 @@ def lock(folder: Path, nodes: Nodes) -> int | None:
 
 
 def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
-    """Collective: refuses a folder without room for two snapshots of the ranks of its node and of their buddies.
+    """Collective: refuses a folder without room for two snapshots of the ranks of its node and of
+    their buddies.
 
     `nbytes` has a snapshot of this rank.
     """
@@ -143,7 +164,10 @@ def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
         free = shutil.disk_usage(folder).free + used
         if free < needed:
             got, what = f"{free / 1e6:,.0f} MB free", f"two snapshots of {len(kept)} ranks"
-            remedy = f"Start a container with --shm-size={needed // 10**9 + 1}g or --ipc=host, or give another folder"
+            remedy = (
+                f"Start a container with --shm-size={needed // 10**9 + 1}g or --ipc=host, or give "
+                "another folder"
+            )
             rule = f"have room for {needed / 1e6:,.0f} MB, {what}"
             raise CheckpointError(refusal(f"protect_folder {folder}", got, rule, remedy))
 
@@ -151,8 +175,12 @@ def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
 
 
 def is_removed_at_logout(logind: Path = Path("/etc/systemd/logind.conf")) -> bool:
-    """Whether systemd may remove what a user has in /dev/shm when the user's last session ends (RemoveIPC)."""
+    """Whether systemd may remove what a user has in /dev/shm when the user's last session ends
+    (RemoveIPC)."""
     if os.getuid() < 1000 or not logind.is_file():  # systemd spares users of the system
         return False
     text = logind.read_text(encoding="utf-8", errors="replace")
-    return re.search(r"^\s*RemoveIPC\s*=\s*(no|false|0|off)\b", text, re.IGNORECASE | re.MULTILINE) is None
+    return (
+        re.search(r"^\s*RemoveIPC\s*=\s*(no|false|0|off)\b", text, re.IGNORECASE | re.MULTILINE)
+        is None
+    )

@@ -1,4 +1,5 @@
-"""When a snapshot begins: at every K-th border between two steps, or as often as costs less than a share of a step."""
+"""When a snapshot begins: at every K-th border between two steps, or as often as costs less than a
+share of a step."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ AUTO = "auto"
 class Pace:
     """Counts borders; ranks that count alike decide alike.
 
-    "auto" measures a few steps, then makes a snapshot as a trial and sees how much longer the steps take until it is
-    done on all ranks. It looks after 1, 2, 4, 8 ... steps, as all ranks look together. It does so twice: the first
-    snapshot of a run also connects ranks and allocates memory.
+    "auto" measures a few steps, then makes a snapshot as a trial and sees how much longer the steps
+    take until it is done on all ranks. It looks after 1, 2, 4, 8 ... steps, as all ranks look
+    together. It does so twice: the first snapshot of a run also connects ranks and allocates
+    memory.
     """
 
     every: int | str  # K, or "auto" until it is known
@@ -33,7 +35,8 @@ class Pace:
         return self.every == AUTO
 
     def next(self) -> bool:
-        """Counts a border; whether ranks talk at it: a snapshot begins, or the trial may be done."""
+        """Counts a border; whether ranks talk at it: a snapshot begins, or the trial may be
+        done."""
         self._number += 1
         if isinstance(self.every, int):
             return self._number % self.every == 0
@@ -47,9 +50,12 @@ class Pace:
         return self.is_measuring and self._number > _NUM_WARM_UP + _NUM_MEASURED + 1
 
     def fitting(self) -> int:
-        """The smallest K that this rank finds cheap enough, once it looks at a trial that is done by now."""
+        """The smallest K that this rank finds cheap enough, once it looks at a trial that is done
+        by now."""
         begun = _NUM_WARM_UP + _NUM_MEASURED
-        steps = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+        steps = [
+            after - before for before, after in zip(self._times, self._times[1:], strict=False)
+        ]
         if not self.looks:
             return 0
         usual = statistics.median(steps[_NUM_WARM_UP:begun])

@@ -1,9 +1,11 @@
-"""The protection of one run: snapshots of its optimizer state in memory, while it trains, and the way back.
+"""The protection of one run: snapshots of its optimizer state in memory, while it trains, and the
+way back.
 
-A snapshot is begun by all ranks at the border between two steps. Each copies what it owns; the device does that on a
-stream of its own, while training goes on. Then a thread writes the copy into the memory of its node and sends it to
-the buddy on another node. At the next border at which ranks talk they learn whether all of them have it, and only then
-the one before it goes. So there is always one that is whole, of which each node holds its own and its neighbour's part.
+A snapshot is begun by all ranks at the border between two steps. Each copies what it owns; the
+device does that on a stream of its own, while training goes on. Then a thread writes the copy into
+the memory of its node and sends it to the buddy on another node. At the next border at which ranks
+talk they learn whether all of them have it, and only then the one before it goes. So there is
+always one that is whole, of which each node holds its own and its neighbour's part.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.background import Staging, let_training_first, room_for
 from megatron_distopt.checkpoint.folder import new_save_id
 from megatron_distopt.checkpoint.manifest import Manifest, no_collection
-from megatron_distopt.checkpoint.protect.nodes import check_space, find_nodes, is_removed_at_logout, lock
+from megatron_distopt.checkpoint.protect.nodes import (
+    check_space,
+    find_nodes,
+    is_removed_at_logout,
+    lock,
+)
 from megatron_distopt.checkpoint.protect.pace import Pace
 from megatron_distopt.checkpoint.protect.restart import Resumed, restore
 from megatron_distopt.checkpoint.protect.snapshots import (
@@ -46,7 +53,10 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precis
 
 _log = logging.getLogger("megatron_distopt")
 _SECONDS_AT_EXIT = 10.0
-_RESUME_FIRST = "Call resume() of the optimizer once before training, and protect(step, state=...) after each step"
+_RESUME_FIRST = (
+    "Call resume() of the optimizer once before training, and protect(step, state=...) after each "
+    "step"
+)
 
 
 @dataclass
@@ -59,7 +69,8 @@ class _Copying:
 
 
 class Protection:
-    """Collective: what `protect_every` asks for, for the model of `whole`; called around each step as a hook.
+    """Collective: what `protect_every` asks for, for the model of `whole`; called around each step
+    as a hook.
 
     Args:
         every: steps between two snapshots, or "auto".
@@ -92,7 +103,8 @@ class Protection:
         self._lines, self._has_space = Lines(self.nodes), False
         self._staging: Staging | None = None
         self._stream = new_stream(device)
-        self._copied: Callable[[], None] | None = None  # makes training wait for the copy of its state
+        # makes training wait for the copy of its state
+        self._copied: Callable[[], None] | None = None
         self._copying: _Copying | None = None
         self._life = LifeSigns(everyone, timeout)
         self._kept: Snapshot | None = None  # the newest that is whole on all ranks
@@ -102,14 +114,22 @@ class Protection:
 
     def described(self) -> str:
         """For the block at the start: what is protected against what."""
-        every = "as many steps as cost 1 %" if self._pace.is_measuring else f"{self._pace.every} steps"
+        every = (
+            "as many steps as cost 1 %" if self._pace.is_measuring else f"{self._pace.every} steps"
+        )
         text = f"every {every} in {self._folder}"
         if self.nodes.num_nodes == 1:
-            text += "; one node, so there is no second copy: a killed process loses nothing, a lost node everything"
+            text += (
+                "; one node, so there is no second copy: a killed process loses nothing, a lost "
+                "node everything"
+            )
         else:
             text += f"; the second copy lies on the next of {self.nodes.num_nodes} nodes"
         if is_removed_at_logout():
-            text += "; systemd may remove it at a logout: write RemoveIPC=no into /etc/systemd/logind.conf"
+            text += (
+                "; systemd may remove it at a logout: write RemoveIPC=no into "
+                "/etc/systemd/logind.conf"
+            )
         return text
 
     # --- a step, as its hook
@@ -123,13 +143,15 @@ class Protection:
         self.wait_for_copy()
 
     def after(self, decision: object) -> None:
-        """Does nothing: a snapshot begins at the border, when the host has finished the step, too."""
+        """Does nothing: a snapshot begins at the border, when the host has finished the step,
+        too."""
 
     def loaded(self) -> None:
         """Does nothing."""
 
     def wait_for_copy(self) -> None:
-        """Makes the device wait for the copy of its state; to be called before anything changes the state."""
+        """Makes the device wait for the copy of its state; to be called before anything changes the
+        state."""
         copied, self._copied = self._copied, None
         if copied is not None:
             copied()
@@ -137,15 +159,18 @@ class Protection:
     # --- the border between two steps
 
     def border(self, step: int, state: Callable[[], Any]) -> None:
-        """Collective at the borders at which ranks talk: learns how the last snapshot went, and begins one.
+        """Collective at the borders at which ranks talk: learns how the last snapshot went, and
+        begins one.
 
         Args:
             step: the number of steps that are done, the same on all ranks.
-            state: returns what else this rank needs to go on at this border; called where a snapshot begins.
+            state: returns what else this rank needs to go on at this border; called where a
+                snapshot begins.
 
         Raises:
             ConfigError: `resume` was not called.
-            CheckpointError, RanksDisagreeError: on all ranks: `state` cannot be kept, or there is no memory.
+            CheckpointError, RanksDisagreeError: on all ranks: `state` cannot be kept, or there is
+                no memory.
         """
         if not self._is_ready:
             got, rule = "no resume()", "look for a snapshot first"
@@ -157,20 +182,32 @@ class Protection:
         last = self._copying
         runs = last is not None and any(thread.is_alive() for thread in last.threads)
         said = step, runs, last is not None and last.has_failed, self._pace.fitting(), new_save_id()
-        steps, run, have_failed, fitting, save_ids = zip(*exchange(said, self._everyone), strict=True)
+        steps, run, have_failed, fitting, save_ids = zip(
+            *exchange(said, self._everyone), strict=True
+        )
         if len(set(steps)) > 1:
-            got, rule = f"{min(steps)} on one rank and {max(steps)} on another", "be the same on all ranks"
-            raise RanksDisagreeError(refusal("step of protect", got, rule, "Give protect the number of steps done"))
+            got, rule = (
+                f"{min(steps)} on one rank and {max(steps)} on another",
+                "be the same on all ranks",
+            )
+            raise RanksDisagreeError(
+                refusal("step of protect", got, rule, "Give protect the number of steps done")
+            )
         if any(run):
             if not self._pace.looks:
-                self._say("a snapshot of step %d is left out: the one before is still being written", step)
+                self._say(
+                    "a snapshot of step %d is left out: the one before is still being written", step
+                )
             return
         if last is not None:
             self._kept, self._copying = self._kept if any(have_failed) else last.snapshot, None
         if self._pace.looks:
             self._pace.choose(max(fitting))
             if not self._pace.is_measuring:
-                self._say("protect_every auto is %s: a snapshot costs 1 %% of as many steps", self._pace.every)
+                self._say(
+                    "protect_every auto is %s: a snapshot costs 1 %% of as many steps",
+                    self._pace.every,
+                )
         else:
             self._begin(Snapshot(step, save_ids[0]), state)
 
@@ -178,7 +215,9 @@ class Protection:
     def _begin(self, snapshot: Snapshot, state: Callable[[], Any]) -> None:
         """Collective: copies the state and lets threads write, send and receive."""
         self._settle()
-        contribution = raise_together(lambda: self._contribution(snapshot, state), self._everyone, "protect")
+        contribution = raise_together(
+            lambda: self._contribution(snapshot, state), self._everyone, "protect"
+        )
         if not self._has_space:
             check_space(self._folder, room_for(list(contribution.tensors)), self.nodes)
             self._lines.connect_buddies()
@@ -187,8 +226,13 @@ class Protection:
             keep_only(self._folder, [each for each in (self._kept, snapshot) if each is not None])
         copy, ready = self._copy(contribution)
         copying = self._copying = _Copying(snapshot)
-        tasks = {"send": lambda: self._send(snapshot, copy, ready), "receive": lambda: self._receive(snapshot)}
-        copying.threads = [begin_thread(self._guarded, f"snapshot, {name}", copying, tasks[name]) for name in tasks]
+        tasks = {
+            "send": lambda: self._send(snapshot, copy, ready),
+            "receive": lambda: self._receive(snapshot),
+        }
+        copying.threads = [
+            begin_thread(self._guarded, f"snapshot, {name}", copying, tasks[name]) for name in tasks
+        ]
 
     def _contribution(self, snapshot: Snapshot, state: Callable[[], Any]) -> Contribution:
         snapshot.folder(self._folder).mkdir(exist_ok=True)
@@ -203,9 +247,12 @@ class Protection:
         return Contribution(replace(contribution.head, about=about), tensors)
 
     def _copy(self, contribution: Contribution) -> tuple[Contribution, Callable[[], None]]:
-        """The copy, under way on a stream of its own, and a function that waits until it is there."""
+        """The copy, under way on a stream of its own, and a function that waits until it is
+        there."""
         if self._staging is None:
-            raise CheckpointError(refusal("snapshot", "no memory for the copy", "be allocated before", "Report this"))
+            raise CheckpointError(
+                refusal("snapshot", "no memory for the copy", "be allocated before", "Report this")
+            )
         tensors = list(contribution.tensors)
         reached = fence(self._device)
         with on_stream(self._stream, self._device):
@@ -233,7 +280,8 @@ class Protection:
             _log.error("the snapshot of step %d was not kept: %s", copying.snapshot.step, error)
 
     def _send(self, snapshot: Snapshot, copy: Contribution, ready: Callable[[], None]) -> bool:
-        """Writes this rank's copy, sends it to the buddy, and commits it where both have it; whether that was done."""
+        """Writes this rank's copy, sends it to the buddy, and commits it where both have it;
+        whether that was done."""
         ready()
         rank = self._everyone.rank
         buddy, path = self.nodes.buddy_of(rank), snapshot.file(self._folder, rank)
@@ -260,13 +308,20 @@ class Protection:
             thread.join(_SECONDS_AT_EXIT)
 
     def _at_exit(self) -> None:
-        """Frees the memory of a run that has ended in an orderly way, in which another one would go on from its end.
+        """Frees the memory of a run that has ended in an orderly way, in which another one would go
+        on from its end.
 
         A process that `multiprocessing` started does not know here whether an exception ended it.
         """
         self.finish()
-        has_ended = self._is_ready and ended_by() is None  # Megatrons leave without an error where they cannot load
-        if has_ended and self._lock is not None and parent_process() is None and self._folder.is_dir():
+        # Megatrons leave without an error where they cannot load
+        has_ended = self._is_ready and ended_by() is None
+        if (
+            has_ended
+            and self._lock is not None
+            and parent_process() is None
+            and self._folder.is_dir()
+        ):
             keep_only(self._folder, ())
 
     def release(self) -> None:
@@ -281,21 +336,24 @@ class Protection:
     def resume(
         self, newer_than: int = -1, prepare: Callable[[Manifest], None] = lambda manifest: None
     ) -> Resumed | None:
-        """Collective: loads the newest snapshot that is whole, at any parallel sizes; the params are not gathered yet.
+        """Collective: loads the newest snapshot that is whole, at any parallel sizes; the params
+        are not gathered yet.
 
         Args:
             newer_than: the step that the run has from elsewhere; an older snapshot is not taken.
             prepare: collective; called with the manifest before the state is planned.
 
         Returns:
-            The step and what `state` returned for it; None where no snapshot can be taken, and nothing has changed.
+            The step and what `state` returned for it; None where no snapshot can be taken, and
+            nothing has changed.
         """
         self._is_ready = True
         if unwatched := self._life.start():
             self._say("%s", unwatched)
         self._life.is_paused = False
         found = restore(self._folder, self._lines, self._whole, newer_than, prepare)
-        self._life.is_paused = True  # until the first border: a host that builds its data set may stand still for long
+        # until the first border: a host that builds its data set may stand still for long
+        self._life.is_paused = True
         self._kept = found[0] if found is not None else None
         return found[1] if found is not None else None
 
@@ -307,17 +365,26 @@ class Protection:
 def _check_finite(copy: Contribution, snapshot: Snapshot) -> None:
     for written in copy.tensors:
         tensor = as_plain(written.tensor)
-        values = tensor.float() if tensor.is_floating_point() and tensor.element_size() < 2 else tensor
+        values = (
+            tensor.float() if tensor.is_floating_point() and tensor.element_size() < 2 else tensor
+        )
         if not bool(values.isfinite().all()):
-            got, remedy = f"inf or nan in {written.key}", "Training goes on; the snapshot before it stays"
-            raise CheckpointError(refusal(f"snapshot of step {snapshot.step}", got, "be finite", remedy))
+            got, remedy = (
+                f"inf or nan in {written.key}",
+                "Training goes on; the snapshot before it stays",
+            )
+            raise CheckpointError(
+                refusal(f"snapshot of step {snapshot.step}", got, "be finite", remedy)
+            )
 
 
 def _expected_nbytes(model: WholeModel) -> int:
     """What a snapshot of this rank will have at least, before there are moments."""
     nbytes = 0
     for optimizer in (share.optimizer for share in model.shares):
-        num_moments = len(optimizer.plan.choice.moments) if Precision.of(optimizer.config).is_full else 0
+        num_moments = (
+            len(optimizer.plan.choice.moments) if Precision.of(optimizer.config).is_full else 0
+        )
         num_kept = 1 + num_moments + (optimizer.averages is not None)
         nbytes += sum(flat.main.nbytes for flat in optimizer.flat_params) * num_kept
     return nbytes

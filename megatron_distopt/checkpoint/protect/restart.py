@@ -1,7 +1,9 @@
-"""The way back: the newest snapshot that the nodes together have whole, loaded at whatever parallel sizes the run has.
+"""The way back: the newest snapshot that the nodes together have whole, loaded at whatever parallel
+sizes the run has.
 
-Nothing of the running state changes before every file that is needed is on the node that reads it, with the bytes that
-its rank once wrote. A damaged copy is left to the other node's, a damaged or incomplete snapshot to the one before it.
+Nothing of the running state changes before every file that is needed is on the node that reads it,
+with the bytes that its rank once wrote. A damaged copy is left to the other node's, a damaged or
+incomplete snapshot to the one before it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from megatron_distopt.checkpoint.load import load_state, loadable_files, names_o
 from megatron_distopt.checkpoint.load_plan import plan_load
 from megatron_distopt.checkpoint.manifest import Manifest, join
 from megatron_distopt.checkpoint.protect.nodes import Nodes
-from megatron_distopt.checkpoint.protect.snapshots import NUM_RANKS, Snapshot, held, key_of_state, last_step, unpacked
+from megatron_distopt.checkpoint.protect.snapshots import (
+    NUM_RANKS,
+    Snapshot,
+    held,
+    key_of_state,
+    last_step,
+    unpacked,
+)
 from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
 from megatron_distopt.checkpoint.source import read_saved
 from megatron_distopt.checkpoint.whole_model import WholeModel
@@ -36,7 +45,8 @@ class Resumed:
     """What a run goes on from."""
 
     step: int  # number of steps that were done
-    state: Any  # what this rank's `state` returned then; that of rank 0 where the parallel sizes are others now
+    # what this rank's `state` returned then; that of rank 0 where the parallel sizes are others now
+    state: Any
     is_same_size: bool  # whether the parallel sizes are those of the run that was saved
 
 
@@ -57,17 +67,27 @@ class Copies:
         size = max((int(part.about[NUM_RANKS]) for part in self.parts.values()), default=1)
         missing = [str(rank) for rank in range(size) if rank not in self.parts]
         if missing:
-            got, what = f"no whole copy of rank {', '.join(missing)}", f"snapshot of step {self.snapshot.step}"
-            raise CheckpointError(refusal(what, got, "hold all ranks", "An older one is looked for"))
+            got, what = (
+                f"no whole copy of rank {', '.join(missing)}",
+                f"snapshot of step {self.snapshot.step}",
+            )
+            raise CheckpointError(
+                refusal(what, got, "hold all ranks", "An older one is looked for")
+            )
         manifest = join([self.parts[rank] for rank in range(size)])
         check_complete(manifest)
         return manifest
 
 
 def restore(
-    base: Path, lines: Lines, whole: Callable[[], WholeModel], newer_than: int, prepare: Callable[[Manifest], None]
+    base: Path,
+    lines: Lines,
+    whole: Callable[[], WholeModel],
+    newer_than: int,
+    prepare: Callable[[Manifest], None],
 ) -> tuple[Snapshot, Resumed] | None:
-    """Collective: loads the newest snapshot that can be taken; None, and nothing has changed, where there is none.
+    """Collective: loads the newest snapshot that can be taken; None, and nothing has changed, where
+    there is none.
 
     Says on rank 0 where the state came from, or why none was taken.
     """
@@ -75,7 +95,11 @@ def restore(
     here = held(base)
     listings, reached = zip(*exchange((list(here), last_step(base)), nodes.group), strict=True)
     found = sorted({snapshot for listing in listings for snapshot in listing}, reverse=True)
-    passed_over = [f"step {each.step} is not newer than {newer_than}" for each in found if each.step <= newer_than]
+    passed_over = [
+        f"step {each.step} is not newer than {newer_than}"
+        for each in found
+        if each.step <= newer_than
+    ]
     for snapshot in found[: len(found) - len(passed_over)]:
         folder = snapshot.folder(base)
         try:
@@ -83,7 +107,10 @@ def restore(
             manifest = copies.joined()
             prepare(manifest)
             model = whole()
-            is_same = model.about.items() <= manifest.about.items() and len(manifest.files) == nodes.group.size
+            is_same = (
+                model.about.items() <= manifest.about.items()
+                and len(manifest.files) == nodes.group.size
+            )
             key = key_of_state(nodes.group.rank if is_same else 0)
             num_moved = _bring(base, copies, manifest, key, model, lines)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, all ranks go further together
@@ -92,12 +119,20 @@ def restore(
         load_state(partial(loadable_files, folder, manifest), model, nodes.group)
         state = raise_together(partial(_read_state, folder, manifest, key), nodes.group, "resume")
         text = f"resumed at step {snapshot.step} from memory: {len(manifest.files)} files"
-        text += f", {num_moved} of them brought to another node, {max(0, max(reached) - snapshot.step)} steps lost"
-        text += f", {time.monotonic() - start:.1f} s" + ("" if is_same else "; other parallel sizes")
+        text += (
+            f", {num_moved} of them brought to another node, "
+            f"{max(0, max(reached) - snapshot.step)} steps lost"
+        )
+        text += f", {time.monotonic() - start:.1f} s" + (
+            "" if is_same else "; other parallel sizes"
+        )
         _tell("; ".join((text, *passed_over)), nodes)
         return snapshot, Resumed(snapshot.step, state, is_same)
     if found or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        _tell("; ".join(("no snapshot in memory is taken", *(passed_over or ["there is none"]))), nodes)
+        _tell(
+            "; ".join(("no snapshot in memory is taken", *(passed_over or ["there is none"]))),
+            nodes,
+        )
     return None
 
 
@@ -126,7 +161,9 @@ def _whole_copies(base: Path, snapshot: Snapshot, here: Sequence[int], nodes: No
     return copies
 
 
-def _bring(base: Path, copies: Copies, manifest: Manifest, state: str, model: WholeModel, lines: Lines) -> int:
+def _bring(
+    base: Path, copies: Copies, manifest: Manifest, state: str, model: WholeModel, lines: Lines
+) -> int:
     """Collective: brings the files that a node needs and lacks there; returns how many they are.
 
     `state` is the key of the training state that this rank reads.
@@ -159,11 +196,14 @@ class _Move:
 
 
 def _moves(copies: Copies, wanted: Sequence[Iterable[int]], nodes: Nodes) -> list[_Move]:
-    """The files that nodes lack, the same list on all ranks: the work is spread over the ranks of both nodes."""
+    """The files that nodes lack, the same list on all ranks: the work is spread over the ranks of
+    both nodes."""
     moves = []
     for node in range(nodes.num_nodes):
         there = nodes.ranks(node)
-        lacking = sorted({file for rank in there for file in wanted[rank] if node not in copies.nodes_of[file]})
+        lacking = sorted(
+            {file for rank in there for file in wanted[rank] if node not in copies.nodes_of[file]}
+        )
         for number, file in enumerate(lacking):
             sources = nodes.ranks(copies.nodes_of[file][number % len(copies.nodes_of[file])])
             moves.append(_Move(sources[number % len(sources)], there[number % len(there)], file))
@@ -171,10 +211,15 @@ def _moves(copies: Copies, wanted: Sequence[Iterable[int]], nodes: Nodes) -> lis
 
 
 def _move(base: Path, copies: Copies, moves: Sequence[_Move], lines: Lines) -> None:
-    """Sends and receives in one order on all ranks, so that nobody waits for one that waits for it."""
+    """Sends and receives in one order on all ranks, so that nobody waits for one that waits for
+    it."""
     own = lines.nodes.group.rank
     for move in moves:
         if own == move.sender:
-            send_copy(lines.to(move.receiver), copies.snapshot.file(base, move.file), copies.parts[move.file])
+            send_copy(
+                lines.to(move.receiver),
+                copies.snapshot.file(base, move.file),
+                copies.parts[move.file],
+            )
         elif own == move.receiver:
             receive_copy(lines.to(move.sender), copies.snapshot, base, move.file)

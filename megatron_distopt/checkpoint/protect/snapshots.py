@@ -6,10 +6,11 @@
     reached-00003                       the last step of rank 3, 8 bytes
     0000000120-1f2e3d4c/                a snapshot of step 120
       1f2e3d4c-00003.distcp             what rank 3 owns and its training state; as in a checkpoint
-      1f2e3d4c-00003.part               the manifest of that file; written last, it is there where the copy is whole
+      1f2e3d4c-00003.part               the manifest of that file; written last, it is there where
+                                        the copy is whole
 
-A node holds the files of its own ranks and of those whose buddies are on it. Plain files outlive every process of the
-node; Python's shared memory ends with the process that made it.
+A node holds the files of its own ranks and of those whose buddies are on it. Plain files outlive
+every process of the node; Python's shared memory ends with the process that made it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ def held(base: Path) -> dict[Snapshot, list[int]]:
     found = {}
     for folder in base.iterdir():
         if match := _NAME.fullmatch(folder.name):
-            ranks = [int(record[1]) for path in folder.iterdir() if (record := _RECORD.fullmatch(path.name))]
+            ranks = [
+                int(record[1])
+                for path in folder.iterdir()
+                if (record := _RECORD.fullmatch(path.name))
+            ]
             found[Snapshot(int(match[1]), match[2])] = sorted(ranks)
     return found
 
@@ -125,7 +130,8 @@ def packed(state: Callable[[], Any]) -> Tensor:
     """What `state` returns: uint8, 1-D.
 
     Raises:
-        CheckpointError: it has something that cannot be read again without executing what a file says.
+        CheckpointError: it has something that cannot be read again without executing what a file
+            says.
     """
     buffer = io.BytesIO()
     torch.save(state(), buffer)

@@ -1,7 +1,7 @@
 """Files between the memories of two nodes, through gloo groups of two ranks that nothing else uses.
 
-They take the network that the user has set for gloo, and threads use them while training communicates in its own
-groups. Bytes are checked while they arrive.
+They take the network that the user has set for gloo, and threads use them while training
+communicates in its own groups. Bytes are checked while they arrive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class Lines:
-    """The connections of this rank, each made once, when it is asked for; ranks ask for several in one order."""
+    """The connections of this rank, each made once, when it is asked for; ranks ask for several in
+    one order."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
@@ -42,14 +43,18 @@ class Lines:
     def to(self, other: int) -> Line:
         """Collective of the two, the first time."""
         if other not in self._lines:
-            self._lines[other] = Line(self.nodes.group, other, f"megatron_distopt/{self.nodes.name}")
+            self._lines[other] = Line(
+                self.nodes.group, other, f"megatron_distopt/{self.nodes.name}"
+            )
         return self._lines[other]
 
     def connect_buddies(self) -> None:
         """Collective: makes those to the buddy and to the ranks that this one is the buddy of."""
         own = self.nodes.group.rank
         others = {*self.nodes.protected_by(own), self.nodes.buddy_of(own)} - {None}
-        for one, other in sorted((min(own, other), max(own, other)) for other in others if other is not None):
+        for one, other in sorted(
+            (min(own, other), max(own, other)) for other in others if other is not None
+        ):
             self.to(one + other - own)
 
 
@@ -59,7 +64,8 @@ class Line:
     def __init__(self, everyone: Group, other: int, name: str) -> None:
         """Collective of the two; `name` is one that no connection had before.
 
-        `torch.distributed.new_group` would need all ranks, or as many groups before on the one as on the other.
+        `torch.distributed.new_group` would need all ranks, or as many groups before on the one as
+        on the other.
         """
         ranks = sorted((everyone.rank, other))
         store = distributed_c10d.PrefixStore(f"{name}/{ranks}", default_store())
@@ -81,7 +87,8 @@ class Line:
 
 
 def send_copy(line: Line, path: Path, part: Manifest | None) -> bool:
-    """Sends a rank's file and its manifest, or that there is none; returns whether the other rank has the copy now."""
+    """Sends a rank's file and its manifest, or that there is none; returns whether the other rank
+    has the copy now."""
     text = b"" if part is None else to_text(part).encode()
     line.send_number(len(text))
     if part is None:
@@ -99,7 +106,8 @@ def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
     """Receives the copy of a rank into memory and says so; does nothing where there is none.
 
     Raises:
-        CheckpointError: there is no room for it, or it has changed on its way; the other rank knows.
+        CheckpointError: there is no room for it, or it has changed on its way; the other rank
+            knows.
     """
     length = line.receive_number()
     if not length:
@@ -125,5 +133,6 @@ def _room(path: Path, nbytes: int) -> Tensor:
     """A new file of the memory as a tensor: uint8, 1-D [nbytes]."""
     disk.remove(path)
     with disk.create(path) as file:
-        os.posix_fallocate(file.fileno(), 0, nbytes)  # a page that is missing later would end the process
+        # a page that is missing later would end the process
+        os.posix_fallocate(file.fileno(), 0, nbytes)
     return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)

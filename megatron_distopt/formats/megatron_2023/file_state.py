@@ -1,7 +1,8 @@
-"""Optimizer state of one model file, and of the whole model: `whole_of` for readers, and `Slices` for writers.
+"""Optimizer state of one model file, and of the whole model: `whole_of` for readers, and `Slices`
+for writers.
 
-A gathered file does not say which param was in which group. Megatron's rule does, as long as there are no more than
-two groups: one that decays and one that does not.
+A gathered file does not say which param was in which group. Megatron's rule does, as long as there
+are no more than two groups: one that decays and one that does not.
 """
 
 from __future__ import annotations
@@ -16,11 +17,26 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.manifest import MAIN, Manifest, TensorRecord, key_of, kind_of, name_of, some_of
+from megatron_distopt.checkpoint.manifest import (
+    MAIN,
+    Manifest,
+    TensorRecord,
+    key_of,
+    kind_of,
+    name_of,
+    some_of,
+)
 from megatron_distopt.checkpoint.param_groups import GroupRecord, join_groups, options_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.common import count_unlike, cut, fill, inner_name, loss_scale_of, the_step
+from megatron_distopt.formats.common import (
+    count_unlike,
+    cut,
+    fill,
+    inner_name,
+    loss_scale_of,
+    the_step,
+)
 from megatron_distopt.formats.megatron_2023.model_file import FileParam, ModelFile, decays
 from megatron_distopt.layout import Box, Span
 
@@ -30,7 +46,8 @@ OURS, NUM_SKIPPED = "megatron_distopt", "num_skipped"
 _ALSO_SAVED = ("opt_param_scheduler",)
 #: What tells a fork's param groups apart.
 _IDENTITY = ("name", "wd_mult", "lr_mult")
-#: Ranks that hold the same param may drift apart in the last bits. Other params differ by their own size.
+#: Ranks that hold the same param may drift apart in the last bits. Other params differ by their own
+#: size.
 _LARGEST_DRIFT = 0.1
 _SAME_SAVE = "Give the optimizer state and the model of one save, unchanged."
 
@@ -45,7 +62,8 @@ class FileGroup:
 
     @property
     def as_saved(self) -> dict[str, Any]:
-        """The options, and the update count as an inner optimizer's class has it that counts in its groups."""
+        """The options, and the update count as an inner optimizer's class has it that counts in its
+        groups."""
         return {**self.options} if self.step is None else {**self.options, "step": self.step}
 
 
@@ -53,7 +71,8 @@ class FileGroup:
 class ForkEntries:
     """What is taken from a fork's files as it is."""
 
-    groups: tuple[Mapping[str, Any], ...] = ()  # options, with keys that mean nothing to anybody else
+    # options, with keys that mean nothing to anybody else
+    groups: tuple[Mapping[str, Any], ...] = ()
     grad_scaler: Mapping[str, Any] | None = None
     #: The scheduler, which forks save with the model or the optimizer.
     also_saved: Mapping[str, Any] = field(default_factory=dict)
@@ -65,8 +84,10 @@ class FileState:
 
     file: ModelFile
     groups: tuple[FileGroup, ...]
-    kinds: Mapping[str, torch.dtype]  # what the inner optimizer kept for each element; the same for all params
-    read: Callable[[str, int], Tensor]  # one tensor, by kind and number of the param, in the shape of the file's param
+    # what the inner optimizer kept for each element; the same for all params
+    kinds: Mapping[str, torch.dtype]
+    # one tensor, by kind and number of the param, in the shape of the file's param
+    read: Callable[[str, int], Tensor]
     entries: ForkEntries
     num_skipped: int = 0  # steps that were skipped, where the file says it
 
@@ -128,26 +149,34 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
         members.setdefault(decays(param.name, tuple(param.model.shape)), []).append(number)
     if len(by_decay) != len(groups) or by_decay.keys() != members.keys():
         saved = ", ".join(map(described, sorted(groups, key=group_decays, reverse=True))) or "none"
-        needed = " and ".join("decaying" if each else "not decaying" for each in sorted(members, reverse=True))
+        needed = " and ".join(
+            "decaying" if each else "not decaying" for each in sorted(members, reverse=True)
+        )
         raise CheckpointError(
-            f"Param groups in {file.folder} are {saved}. The file does not say which param is in which, so there has "
-            f"to be one of each kind: {needed}. Resume it in its own fork with this package installed, and convert "
-            "what that saves."
+            f"Param groups in {file.folder} are {saved}. The file does not say which param is in "
+            f"which, so there has to be one of each kind: {needed}. Resume it in its own fork with "
+            "this package installed, and convert what that saves."
         )
     return tuple(
-        FileGroup(_options_in(group), the_step([group], file.folder), tuple(members[group_decays(group)]))
+        FileGroup(
+            _options_in(group), the_step([group], file.folder), tuple(members[group_decays(group)])
+        )
         for group in groups
     )
 
 
 def _turn(record: GroupRecord) -> tuple[bool, bool]:
-    """A fork makes groups that decay first, and of these those without a factor of the learning rate."""
+    """A fork makes groups that decay first, and of these those without a factor of the learning
+    rate."""
     return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
 
 
 def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, Any]:
     """With the keys of the fork's own inner optimizer, where its files say them."""
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in record.options.items()}
+    options = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in record.options.items()
+    }
     saved = next((group for group in entries.groups if identity(group) == identity(options)), None)
     if saved is not None:
         return {key: options.get(key, value) for key, value in saved.items()}
@@ -159,28 +188,35 @@ def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, An
 # The whole model from its files.
 
 
-#: A param of the whole model on the tensor-parallel ranks of one stage: the state of each and its number there.
+#: A param of the whole model on the tensor-parallel ranks of one stage: the state of each and its
+#: number there.
 _Parts: TypeAlias = list[tuple[FileState, int]]
 
 
 def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
-    """The state of the whole model from that of all its model files; `written_as` names the format."""
+    """The state of the whole model from that of all its model files; `written_as` names the
+    format."""
     kinds = dict(parts[0].kinds)
     params: dict[str, _Parts] = {}  # in the order of stages
     for part in parts:
         if part.kinds != kinds:
             both = [", ".join(sorted(each)) or "main params alone" for each in (part.kinds, kinds)]
             raise CheckpointError(
-                f"The optimizer state in {part.file.folder} holds {both[0]}, and that in {parts[0].file.folder} "
-                f"{both[1]}. Give the files of one save."
+                f"The optimizer state in {part.file.folder} holds {both[0]}, and that in "
+                f"{parts[0].file.folder} {both[1]}. Give the files of one save."
             )
         for number in sorted(number for group in part.groups for number in group.members):
             param = part.file.params[number]
             if not param.is_copy:
                 params.setdefault(param.name, []).append((part, number))
-    step = the_step([{"step": group.step} for part in parts for group in part.groups], parts[0].file.folder.parent)
+    step = the_step(
+        [{"step": group.step} for part in parts for group in part.groups],
+        parts[0].file.folder.parent,
+    )
     infos = {
-        key_of(kind, name): TensorRecord(part.file.params[number].placement.global_shape, dtype_name(dtype))
+        key_of(kind, name): TensorRecord(
+            part.file.params[number].placement.global_shape, dtype_name(dtype)
+        )
         for name, ((part, number), *_) in params.items()
         for kind, dtype in {MAIN: torch.float32, **kinds}.items()
     }
@@ -191,7 +227,9 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
     head = Manifest("", (), {}, (), inner, scale, parts[0].num_skipped, about)
     groups = join_groups(record for part in parts for record in _records(part, step))
     return Source(
-        replace(head, groups=groups), infos, lambda key, box: _read(params[name_of(key)], kind_of(key), infos[key], box)
+        replace(head, groups=groups),
+        infos,
+        lambda key, box: _read(params[name_of(key)], kind_of(key), infos[key], box),
     )
 
 
@@ -222,12 +260,16 @@ def _read(parts: _Parts, kind: str, info: TensorRecord, box: Box) -> Tensor:
 
 
 def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> None:
-    """A param that was taken for one that all ranks hold, and is cut, would be lost but for its first part."""
-    is_same = torch.linalg.vector_norm(local - whole) <= _LARGEST_DRIFT * torch.linalg.vector_norm(whole)
+    """A param that was taken for one that all ranks hold, and is cut, would be lost but for its
+    first part."""
+    is_same = torch.linalg.vector_norm(local - whole) <= _LARGEST_DRIFT * torch.linalg.vector_norm(
+        whole
+    )
     if not is_same:  # also where one of them is not a number
         raise CheckpointError(
-            f"Param {part.file.params[number].name!r} is another one on tensor-parallel rank {part.file.tensor[0]} "
-            "than on rank 0, and its name says nothing about how it is cut. Convert it at tensor-parallel size 1."
+            f"Param {part.file.params[number].name!r} is another one on tensor-parallel rank "
+            f"{part.file.tensor[0]} than on rank 0, and its name says nothing about how it is cut. "
+            "Convert it at tensor-parallel size 1."
         )
 
 
@@ -236,8 +278,8 @@ def _check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
     num_unlike = count_unlike(main, param.model)
     if num_unlike:
         raise CheckpointError(
-            f"In the optimizer state {num_unlike} of {main.numel()} values of {param.name!r} are not the model's in "
-            f"{file.path}, which must be the main params, rounded. {_SAME_SAVE}"
+            f"In the optimizer state {num_unlike} of {main.numel()} values of {param.name!r} are "
+            f"not the model's in {file.path}, which must be the main params, rounded. {_SAME_SAVE}"
         )
 
 
@@ -261,29 +303,40 @@ class Slices:
 
     @cached_property
     def groups(self) -> list[FileGroup]:
-        """Param groups of this file, in the order in which a fork makes them; without those that it has no param of."""
+        """Param groups of this file, in the order in which a fork makes them; without those that it
+        has no param of."""
         groups = []
         for record in sorted(self.source.head.groups, key=_turn):
             names = set(record.names)
-            members = tuple(number for number, param in enumerate(self.file.params) if param.name in names)
+            members = tuple(
+                number for number, param in enumerate(self.file.params) if param.name in names
+            )
             if members:
-                groups.append(FileGroup(_options_to_write(record, self.entries), record.step, members))
+                groups.append(
+                    FileGroup(_options_to_write(record, self.entries), record.step, members)
+                )
         return groups
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """Numbers of the params that the optimizer updates, in the order in which the fork registers them."""
+        """Numbers of the params that the optimizer updates, in the order in which the fork
+        registers them."""
         return tuple(sorted(number for group in self.groups for number in group.members))
 
     @property
     def step(self) -> int | None:
-        return max((record.step for record in self.source.head.groups if record.step is not None), default=None)
+        return max(
+            (record.step for record in self.source.head.groups if record.step is not None),
+            default=None,
+        )
 
     @torch.no_grad()
     def read(self, kind: str, number: int) -> Tensor:
-        """This file's part of a tensor, contiguous, in the param's shape; zeros where nothing was kept."""
+        """This file's part of a tensor, contiguous, in the param's shape; zeros where nothing was
+        kept."""
         last = self._last.get(kind)
-        if last is None or last[0] != number:  # a param on the border of two ranks is asked for twice
+        # a param on the border of two ranks is asked for twice
+        if last is None or last[0] != number:
             self._last[kind] = last = (number, self._cut(kind, number))
         return last[1]
 
@@ -294,8 +347,8 @@ class Slices:
             return torch.zeros(param.model.shape)
         if self.source.tensors[key].shape != placement.global_shape:
             raise CheckpointError(
-                f"Tensor {key!r} has shape {list(self.source.tensors[key].shape)}, and the model in {self.file.path} "
-                f"needs {list(placement.global_shape)}. {_SAME_SAVE}"
+                f"Tensor {key!r} has shape {list(self.source.tensors[key].shape)}, and the model "
+                f"in {self.file.path} needs {list(placement.global_shape)}. {_SAME_SAVE}"
             )
         whole = self.source.read(key)
         local = cut(placement, torch.float32, lambda box: whole[box.as_slices()])
@@ -322,11 +375,15 @@ class Slices:
         scale = self.source.head.loss_scale
         if not scale:
             return {}
-        trackers = {"growth_tracker": int(scale["good_steps"]), "hysteresis_tracker": int(scale["tolerated"])}
+        trackers = {
+            "growth_tracker": int(scale["good_steps"]),
+            "hysteresis_tracker": int(scale["tolerated"]),
+        }
         return {"grad_scaler": {"scale": torch.tensor([scale["scale"]]), **trackers}}
 
     def step_in_state(self) -> dict[str, int]:
-        """The update count where torch's and DeepSpeed's classes look for it; both take a number."""
+        """The update count where torch's and DeepSpeed's classes look for it; both take a
+        number."""
         return {} if self.step is None or not self.kinds else {"step": self.step}
 
     def ours(self) -> dict[str, Any]:
@@ -337,9 +394,13 @@ class Slices:
 
 def check_all_written(slices: list[Slices]) -> None:
     names = {each.file.params[number].name for each in slices for number in each.trained}
-    missing = [name_of(key) for key in slices[0].source.tensors if kind_of(key) == MAIN and name_of(key) not in names]
+    missing = [
+        name_of(key)
+        for key in slices[0].source.tensors
+        if kind_of(key) == MAIN and name_of(key) not in names
+    ]
     if missing:
         raise CheckpointError(
-            f"The optimizer state has {some_of(missing)}, which no model file in {slices[0].file.folder.parent} has. "
-            f"{_SAME_SAVE}"
+            f"The optimizer state has {some_of(missing)}, which no model file in "
+            f"{slices[0].file.folder.parent} has. {_SAME_SAVE}"
         )

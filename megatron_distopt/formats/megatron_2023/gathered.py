@@ -1,19 +1,23 @@
-"""Gathered file, Megatron-LM 23.06 and Megatron-DeepSpeed: the state of all data-parallel ranks gathered in one file.
+"""Gathered file, Megatron-LM 23.06 and Megatron-DeepSpeed: the state of all data-parallel ranks
+gathered in one file.
 
 ::
 
     mp_rank_TT[_PPP]/distrib_optim.pt
-    {chunk: {grad dtype: {"param", "exp_avg", "exp_avg_sq": fp32 1-D [numel padded to a multiple of the ranks]}},
+    {chunk: {grad dtype: {"param", "exp_avg", "exp_avg_sq":
+                          fp32 1-D [numel padded to a multiple of the ranks]}},
      "megatron_distopt": {"format": 1, "step": updates so far, where they are counted,
                           "num_skipped": steps that were skipped, where there are any}}
 
-The order is that of the grad buffer, the reverse of that in which the fork registers its params. The last key is there
-where this package wrote the file; the fork's own optimizer does not look at it. The padding of the fork's own files is
-what happened to be in memory, so nothing is read from it, and a file fits any number of data-parallel ranks. The model
-file has the rest: {"optimizer": {"optimizer": {"param_groups": ...}, "grad_scaler": ...}}.
+The order is that of the grad buffer, the reverse of that in which the fork registers its params.
+The last key is there where this package wrote the file; the fork's own optimizer does not look at
+it. The padding of the fork's own files is what happened to be in memory, so nothing is read from
+it, and a file fits any number of data-parallel ranks. The model file has the rest: {"optimizer":
+{"optimizer": {"param_groups": ...}, "grad_scaler": ...}}.
 
-The fork's own optimizer writes the params of a group that mixes fp32 with 16 bits in another order than it says
-(NVIDIA/Megatron-LM issue 2777), so that a file of its for such a model cannot be read. Experts are in no file.
+The fork's own optimizer writes the params of a group that mixes fp32 with 16 bits in another order
+than it says (NVIDIA/Megatron-LM issue 2777), so that a file of its for such a model cannot be read.
+Experts are in no file.
 """
 
 from __future__ import annotations
@@ -37,7 +41,12 @@ from megatron_distopt.formats.megatron_2023.file_state import (
     ours_in,
     skipped_in,
 )
-from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile, buffers_of, grads_in_fp32
+from megatron_distopt.formats.megatron_2023.model_file import (
+    MODEL,
+    ModelFile,
+    buffers_of,
+    grads_in_fp32,
+)
 from megatron_distopt.formats.megatron_2023.plain import Origin
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.layout import BufferLayout
@@ -51,26 +60,32 @@ _ADAM = ("exp_avg", "exp_avg_sq")
 #: Padding is less than the number of ranks that wrote a file; no run has more than these.
 _LARGEST_PADDING_NUMEL = 1 << 16
 _SAME_SAVE = (
-    "Give the optimizer state and the model of one save, of a model without frozen params: a file does not say which "
-    "they are"
+    "Give the optimizer state and the model of one save, of a model without frozen params: a file "
+    "does not say which they are"
 )
 
 
 def gathered_state(
-    buffers: Mapping[tuple[int, torch.dtype], Mapping[str, Tensor]], step: int | None, num_skipped: int
+    buffers: Mapping[tuple[int, torch.dtype], Mapping[str, Tensor]],
+    step: int | None,
+    num_skipped: int,
 ) -> dict[Any, Any]:
-    """What a file holds: by chunk and grad dtype 1-D main params and moments by kind, and counts of steps."""
+    """What a file holds: by chunk and grad dtype 1-D main params and moments by kind, and counts of
+    steps."""
     counts = {"step": step, NUM_SKIPPED: num_skipped or None}
     known = {key: count for key, count in counts.items() if count is not None}
     state: dict[Any, Any] = {OURS: {"format": _FORMAT} | known}
     for (chunk, dtype), tensors in buffers.items():
-        in_file = {_MAIN_IN_FILE if kind == MAIN else kind: tensor for kind, tensor in tensors.items()}
+        in_file = {
+            _MAIN_IN_FILE if kind == MAIN else kind: tensor for kind, tensor in tensors.items()
+        }
         state.setdefault(chunk, {})[dtype] = in_file
     return state
 
 
 def moments_in_file(kept: Iterable[str], *, is_adam: bool) -> list[str]:
-    """Which moments are in a file, in order, from those that are kept; Adam's are there before the first update."""
+    """Which moments are in a file, in order, from those that are kept; Adam's are there before the
+    first update."""
     return sorted(kept) or list(_ADAM if is_adam else ())
 
 
@@ -92,7 +107,8 @@ class GatheredFile:
         return skipped_in(self.state)
 
     def tensors(self, chunk: int, dtype: torch.dtype, numel: int) -> dict[str, Tensor]:
-        """Those of the grad buffer of a chunk with grads of a dtype, by kind, 1-D: `numel` elements and padding."""
+        """Those of the grad buffer of a chunk with grads of a dtype, by kind, 1-D: `numel` elements
+        and padding."""
         where = f"chunk {chunk}, grads {dtype}"
         tensors = _table(_table(self.state, chunk), dtype)
         if _MAIN_IN_FILE not in tensors:
@@ -110,7 +126,10 @@ class GatheredFile:
         `is_mixed` says whether there is a param group with params of fp32 and of 16 bits.
         """
         if is_mixed and OURS not in self.state:
-            got = "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit params"
+            got = (
+                "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit "
+                "params"
+            )
             rule = "be in an order that is known; that optimizer saves such groups permuted"
             raise Origin(self.origin.what, remedy).refused(got, rule)
 
@@ -127,32 +146,52 @@ def is_gathered(file: ModelFile) -> bool:
 
 def read_gathered(file: ModelFile) -> FileState:
     path = file.folder / _GATHERED
-    state, entry, origin = load_file(path), file.state.get("optimizer"), Origin(f"file {path}", _SAME_SAVE)
+    state, entry, origin = (
+        load_file(path),
+        file.state.get("optimizer"),
+        Origin(f"file {path}", _SAME_SAVE),
+    )
     if not isinstance(state, Mapping) or not isinstance(entry, Mapping) or "optimizer" not in entry:
         got = "no gathered state, or a model file without param groups"
         raise origin.refused(got, "be what a fork's distributed optimizer saves")
     gathered = GatheredFile(state, origin)
     # Gradients that are all fp32 are those of an fp32 model, or of a run that adds them up in fp32.
     chunks = [dtypes for key, dtypes in state.items() if key != OURS]
-    in_fp32 = all(isinstance(dtypes, Mapping) and set(dtypes) == {torch.float32} for dtypes in chunks)
+    in_fp32 = all(
+        isinstance(dtypes, Mapping) and set(dtypes) == {torch.float32} for dtypes in chunks
+    )
     buffers = buffers_of(file, range(len(file.params)), 1, in_fp32=in_fp32)
-    tensors = {place: gathered.tensors(*place, layout.buckets[0].numel_unpadded) for place, layout in buffers.items()}
+    tensors = {
+        place: gathered.tensors(*place, layout.buckets[0].numel_unpadded)
+        for place, layout in buffers.items()
+    }
     if len({frozenset(each) for each in tensors.values()}) > 1:
-        raise origin.refused("other tensors in one grad buffer than in another", "hold the same of all params")
+        raise origin.refused(
+            "other tensors in one grad buffer than in another", "hold the same of all params"
+        )
     groups = groups_by_rule(file, entry["optimizer"]["param_groups"])
     if gathered.step is not None:
         groups = tuple(replace(group, step=gathered.step) for group in groups)
     dtypes = [{file.params[number].model.dtype for number in group.members} for group in groups]
     is_mixed = any(torch.float32 in of_group and len(of_group) > 1 for of_group in dtypes)
-    remedy = "Convert what a run with this package installed saves, or one without the distributed optimizer"
+    remedy = (
+        "Convert what a run with this package installed saves, or one without the distributed "
+        "optimizer"
+    )
     gathered.check_order(is_mixed=is_mixed, remedy=remedy)
-    place_of = {slot.name: (place, slot.in_buffer) for place, layout in buffers.items() for slot in layout.slots}
+    place_of = {
+        slot.name: (place, slot.in_buffer)
+        for place, layout in buffers.items()
+        for slot in layout.slots
+    }
 
     def read(kind: str, number: int) -> Tensor:
         place, in_buffer = place_of[str(number)]
         return tensors[place][kind][in_buffer.as_slice()].view(file.params[number].model.shape)
 
-    kinds = {kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != MAIN}
+    kinds = {
+        kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != MAIN
+    }
     return FileState(file, groups, kinds, read, entries_in(file.state), gathered.num_skipped)
 
 
@@ -162,9 +201,13 @@ def write_gathered(slices: Slices, folder: Path, ranks: int) -> None:
     A fork's own optimizer reads them at this number of data-parallel ranks only.
     """
     layouts = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
-    moments = moments_in_file(slices.kinds, is_adam=any("betas" in group.options for group in slices.groups))
+    moments = moments_in_file(
+        slices.kinds, is_adam=any("betas" in group.options for group in slices.groups)
+    )
     buffers = {place: _gathered(slices, layout, moments) for place, layout in layouts.items()}
-    save_whole(gathered_state(buffers, slices.step, slices.source.head.num_skipped), folder / _GATHERED)
+    save_whole(
+        gathered_state(buffers, slices.step, slices.source.head.num_skipped), folder / _GATHERED
+    )
     save_whole(head_gathered(slices, ranks), folder / MODEL)
 
 
@@ -178,6 +221,10 @@ def _gathered(slices: Slices, layout: BufferLayout, moments: Sequence[str]) -> d
 
 
 def head_gathered(slices: Slices, ranks: int | None = None) -> dict[str, Any]:
-    """The model file with the param groups of a gathered file; also for a checkpoint of this package."""
-    head = {"optimizer": {"param_groups": [group.as_saved for group in slices.groups]}, **slices.grad_scaler()}
+    """The model file with the param groups of a gathered file; also for a checkpoint of this
+    package."""
+    head = {
+        "optimizer": {"param_groups": [group.as_saved for group in slices.groups]},
+        **slices.grad_scaler(),
+    }
     return {**slices.model_state(ranks), "optimizer": head, **slices.entries.also_saved}

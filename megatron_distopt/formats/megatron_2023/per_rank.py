@@ -1,24 +1,29 @@
-"""Per-rank files, Megatron-LM 23.04: every data-parallel rank has a file with the state of its own shards.
+"""Per-rank files, Megatron-LM 23.04: every data-parallel rank has a file with the state of its own
+shards.
 
 ::
 
     mp_rank_TT[_PPP]/model_rng.pt       the model, see model_file.py
     mp_rank_TT[_PPP]_DDD/optim.pt       {"optimizer": {
-        "optimizer": {"state": {number: {"exp_avg", "exp_avg_sq", ...}}, "param_groups": [{..., "params": [number]}]},
-        "shard_fp32_from_float16_groups": [[fp32 1-D, ...], ...], "grad_scaler": ...}, "opt_param_scheduler": ...}
+        "optimizer": {"state": {number: {"exp_avg", "exp_avg_sq", ...}},
+                      "param_groups": [{..., "params": [number]}]},
+        "shard_fp32_from_float16_groups": [[fp32 1-D, ...], ...], "grad_scaler": ...},
+        "opt_param_scheduler": ...}
 
-There are no names. A rank's shards follow from the model file and from the number of files: the grad buffer is cut into
-as many equal parts. In a group come the shards of fp32 params and then those of 16-bit params, each in the order in
-which the fork registers them; groups that a rank owns nothing of are left out. Values of fp32 params come with the
-model. A running fork asks each rank for its entry "optimizer", and hands it back.
+There are no names. A rank's shards follow from the model file and from the number of files: the
+grad buffer is cut into as many equal parts. In a group come the shards of fp32 params and then
+those of 16-bit params, each in the order in which the fork registers them; groups that a rank owns
+nothing of are left out. Values of fp32 params come with the model. A running fork asks each rank
+for its entry "optimizer", and hands it back.
 
-A run of ours whose grad buffers are cut into buckets owns other shards. Its entry names them, and the fork's own
-optimizer refuses it:
+A run of ours whose grad buffers are cut into buckets owns other shards. Its entry names them, and
+the fork's own optimizer refuses it:
 
 ::
 
     {"optimizer": {"param_groups": [...]}, "grad_scaler": ...,
-     "megatron_distopt": {"shards": {NAME: {"span": (start, stop) in the flattened param, "main", ...: 1-D}}}}
+     "megatron_distopt": {"shards": {NAME: {"span": (start, stop) in the flattened param,
+                                            "main", ...: 1-D}}}}
 """
 
 from __future__ import annotations
@@ -47,7 +52,12 @@ from megatron_distopt.formats.megatron_2023.file_state import (
     ours_in,
     skipped_in,
 )
-from megatron_distopt.formats.megatron_2023.model_file import MODEL_PER_RANK, ModelFile, buffers_of, grads_in_fp32
+from megatron_distopt.formats.megatron_2023.model_file import (
+    MODEL_PER_RANK,
+    ModelFile,
+    buffers_of,
+    grads_in_fp32,
+)
 from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
@@ -67,7 +77,8 @@ class SavedShard:
 
 
 def in_file_order(registered: Iterable[T], has_main: Callable[[T], bool]) -> list[T]:
-    """A rank's shards of one group in the order of its file, from those in the order of their params in the fork."""
+    """A rank's shards of one group in the order of its file, from those in the order of their
+    params in the fork."""
     return sorted(registered, key=has_main)
 
 
@@ -78,26 +89,42 @@ def rank_entry(
 ) -> dict[str, Any]:
     """A rank's entry "optimizer", without its loss scale: main params and inner state by shard.
 
-    `groups` are options and shards of each group that the rank owns something of, in the order of the file.
+    `groups` are options and shards of each group that the rank owns something of, in the order of
+    the file.
     """
-    numbers = {shard: number for number, shard in enumerate(shard for _, shards in groups for shard in shards)}
+    numbers = {
+        shard: number
+        for number, shard in enumerate(shard for _, shards in groups for shard in shards)
+    }
     return {
         "optimizer": {
-            "state": {number: states[shard] for shard, number in numbers.items() if shard in states},
-            "param_groups": [{**options, "params": [numbers[shard] for shard in shards]} for options, shards in groups],
+            "state": {
+                number: states[shard] for shard, number in numbers.items() if shard in states
+            },
+            "param_groups": [
+                {**options, "params": [numbers[shard] for shard in shards]}
+                for options, shards in groups
+            ],
         },
         _MAINS: [[mains[shard] for shard in shards if shard in mains] for _, shards in groups],
     }
 
 
-def named_entry(groups: Sequence[Mapping[str, Any]], shards: Mapping[str, SavedShard]) -> dict[str, Any]:
-    """A rank's entry of a run with buckets of its own, without its loss scale; `shards` by name in the whole model."""
-    found = {name: {_SPAN: (each.in_param.start, each.in_param.stop), **each.tensors} for name, each in shards.items()}
+def named_entry(
+    groups: Sequence[Mapping[str, Any]], shards: Mapping[str, SavedShard]
+) -> dict[str, Any]:
+    """A rank's entry of a run with buckets of its own, without its loss scale; `shards` by name in
+    the whole model."""
+    found = {
+        name: {_SPAN: (each.in_param.start, each.in_param.stop), **each.tensors}
+        for name, each in shards.items()
+    }
     return {"optimizer": {"param_groups": list(groups)}, OURS: {_SHARDS: found}}
 
 
 def named_shards(entry: Mapping[str, Any]) -> dict[str, SavedShard] | None:
-    """The shards of a `named_entry`, by name in the whole model; None for an entry in the fork's form."""
+    """The shards of a `named_entry`, by name in the whole model; None for an entry in the fork's
+    form."""
     found = ours_in(entry).get(_SHARDS)
     if found is None:
         return None
@@ -107,7 +134,8 @@ def named_shards(entry: Mapping[str, Any]) -> dict[str, SavedShard] | None:
         tensors = {key: value for key, value in saved.items() if torch.is_tensor(value)}
         if any(tensor.shape != (span.numel,) for tensor in tensors.values()):
             raise CheckpointError(
-                f"A shard of {name!r} has not the {span.numel} elements that its file says. {_SAME_SAVE}."
+                f"A shard of {name!r} has not the {span.numel} elements that its file says. "
+                f"{_SAME_SAVE}."
             )
         shards[str(name)] = SavedShard(span, tensors)
     return shards
@@ -140,8 +168,8 @@ def read_per_rank(file: ModelFile) -> FileState:
     told = file.number("data_parallel_size", len(found))
     if len(found) < told:
         raise CheckpointError(
-            f"Checkpoint {file.folder.parent} has no {_file(file.folder, len(found))}, and the run that saved it had "
-            f"{told} data-parallel ranks. {_SAME_SAVE}."
+            f"Checkpoint {file.folder.parent} has no {_file(file.folder, len(found))}, and the run "
+            f"that saved it had {told} data-parallel ranks. {_SAME_SAVE}."
         )
     paths = found[:told]  # one of a higher rank is left from an earlier save
     contents = [_loaded(path) for path in paths]
@@ -151,9 +179,12 @@ def read_per_rank(file: ModelFile) -> FileState:
     for group in of_ranks:  # a rank has those that it owns params of
         by_identity.setdefault(identity(group), group)
     groups = groups_by_rule(file, sorted(by_identity.values(), key=group_decays, reverse=True))
-    states: dict[int, list[Mapping[str, Any]]] = {}  # of the inner optimizer, by param; they may have the update count
+    # of the inner optimizer, by param; they may have the update count
+    states: dict[int, list[Mapping[str, Any]]] = {}
     shards: dict[int, list[SavedShard]] = {}
-    buffers = buffers_of(file, range(len(file.params)), len(paths), in_fp32=grads_in_fp32(file)).values()
+    buffers = buffers_of(
+        file, range(len(file.params)), len(paths), in_fp32=grads_in_fp32(file)
+    ).values()
     for rank, (entry, path) in enumerate(zip(entries, paths, strict=True)):
         origin = Origin(f"file {path}", _SAME_SAVE)
         for number, shard, state in _shards_in(file, entry, groups, buffers, rank, origin):
@@ -178,7 +209,9 @@ def read_per_rank(file: ModelFile) -> FileState:
             return model
         parts = sorted(shards[number], key=lambda shard: shard.in_param.start)
         # Nothing is kept for a param that was never updated.
-        return torch.cat([each.tensors.get(kind, torch.zeros(each.in_param.numel)) for each in parts]).view(model.shape)
+        return torch.cat(
+            [each.tensors.get(kind, torch.zeros(each.in_param.numel)) for each in parts]
+        ).view(model.shape)
 
     kept = replace(entries_in(contents[0]), groups=tuple(group.options for group in groups))
     return FileState(file, tuple(with_steps), kinds, read, kept, skipped_in(contents[0]))
@@ -190,7 +223,10 @@ def _loaded(path: Path) -> Mapping[str, Any]:
     missing = missing_in(entry) if isinstance(entry, Mapping) else ["optimizer"]
     if missing:
         origin = Origin(f"file {path}", _SAME_SAVE)
-        raise origin.refused(f"without {', '.join(missing)}", "be what a rank of a fork's distributed optimizer saves")
+        raise origin.refused(
+            f"without {', '.join(missing)}",
+            "be what a rank of a fork's distributed optimizer saves",
+        )
     return state
 
 
@@ -215,7 +251,9 @@ def _shards_in(
         owned = _owned(file, group.members, buffers, rank)
         place = places.get(group_decays(group.options))
         if place is None and owned:
-            raise origin.refused("a param group missing", f"hold {len(owned)} params of {dict(group.options)}")
+            raise origin.refused(
+                "a param group missing", f"hold {len(owned)} params of {dict(group.options)}"
+            )
         params = [(file.params[number], span.numel) for number, span in owned]
         expected = [ExpectedParam(param.name, (numel,), param.has_main) for param, numel in params]
         saved = [] if place is None else state.params(place, expected)
@@ -224,14 +262,21 @@ def _shards_in(
             yield number, SavedShard(span, each.tensors), each.state
 
 
-def _check_complete(file: ModelFile, groups: Sequence[FileGroup], shards: Mapping[int, Sequence[SavedShard]]) -> None:
-    for number in (number for group in groups for number in group.members if not file.params[number].is_copy):
+def _check_complete(
+    file: ModelFile, groups: Sequence[FileGroup], shards: Mapping[int, Sequence[SavedShard]]
+) -> None:
+    for number in (
+        number for group in groups for number in group.members if not file.params[number].is_copy
+    ):
         spans = sorted((each.in_param.start, each.in_param.stop) for each in shards.get(number, ()))
         stops = [0, *(stop for _, stop in spans)]
-        if [start for start, _ in spans] != stops[:-1] or stops[-1] != file.params[number].model.numel():
+        if [start for start, _ in spans] != stops[:-1] or stops[-1] != file.params[
+            number
+        ].model.numel():
             raise CheckpointError(
-                f"Files of the ranks of {file.folder} hold {spans} of the {file.params[number].model.numel()} "
-                f"elements of {file.params[number].name!r}. {_SAME_SAVE}."
+                f"Files of the ranks of {file.folder} hold {spans} of the "
+                f"{file.params[number].model.numel()} elements of {file.params[number].name!r}. "
+                f"{_SAME_SAVE}."
             )
 
 
@@ -239,31 +284,49 @@ def _owned(
     file: ModelFile, members: Sequence[int], buffers: Iterable[BufferLayout], rank: int
 ) -> list[tuple[int, Span]]:
     """Numbers of a rank's params of one group, each with its shard, in the order of its file."""
-    spans = {int(each.name): each.in_param for layout in buffers for each in owned_shards(layout, rank)}
+    spans = {
+        int(each.name): each.in_param for layout in buffers for each in owned_shards(layout, rank)
+    }
     numbers = sorted(number for number in members if number in spans)
-    return [(number, spans[number]) for number in in_file_order(numbers, lambda each: file.params[each].has_main)]
+    return [
+        (number, spans[number])
+        for number in in_file_order(numbers, lambda each: file.params[each].has_main)
+    ]
 
 
 def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
-    """Writes a model file into a new folder, and one file of each data-parallel rank; they fit this number only."""
+    """Writes a model file into a new folder, and one file of each data-parallel rank; they fit this
+    number only."""
     buffers = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
     for rank in range(ranks):
-        owned = [(group, _owned(slices.file, group.members, buffers.values(), rank)) for group in slices.groups]
+        owned = [
+            (group, _owned(slices.file, group.members, buffers.values(), rank))
+            for group in slices.groups
+        ]
         state = _state_of_rank(slices, [(group, shards) for group, shards in owned if shards])
-        save_whole({"optimizer": state, **slices.entries.also_saved, **slices.ours()}, _file(folder, rank))
+        save_whole(
+            {"optimizer": state, **slices.entries.also_saved, **slices.ours()}, _file(folder, rank)
+        )
     save_whole(slices.model_state(ranks), folder / MODEL_PER_RANK)
 
 
-def _state_of_rank(slices: Slices, owned: Sequence[tuple[FileGroup, list[tuple[int, Span]]]]) -> dict[str, Any]:
+def _state_of_rank(
+    slices: Slices, owned: Sequence[tuple[FileGroup, list[tuple[int, Span]]]]
+) -> dict[str, Any]:
     mains: dict[tuple[int, Span], Tensor] = {}
     states: dict[tuple[int, Span], dict[str, Any]] = {}
     # In the order of the buffer, where the shards of two ranks meet in one param.
-    for shard in sorted((shard for _, shards in owned for shard in shards), key=lambda shard: -shard[0]):
+    for shard in sorted(
+        (shard for _, shards in owned for shard in shards), key=lambda shard: -shard[0]
+    ):
         main = _cut(slices, shard, MAIN)  # that of an fp32 param is compared with the model's
         if slices.file.params[shard[0]].has_main:
             mains[shard] = main
         if slices.kinds:
-            states[shard] = {**{kind: _cut(slices, shard, kind) for kind in slices.kinds}, **slices.step_in_state()}
+            states[shard] = {
+                **{kind: _cut(slices, shard, kind) for kind in slices.kinds},
+                **slices.step_in_state(),
+            }
     groups = [(group.as_saved, shards) for group, shards in owned]
     return {**rank_entry(groups, mains, states), **slices.grad_scaler()}
 

@@ -2,14 +2,16 @@
 
 ::
 
-    {"optimizer": {"optimizer": {"state": {number: {"exp_avg", ...}}, "param_groups": [{..., "params": [number]}]},
-                   "fp32_from_fp16_params": [[fp32, ...], ...], "grad_scaler": ...}}          with 16-bit params
-    {"optimizer": {"state": ..., "param_groups": ...}}                                        with fp32 params alone
+    {"optimizer": {"optimizer": {"state": {number: {"exp_avg", ...}},    with 16-bit params
+                                 "param_groups": [{..., "params": [number]}]},
+                   "fp32_from_fp16_params": [[fp32, ...], ...], "grad_scaler": ...}}
+    {"optimizer": {"state": ..., "param_groups": ...}}                   with fp32 params alone
 
-Numbers go through the groups, in a group in the order in which the fork registers its params; main params are those of
-the 16-bit ones, in the same order, shaped as the params. The values of fp32 params come with the model. A running fork
-hands the entry "optimizer" to every rank, so that a distributed optimizer can be switched on in the middle of training.
-A rank's entry in per-rank files has the same form, with shards in the place of params (`OptimizerEntry`).
+Numbers go through the groups, in a group in the order in which the fork registers its params; main
+params are those of the 16-bit ones, in the same order, shaped as the params. The values of fp32
+params come with the model. A running fork hands the entry "optimizer" to every rank, so that a
+distributed optimizer can be switched on in the middle of training. A rank's entry in per-rank files
+has the same form, with shards in the place of params (`OptimizerEntry`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from torch import Tensor
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.common import the_step
-from megatron_distopt.formats.megatron_2023.file_state import FileState, Slices, entries_in, groups_by_rule, skipped_in
+from megatron_distopt.formats.megatron_2023.file_state import (
+    FileState,
+    Slices,
+    entries_in,
+    groups_by_rule,
+    skipped_in,
+)
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
 from megatron_distopt.formats.pickles import save_whole
 
@@ -64,7 +72,11 @@ class ParamEntry:
     @property
     def moments(self) -> dict[str, Tensor]:
         """What is kept for each element, by key."""
-        return {key: value for key, value in self.state.items() if torch.is_tensor(value) and value.dim() > 0}
+        return {
+            key: value
+            for key, value in self.state.items()
+            if torch.is_tensor(value) and value.dim() > 0
+        }
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -75,7 +87,9 @@ class ParamEntry:
         """Refuses a number that is kept for the param beside an update count: it would be lost."""
         for key, value in self.state.items():
             if torch.is_tensor(value) and value.dim() == 0 and key != "step":
-                raise origin.refused(f"one number {key!r} for {self.name!r}", "hold what is kept for each element")
+                raise origin.refused(
+                    f"one number {key!r} for {self.name!r}", "hold what is kept for each element"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +112,8 @@ class OptimizerEntry:
         return any(self.inner["state"].values())
 
     def params(self, place: int, expected: Sequence[ExpectedParam]) -> Iterator[ParamEntry]:
-        """What it holds of each param of its group number `place`, which must have the `expected` ones, in order."""
+        """What it holds of each param of its group number `place`, which must have the `expected`
+        ones, in order."""
         numbers = list(self.groups[place].get("params", ()))
         if self.lists_every_group and len(self.mains) != len(self.groups):
             rule = f"be as many as its {len(self.groups)} param groups"
@@ -107,14 +122,19 @@ class OptimizerEntry:
         num_mains = sum(each.has_main for each in expected)
         if len(numbers) != len(expected) or len(left) != num_mains:
             got = f"{len(numbers)} params, {len(left)} of them with a main param, in group {place}"
-            raise self.origin.refused(got, f"hold the model's {len(expected)}, {num_mains} of them of 16 bits")
+            raise self.origin.refused(
+                got, f"hold the model's {len(expected)}, {num_mains} of them of 16 bits"
+            )
         of_main = iter(left)
         for each, number in zip(expected, numbers, strict=True):
             main = next(of_main) if each.has_main else None
             saved = ParamEntry(each.name, main, self.inner["state"].get(number, {}))
             for tensor in saved.tensors.values():
                 if tuple(tensor.shape) != each.shape:
-                    got, rule = f"{list(tensor.shape)} for {each.name!r}", f"have its shape {list(each.shape)}"
+                    got, rule = (
+                        f"{list(tensor.shape)} for {each.name!r}",
+                        f"have its shape {list(each.shape)}",
+                    )
                     raise self.origin.refused(got, rule)
             yield saved
 
@@ -141,12 +161,19 @@ def read_plain(file: ModelFile) -> FileState:
     saved: dict[int, ParamEntry] = {}
     for place, group in enumerate(groups):
         params = [file.params[number] for number in group.members]
-        expected = [ExpectedParam(each.name, tuple(each.model.shape), each.has_main) for each in params]
+        expected = [
+            ExpectedParam(each.name, tuple(each.model.shape), each.has_main) for each in params
+        ]
         saved |= dict(zip(group.members, state.params(place, expected), strict=True))
     for each in saved.values():
         each.check_numbers(state.origin)
     groups = tuple(
-        replace(group, step=the_step([{"step": group.step}, *(saved[each].state for each in group.members)], file.path))
+        replace(
+            group,
+            step=the_step(
+                [{"step": group.step}, *(saved[each].state for each in group.members)], file.path
+            ),
+        )
         for group in groups
     )
     kinds = {kind: tensor.dtype for each in saved.values() for kind, tensor in each.moments.items()}
@@ -164,21 +191,30 @@ def read_plain(file: ModelFile) -> FileState:
 def write_plain(slices: Slices, folder: Path) -> None:
     numbers = [number for group in slices.groups for number in group.members]
     place = {number: at for at, number in enumerate(numbers)}
-    mains = {number: slices.read(MAIN, number) for number in numbers}  # those of fp32 are compared with the model's
+    # those of fp32 are compared with the model's
+    mains = {number: slices.read(MAIN, number) for number in numbers}
     inner: dict[str, Any] = {
         "state": {
-            place[number]: {**{kind: slices.read(kind, number) for kind in slices.kinds}, **slices.step_in_state()}
+            place[number]: {
+                **{kind: slices.read(kind, number) for kind in slices.kinds},
+                **slices.step_in_state(),
+            }
             for number in (numbers if slices.kinds else ())
         },
         "param_groups": [
-            {**group.as_saved, "params": [place[number] for number in group.members]} for group in slices.groups
+            {**group.as_saved, "params": [place[number] for number in group.members]}
+            for group in slices.groups
         ],
     }
     entry = inner
     has_main = {number for number in numbers if slices.file.params[number].has_main}
     if has_main or slices.file.option("fp16") or slices.file.option("bf16"):
-        of_groups = [[mains[number] for number in group.members if number in has_main] for group in slices.groups]
+        of_groups = [
+            [mains[number] for number in group.members if number in has_main]
+            for group in slices.groups
+        ]
         entry = {"optimizer": inner, **slices.grad_scaler(), _MAINS: of_groups}
     save_whole(
-        {**slices.model_state(), "optimizer": entry, **slices.entries.also_saved, **slices.ours()}, folder / MODEL
+        {**slices.model_state(), "optimizer": entry, **slices.entries.also_saved, **slices.ours()},
+        folder / MODEL,
     )

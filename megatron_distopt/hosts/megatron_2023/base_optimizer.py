@@ -1,4 +1,5 @@
-"""Translates the options and the base optimizer of a fork, and refuses what cannot work before anything is moved."""
+"""Translates the options and the base optimizer of a fork, and refuses what cannot work before
+anything is moved."""
 
 from __future__ import annotations
 
@@ -31,13 +32,15 @@ class Inner:
 
     choice: InnerChoice  # what is built
     groups: Sequence[Mapping[str, Any]]  # the fork's param groups for it, with model params
-    host_groups: Sequence[Mapping[str, Any]]  # the same with all that the fork's own inner optimizer keeps in them
+    # the same with all that the fork's own inner optimizer keeps in them
+    host_groups: Sequence[Mapping[str, Any]]
 
 
 def merge_config(
     options: DistOptConfig, base: Optimizer, clip_grad: float, count_zeros: bool, grad_scaler: Any
 ) -> DistOptConfig:
-    """Adds the fork's settings, and the hyperparameters of its base optimizer, to the options of this package."""
+    """Adds the fork's settings, and the hyperparameters of its base optimizer, to the options of
+    this package."""
     defaults = base.defaults
     own = {
         "lr": float(defaults.get("lr") or 0.0),
@@ -64,9 +67,14 @@ def with_host_state(config: DistOptConfig, args: object, device_type: str) -> Di
 
 
 def choose_for(
-    base: Optimizer, config: DistOptConfig, args: object, device_type: str, params: TrainedParams | None = None
+    base: Optimizer,
+    config: DistOptConfig,
+    args: object,
+    device_type: str,
+    params: TrainedParams | None = None,
 ) -> Inner:
-    """The inner optimizer: the best implementation of what the fork built, or the very object that it built.
+    """The inner optimizer: the best implementation of what the fork built, or the very object that
+    it built.
 
     A class that updates whole params needs `params`.
     """
@@ -79,8 +87,8 @@ def choose_for(
     if is_asked_for and unserved:
         shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
         raise ConfigError(
-            f"The fork's {type(base).__name__} has {shown}, which has to be off where --distopt-optimizer or an "
-            "implementation of Adam is named. Drop one of the two."
+            f"The fork's {type(base).__name__} has {shown}, which has to be off where "
+            "--distopt-optimizer or an implementation of Adam is named. Drop one of the two."
         )
     if not unserved and ("optimizer" in config.explicit or is_adam(base)):
         is_decoupled = getattr(base, "adam_w_mode", True)
@@ -93,9 +101,9 @@ def choose_for(
         groups = groups_of(base)
     elif config.adam != "auto":
         raise ConfigError(
-            f"The option adam is {config.adam} with the fork's own {type(base).__name__}, and takes the place of an "
-            "Adam of torch, apex, DeepSpeed or TransformerEngine alone. Write --distopt-optimizer adam to replace it, "
-            "or drop --distopt-adam."
+            f"The option adam is {config.adam} with the fork's own {type(base).__name__}, and "
+            "takes the place of an Adam of torch, apex, DeepSpeed or TransformerEngine alone. "
+            "Write --distopt-optimizer adam to replace it, or drop --distopt-adam."
         )
     else:
         chosen, groups = adopt_instance(base, params, config), base.param_groups
@@ -105,44 +113,55 @@ def choose_for(
 
 
 def _as_named_by_host(config: DistOptConfig, args: object) -> DistOptConfig:
-    """Takes over the source of Adam that a flag of the fork names, unless the option `adam` is given."""
+    """Takes over the source of Adam that a flag of the fork names, unless the option `adam` is
+    given."""
     if config.adam != "auto":
         return config
     if getattr(args, "ds_fused_adam", False):
         return dataclasses.replace(config, adam="deepspeed")
-    wants_deepspeed = getattr(args, "cpu_optimizer", False) and not getattr(args, "cpu_torch_adam", False)
+    wants_deepspeed = getattr(args, "cpu_optimizer", False) and not getattr(
+        args, "cpu_torch_adam", False
+    )
     if wants_deepspeed and not config.offload_fraction:
         return dataclasses.replace(config, adam="deepspeed_cpu")
     return config
 
 
-def check_model(chunks: Sequence[Any], named: Mapping[str, Parameter], config: DistOptConfig) -> torch.device:
-    """Checks everything about the model that this rank can see by itself, and returns the device of all params."""
+def check_model(
+    chunks: Sequence[Any], named: Mapping[str, Parameter], config: DistOptConfig
+) -> torch.device:
+    """Checks everything about the model that this rank can see by itself, and returns the device of
+    all params."""
     for chunk in chunks:
         if not hasattr(chunk, "_grad_buffers"):
             raise HostError(
-                f"A model chunk is a {type(chunk).__module__}.{type(chunk).__name__}. It has to be wrapped by the "
-                "fork's local DistributedDataParallel. Write --DDP-impl local."
+                f"A model chunk is a {type(chunk).__module__}.{type(chunk).__name__}. It has to be "
+                "wrapped by the fork's local DistributedDataParallel. Write --DDP-impl local."
             )
         if not chunk._grad_buffers:
             raise ConfigError(f"A model chunk is without contiguous buffers. {NOT_CONTIGUOUS.text}")
         if not getattr(chunk, "_grad_buffer_param_index_map", None):
             raise HostError(
-                "The grad buffers of a model chunk have no index map, which says where each param lies in them. Use a "
-                "fork of Megatron-LM 23.04 or later."
+                "The grad buffers of a model chunk have no index map, which says where each param "
+                "lies in them. Use a fork of Megatron-LM 23.04 or later."
             )
     if not named:
         raise LayoutError(
-            "The model has no trainable param on this rank, and needs at least 1. Call param.requires_grad_(True)."
+            "The model has no trainable param on this rank, and needs at least 1. Call "
+            "param.requires_grad_(True)."
         )
     check_dtypes(named, config)
     check_own_memory(named)
-    index_maps = [spans for chunk in chunks for spans in chunk._grad_buffer_param_index_map.values()]
+    index_maps = [
+        spans for chunk in chunks for spans in chunk._grad_buffer_param_index_map.values()
+    ]
     in_buffers = {param for spans in index_maps for param in spans}
     for name, param in named.items():
         if param not in in_buffers:
             raise LayoutError(
-                f"The param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. Unfreeze params "
-                "before wrapping, by param.requires_grad_(True)."
+                f"The param {name!r} lies in no grad buffer of the fork's DistributedDataParallel. "
+                "Unfreeze params before wrapping, by param.requires_grad_(True)."
             )
-    return check_devices({param.device for param in named.values()}, find_accelerator(config.accelerator))
+    return check_devices(
+        {param.device for param in named.values()}, find_accelerator(config.accelerator)
+    )

@@ -1,8 +1,9 @@
 """The fork's checkpoint calls: which files they write and read.
 
-Where the fork gathers, the optimizer's tensors go into a folder of our own beside its file, or into that file where
---distopt-checkpoint-format gathered asks for it; loading takes what it finds. Else they travel in every rank's
-`state_dict()`. Both also read the state of a run without the distributed optimizer.
+Where the fork gathers, the optimizer's tensors go into a folder of our own beside its file, or into
+that file where --distopt-checkpoint-format gathered asks for it; loading takes what it finds. Else
+they travel in every rank's `state_dict()`. Both also read the state of a run without the
+distributed optimizer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ from megatron_distopt.hosts.megatron_2023.fork_files import (
 )
 from megatron_distopt.hosts.megatron_2023.forks import EVALUATE_POINT, has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import expert_place, is_expert
-from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
+from megatron_distopt.hosts.naming import (
+    FROM_WEIGHTS,
+    ModelRanks,
+    canonical,
+    global_names,
+    placement_of,
+)
 from megatron_distopt.hosts.saving import Saver, head_entry, hooks_of, options_of_run, protection_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
@@ -51,11 +58,14 @@ class ForkCheckpoints(BuiltOptimizer):
         super().__init__(*args, **kwargs)
         config, whole = self.sharded.config, partial(whole_model_of, self)
         self._saver = Saver(config, self.everyone)
-        self.protection = protection_of(config, whole, self.everyone, self.start.device, self._settle)
+        self.protection = protection_of(
+            config, whole, self.everyone, self.start.device, self._settle
+        )
         self.hooks = hooks_of(self.protection, config, whole, self.everyone)
         #: Updates so far, as `load_state_dict` found them.
         self._head_step: int | None = None
-        #: Whether `load_state_dict` brought the whole state: the call for a file that follows it has nothing to do.
+        #: Whether `load_state_dict` brought the whole state: the call for a file that follows it
+        #: has nothing to do.
         self._has_whole_state = False
         #: Puts back what `load_state_dict` changed, until the tensors are there too.
         self._take_back: Callable[[], None] | None = None
@@ -74,12 +84,14 @@ class ForkCheckpoints(BuiltOptimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *unused: Any) -> None:
-        """Collective: takes `state_dict()`, also of the fork's own optimizers, back; one child gives the iteration too.
+        """Collective: takes `state_dict()`, also of the fork's own optimizers, back; one child
+        gives the iteration too.
 
         With a gathered file `load_parameter_state` has to follow.
 
         Raises:
-            CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
+            CheckpointError: on a rank that cannot take its state; nothing is changed on any rank
+                then.
             RanksDisagreeError: on the others, with that rank's text.
         """
         self._has_whole_state = False
@@ -130,13 +142,15 @@ class ForkCheckpoints(BuiltOptimizer):
         Every tensor- and pipeline-parallel rank has a folder of its own for its file.
 
         Raises:
-            CheckpointError, OSError: on a rank that cannot write; the others raise RanksDisagreeError.
+            CheckpointError, OSError: on a rank that cannot write; the others raise
+                RanksDisagreeError.
         """
         if getattr(get_args(), "no_save_optim", False):
             return
         self.finish_param_gather()
         raise_together(self.check_weights, self.everyone, "save")
-        folder = exchange(optimizer_folder_of(filename), self.everyone)[0]  # ranks have names of their own
+        # ranks have names of their own
+        folder = exchange(optimizer_folder_of(filename), self.everyone)[0]
         if self.sharded.config.checkpoint_format == "gathered":
             save_gathered(self, filename)
 
@@ -149,7 +163,8 @@ class ForkCheckpoints(BuiltOptimizer):
         self._saver.save(folder, whole_model_of(self))
 
     def load_parameter_state(self, filename: str) -> None:
-        """Collective: reads what is there, ours or the fork's, at any data-parallel size; after `load_state_dict`."""
+        """Collective: reads what is there, ours or the fork's, at any data-parallel size; after
+        `load_state_dict`."""
         has_whole_state, self._has_whole_state = self._has_whole_state, False
         if has_whole_state or getattr(get_args(), "no_load_optim", False):
             return
@@ -180,15 +195,18 @@ class ForkCheckpoints(BuiltOptimizer):
         choice = self.sharded.plan.choice
         if choice.updates_whole_params or any(map(is_muons_group, self.param_groups)):
             raise CheckpointError(
-                f"Optimizer file {filename} holds the moments of Adam alone, and this run needs the state of "
-                f"{choice.name if choice.updates_whole_params else 'Muon'}. Convert it with megatron-distopt convert "
-                "--to distopt, or write --no-load-optim."
+                f"Optimizer file {filename} holds the moments of Adam alone, and this run needs "
+                f"the state of {choice.name if choice.updates_whole_params else 'Muon'}. Convert "
+                "it with megatron-distopt convert --to distopt, or write --no-load-optim."
             )
 
 
 def _undo_of(optimizer: BuiltOptimizer) -> Callable[[], None]:
     """What puts hyperparameters and loss scale back as they are now."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     scale = optimizer.sharded.loss_scale.state_dict()
 
     def undo() -> None:
@@ -200,15 +218,23 @@ def _undo_of(optimizer: BuiltOptimizer) -> Callable[[], None]:
 
 
 def whole_model_of(optimizer: BuiltOptimizer) -> WholeModel:
-    """How this rank's params lie in the whole model, by their attributes, the fork's groups and its arguments."""
+    """How this rank's params lie in the whole model, by their attributes, the fork's groups and its
+    arguments."""
     optimizer.sharded.check_has_params("save or load")
     named, plan = optimizer.start.named, optimizer.start.plan
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
     expert = next((expert_place(param) for param in named.values() if is_expert(param)), (0, 1))
-    ranks = ModelRanks(tensor, tensor, expert, has_gates(get_args()), "language_model.embedding.word_embeddings.weight")
+    ranks = ModelRanks(
+        tensor,
+        tensor,
+        expert,
+        has_gates(get_args()),
+        "language_model.embedding.word_embeddings.weight",
+    )
     names = global_names(optimizer.models, ranks)
     placements = {
-        name: placement_of(names[param], param, ranks, is_expert=is_expert(param)) for name, param in named.items()
+        name: placement_of(names[param], param, ranks, is_expert=is_expert(param))
+        for name, param in named.items()
     }
     frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
     about = {

@@ -1,4 +1,5 @@
-"""Everything that this rank decides by itself, before the first byte is moved; also which communication is overlapped.
+"""Everything that this rank decides by itself, before the first byte is moved; also which
+communication is overlapped.
 
 The fork's own DistributedDataParallel has neither overlap nor buckets.
 """
@@ -24,7 +25,13 @@ from megatron_distopt.comm import Group, Reduction, shares_memory
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.base import check_bucket_size, loss_scale_of, names_by_param, plan_groups, reduction_of
+from megatron_distopt.hosts.base import (
+    check_bucket_size,
+    loss_scale_of,
+    names_by_param,
+    plan_groups,
+    reduction_of,
+)
 from megatron_distopt.hosts.inner_optimizers import (
     MUON,
     FusedWeights,
@@ -46,7 +53,11 @@ from megatron_distopt.hosts.megatron_2023.base_optimizer import (
     with_host_state,
 )
 from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, check_flags, has_gates
-from megatron_distopt.hosts.megatron_2023.grad_buffers import BufferPlan, dense_group, plan_grad_buffers
+from megatron_distopt.hosts.megatron_2023.grad_buffers import (
+    BufferPlan,
+    dense_group,
+    plan_grad_buffers,
+)
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.layout.buckets import alignment_for
@@ -62,12 +73,16 @@ class OverlapPlan:
 
     grads: bool  # with backward
     params: bool  # with the next forward pass
-    bucket_size: Callable[[int], int] | None  # from elements of a buffer to those of a bucket; None for one bucket
+    # from elements of a buffer to those of a bucket; None for one bucket
+    bucket_size: Callable[[int], int] | None
     why_not: str = ""  # the reason why grads are not overlapped, for the start-up block
 
     def __str__(self) -> str:
         grads = "overlapped with backward" if self.grads else f"after backward ({self.why_not})"
-        return f"grads {grads}, params {'overlapped with' if self.params else 'before'} the next forward"
+        return (
+            f"grads {grads}, params {'overlapped with' if self.params else 'before'} the next "
+            "forward"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,19 +94,22 @@ class Start:
     data: Group  # the ranks over which dense params are sharded
     device: torch.device  # of all params
     plan: StepPlan
-    how: Reduction  # fp16 grads are divided before they are added up; others are averaged in the step
+    # fp16 grads are divided before they are added up; others are averaged in the step
+    how: Reduction
     host_groups: Sequence[Mapping[str, Any]]  # what a file of the fork has of each param group
     overlap: OverlapPlan = OverlapPlan(grads=False, params=False, bucket_size=None)
 
     def overlapping(self) -> Start:
-        """The same with the decision about overlap; after the ranks of `data` have communicated once."""
+        """The same with the decision about overlap; after the ranks of `data` have communicated
+        once."""
         overlap = _plan_overlap(self.plan.config, self.data, self.buffers, self.device, get_args())
         return dataclasses.replace(self, overlap=overlap)
 
     def in_buckets(self, late: Collection[str]) -> Start:
         """The same with buffers cut into buckets, where that was decided.
 
-        `late` params, to whose gradients the fork adds after backward, get buckets of their own, at the end.
+        `late` params, to whose gradients the fork adds after backward, get buckets of their own, at
+        the end.
         """
         unit = alignment_for(reduce_dtype=self.plan.config.reduce_dtype)
         buffers = tuple(_in_buckets(buffer, self.overlap, late, unit) for buffer in self.buffers)
@@ -106,7 +124,8 @@ def plan_start(
     models: Sequence[Module],
     options: DistOptConfig | None,
 ) -> Start:
-    """Looks at everything and moves nothing; the arguments are those of the optimizer's constructor."""
+    """Looks at everything and moves nothing; the arguments are those of the optimizer's
+    constructor."""
     args = get_args()
     check_flags(args)
     names = names_by_param(models)
@@ -124,9 +143,9 @@ def plan_start(
         check_compatible(config, {Feature.PER_RANK_FILES: "per-rank files"})
     if inner.choice.updates_whole_params and not hasattr(HostDistributedOptimizer, GATHERS_STATE):
         raise ConfigError(
-            f"{inner.choice.name} updates whole params, for whose state the per-rank files of this fork have no place. "
-            "Write --optimizer adam or sgd, or --distopt-optimizer muon; or use a fork that gathers its state, as of "
-            "Megatron-LM 23.06 and in Megatron-DeepSpeed."
+            f"{inner.choice.name} updates whole params, for whose state the per-rank files of this "
+            "fork have no place. Write --optimizer adam or sgd, or --distopt-optimizer muon; or "
+            "use a fork that gathers its state, as of Megatron-LM 23.06 and in Megatron-DeepSpeed."
         )
     layouts = []
     for buffer in buffers:  # one may hold fp32 params as well, whose state stays on the device
@@ -141,7 +160,8 @@ def plan_start(
         loss_scale=loss_scale_of(grad_scaler, device),
         stats_group=Group.of,
         average_over=data.size // divide_by,
-        # The fork marks shared and duplicated params itself, see the note of that name in optimizer/grad_norm.py.
+        # The fork marks shared and duplicated params itself, see the note of that name in
+        # optimizer/grad_norm.py.
         excluded_from_norm=lambda name: (
             not param_is_not_shared(named[name])
             or not tensor_parallel.param_is_not_tensor_parallel_duplicate(named[name])
@@ -162,13 +182,17 @@ def _choose(
     """The inner optimizer; of Muon for matrices of layers, with an Adam beside it."""
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     if config.optimizer != MUON:
-        return choose_for(base, config, args, device.type, TrainedParams.of(named, group_of.__getitem__))
+        return choose_for(
+            base, config, args, device.type, TrainedParams.of(named, group_of.__getitem__)
+        )
     check_is_adam(base)
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     name_of = {param: name for name, param in named.items()}
     request, fused = MuonRequest.of(config), _fused_weights(args)
     groups = with_muon_groups(
-        groups_of(base), lambda param: is_matrix_of_layer(name_of.get(param, ""), param), request.options
+        groups_of(base),
+        lambda param: is_matrix_of_layer(name_of.get(param, ""), param),
+        request.options,
     )
     members, specs = muon_params(groups), {}
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
@@ -177,7 +201,9 @@ def _choose(
         if param in members:
             placement = placement_of(name, param, ranks, is_expert=False)
             specs[name] = matrices_of(name, param, placement, request, fused)
-    matrices = Matrices(specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group()))
+    matrices = Matrices(
+        specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group())
+    )
     rest = choose_for(base, config_for_adam(config), args, device.type)
     return Inner(muon_and_adam(rest.choice, matrices, config, request), groups, groups)
 
@@ -185,9 +211,11 @@ def _choose(
 def _fused_weights(args: Any) -> FusedWeights:
     """Of what a fork's fused weights consist.
 
-    Source: `ParallelAttention` and `ParallelMLP` of Megatron-LM 23.04 to 23.08 and Megatron-DeepSpeed.
+    Source: `ParallelAttention` and `ParallelMLP` of Megatron-LM 23.04 to 23.08 and
+    Megatron-DeepSpeed.
     """
-    width = getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads  # of a head
+    # of a head
+    width = getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads
     num_kv_heads = args.num_attention_heads
     if getattr(args, "group_query_attention", True):
         # The flag has another name in each fork.
@@ -213,9 +241,14 @@ def num_microbatches_of() -> Callable[[], int] | None:
 
 
 def _plan_overlap(
-    config: DistOptConfig, data: Group, buffers: Sequence[BufferPlan], device: torch.device, args: object
+    config: DistOptConfig,
+    data: Group,
+    buffers: Sequence[BufferPlan],
+    device: torch.device,
+    args: object,
 ) -> OverlapPlan:
-    """Decides by the options and by what this fork allows; each of the buffers is one bucket, as the fork has them."""
+    """Decides by the options and by what this fork allows; each of the buffers is one bucket, as
+    the fork has them."""
     check_bucket_size(config, data.size, "--distopt-bucket-size 40000000")
     params = config.overlap_param_gather and data.size > 1
     features: dict[Feature, str] = {}
@@ -226,43 +259,56 @@ def _plan_overlap(
     if config.bucket_size is not None:
         features[Feature.FORK_BUCKETS] = f"bucket_size={config.bucket_size}"
     elif config.overlap_grad_reduce or params:
-        features[Feature.FORK_BUCKETS] = "overlap_grad_reduce" if config.overlap_grad_reduce else "overlap_param_gather"
+        features[Feature.FORK_BUCKETS] = (
+            "overlap_grad_reduce" if config.overlap_grad_reduce else "overlap_param_gather"
+        )
     check_compatible(config, features)
 
     def bucket_size(numel: int) -> int:
         return config.bucket_size or default_bucket_size(numel, data.size)
 
-    is_one_bucket = all(bucket_size(each.layout.numel) >= each.layout.numel for each in buffers if not each.is_ours)
+    is_one_bucket = all(
+        bucket_size(each.layout.numel) >= each.layout.numel for each in buffers if not each.is_ours
+    )
     why_not = _why_not(config, data, device, args, is_one_bucket=is_one_bucket)
     grads = config.overlap_grad_reduce if config.overlap_grad_reduce is not None else not why_not
     has_buckets = grads or params or config.bucket_size is not None
     return OverlapPlan(grads, params, bucket_size if has_buckets else None, why_not)
 
 
-def _why_not(config: DistOptConfig, data: Group, device: torch.device, args: object, *, is_one_bucket: bool) -> str:
-    """The reason why overlapping grads with backward is not safe or gains nothing; empty where it does gain."""
+def _why_not(
+    config: DistOptConfig, data: Group, device: torch.device, args: object, *, is_one_bucket: bool
+) -> str:
+    """The reason why overlapping grads with backward is not safe or gains nothing; empty where it
+    does gain."""
     if num_microbatches_of() is None:
         if config.overlap_grad_reduce:
             raise ConfigError(
-                "The number of microbatches is unknown, because the fork has no get_num_microbatches. It is needed "
-                "where grads are overlapped with backward. Write --distopt-overlap-grad-reduce no, or give the fork "
-                "that function."
+                "The number of microbatches is unknown, because the fork has no "
+                "get_num_microbatches. It is needed where grads are overlapped with backward. "
+                "Write --distopt-overlap-grad-reduce no, or give the fork that function."
             )
         return "the number of microbatches is unknown"
     reasons = {
         "asked for": config.overlap_grad_reduce is False,
         "the fork's file is asked for": config.checkpoint_format == "gathered",
         "one data-parallel rank": data.size == 1,
-        "gradients are added up by a kernel of the fork": bool(getattr(args, "gradient_accumulation_fusion", False)),
+        "gradients are added up by a kernel of the fork": bool(
+            getattr(args, "gradient_accumulation_fusion", False)
+        ),
         "all grads fit into one bucket": is_one_bucket,
-        # Copies that the processors make while they compute are not hidden, and cost more than copies afterwards.
+        # Copies that the processors make while they compute are not hidden, and cost more than
+        # copies afterwards.
         "its ranks share memory": shares_memory(device, data),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str], alignment_numel: int) -> BufferPlan:
-    """Cuts a buffer of one bucket into buckets; params keep the fork's order, which is roughly that of backward."""
+def _in_buckets(
+    plan: BufferPlan, overlap: OverlapPlan, late: Collection[str], alignment_numel: int
+) -> BufferPlan:
+    """Cuts a buffer of one bucket into buckets; params keep the fork's order, which is roughly that
+    of backward."""
     if overlap.bucket_size is None or plan.is_ours:
         return plan
     # Experts have a place in the fork's buffer and a buffer of their own.

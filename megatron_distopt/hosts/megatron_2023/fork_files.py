@@ -1,10 +1,11 @@
 """The optimizer's state in the forms of the fork's own files, for a running fork.
 
-A rank's own state is an entry of per-rank files (formats/megatron_2023/per_rank.py). With the fork's one bucket for
-each grad buffer it is what the fork's own optimizer reads and writes; a run with buckets of its own writes its shards
-with names. Either is read into any buckets, by ranks that send each other what belongs elsewhere. The gathered file
-(formats/megatron_2023/gathered.py) is written where there is one bucket, and read at any number of ranks: each reads
-what it owns. The state of a run without the distributed optimizer (formats/megatron_2023/plain.py) is only read.
+A rank's own state is an entry of per-rank files (formats/megatron_2023/per_rank.py). With the
+fork's one bucket for each grad buffer it is what the fork's own optimizer reads and writes; a run
+with buckets of its own writes its shards with names. Either is read into any buckets, by ranks that
+send each other what belongs elsewhere. The gathered file (formats/megatron_2023/gathered.py) is
+written where there is one bucket, and read at any number of ranks: each reads what it owns. The
+state of a run without the distributed optimizer (formats/megatron_2023/plain.py) is only read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, r
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import known_step, no_step, the_step
 from megatron_distopt.formats.megatron_2023.file_state import described, identity
-from megatron_distopt.formats.megatron_2023.gathered import GatheredFile, gathered_state, moments_in_file
+from megatron_distopt.formats.megatron_2023.gathered import (
+    GatheredFile,
+    gathered_state,
+    moments_in_file,
+)
 from megatron_distopt.formats.megatron_2023.per_rank import (
     SavedShard,
     in_file_order,
@@ -38,7 +43,13 @@ from megatron_distopt.formats.megatron_2023.per_rank import (
     rank_entry,
     rank_state,
 )
-from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin, ParamEntry, plain_state
+from megatron_distopt.formats.megatron_2023.plain import (
+    ExpectedParam,
+    OptimizerEntry,
+    Origin,
+    ParamEntry,
+    plain_state,
+)
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
@@ -50,68 +61,103 @@ from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Which kernel updates is the choice of the run that loads.
-_IMPLEMENTATION = ("params", "step", "fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
+_IMPLEMENTATION = (
+    "params",
+    "step",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "maximize",
+    "amsgrad",
+)
 _REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
 WHAT, _CHECKPOINT = "optimizer state", "the checkpoint"
 OF_OTHER_MODEL = Origin(WHAT, _REMEDY)
 _OF_OTHER_RANKS = Origin(
-    WHAT, "Resume with the ranks of the saved run; another size needs megatron-distopt convert --to per-rank --dp N"
+    WHAT,
+    "Resume with the ranks of the saved run; another size needs megatron-distopt convert --to "
+    "per-rank --dp N",
 )
-_OF_OTHER_LAYOUT = Origin(WHAT, "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim")
+_OF_OTHER_LAYOUT = Origin(
+    WHAT, "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim"
+)
 _OF_OTHER_SAVE = (
-    "Load a checkpoint of this model at the same tensor- and pipeline-parallel size, or start from its weights with "
-    "--no-load-optim"
+    "Load a checkpoint of this model at the same tensor- and pipeline-parallel size, or start from "
+    "its weights with --no-load-optim"
 )
-_PERMUTED = "Start from the weights with --no-load-optim, or convert the run before its first mixed save"
+_PERMUTED = (
+    "Start from the weights with --no-load-optim, or convert the run before its first mixed save"
+)
 
 
 # Beside tensors: param groups, counts and the loss scale.
 
 
 def group_dicts(optimizer: BuiltOptimizer) -> list[dict[str, Any]]:
-    """The param groups without params, with the keys that the fork's own inner optimizer has, and the update count.
+    """The param groups without params, with the keys that the fork's own inner optimizer has, and
+    the update count.
 
-    torch's Adam keeps the count in the state of each param, which a gathered file lacks; apex has it in the group.
+    torch's Adam keeps the count in the state of each param, which a gathered file lacks; apex has
+    it in the group.
     """
     step = updates_so_far(optimizer)
     updates = {} if step is None else {"step": step}
     return [
-        {key: value if key in _IMPLEMENTATION else ours.get(key, value) for key, value in template.items()} | updates
+        {
+            key: value if key in _IMPLEMENTATION else ours.get(key, value)
+            for key, value in template.items()
+        }
+        | updates
         for template, ours in zip(optimizer.host_groups, optimizer.param_groups, strict=True)
     ]
 
 
 def updates_so_far(optimizer: BuiltOptimizer) -> int | None:
-    """The update count for a file; None for a class that does not count, whose moments mean something without one."""
+    """The update count for a file; None for a class that does not count, whose moments mean
+    something without one."""
     num_updates = count_updates(optimizer.sharded.inner)
     return 0 if num_updates is None and optimizer.sharded.plan.choice.is_adam else num_updates
 
 
 def is_of_other_kind(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> bool:
-    """Whether one of the run and the state has Muon or a class of whole params, so that their param groups are others.
+    """Whether one of the run and the state has Muon or a class of whole params, so that their param
+    groups are others.
 
     [Note: another kind of optimizer] in checkpoint/ says what is loaded then.
     """
     head = state["optimizer"]
-    ours, saved = (any(map(is_muons_group, groups)) for groups in (optimizer.param_groups, head["param_groups"]))
+    ours, saved = (
+        any(map(is_muons_group, groups))
+        for groups in (optimizer.param_groups, head["param_groups"])
+    )
     return ours != saved or is_of_other_class(optimizer.sharded.plan.choice, head)
 
 
 def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
     """Refuses a `state_dict()` that does not belong to a gathered file of this run."""
-    if "optimizer" not in state or "param_groups" not in state.get("optimizer", {}) or "state" in state["optimizer"]:
+    if (
+        "optimizer" not in state
+        or "param_groups" not in state.get("optimizer", {})
+        or "state" in state["optimizer"]
+    ):
         got = f"one with {', '.join(map(str, state)) or 'nothing'}"
         raise OF_OTHER_MODEL.refused(got, "be that of a distributed optimizer with a gathered file")
     if not is_of_other_kind(optimizer, state):
         match_groups(optimizer.param_groups, state["optimizer"]["param_groups"])
 
 
-def match_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The saved groups in the order of ours, by what tells them apart; equal ones keep their order."""
+def match_groups(
+    ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The saved groups in the order of ours, by what tells them apart; equal ones keep their
+    order."""
     left = list(saved)
     matched = []
     for mine in ours:
-        place = next((place for place, group in enumerate(left) if identity(group) == identity(mine)), None)
+        place = next(
+            (place for place, group in enumerate(left) if identity(group) == identity(mine)), None
+        )
         if place is None:
             raise CheckpointError(
                 f"The checkpoint has no param group with {described(mine)}; it has "
@@ -120,7 +166,8 @@ def match_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
         matched.append(left.pop(place))
     if left:
         raise CheckpointError(
-            f"The checkpoint has a param group with {described(left[0])} besides those of the run. {_REMEDY}."
+            f"The checkpoint has a param group with {described(left[0])} besides those of the run. "
+            f"{_REMEDY}."
         )
     return matched
 
@@ -128,7 +175,14 @@ def match_groups(ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
 def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Takes the hyperparameters over, for those keys that ours have."""
     pairs = [
-        (mine, {key: value for key, value in theirs.items() if key in mine and key not in _IMPLEMENTATION})
+        (
+            mine,
+            {
+                key: value
+                for key, value in theirs.items()
+                if key in mine and key not in _IMPLEMENTATION
+            },
+        )
         for mine, theirs in zip(ours, match_groups(ours, saved), strict=True)
     ]
     take_options(pairs, Group.of().rank, options_of_run(get_args()))
@@ -141,21 +195,25 @@ def check_update_count(optimizer: BuiltOptimizer, step: int | None) -> int | Non
     return checked
 
 
-def check_moments(optimizer: BuiltOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True) -> None:
-    """Refuses the state of another class than the run's, which would be left out, or fail at the next step."""
+def check_moments(
+    optimizer: BuiltOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True
+) -> None:
+    """Refuses the state of another class than the run's, which would be left out, or fail at the
+    next step."""
     choice = optimizer.sharded.plan.choice
     if not choice.moments <= set(found) and (found or not may_be_none):
         raise CheckpointError(
             f"The {what} has {', '.join(sorted(found)) or 'params alone'}, and {choice.name} needs "
-            f"{', '.join(sorted(choice.moments))}. Resume with the optimizer of the saved run, or start from its "
-            "weights with --no-load-optim."
+            f"{', '.join(sorted(choice.moments))}. Resume with the optimizer of the saved run, or "
+            "start from its weights with --no-load-optim."
         )
 
 
 def install_state(
     optimizer: BuiltOptimizer, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
 ) -> None:
-    """Gives the inner optimizer its state back and rounds the loaded main params into the param buffers."""
+    """Gives the inner optimizer its state back and rounds the loaded main params into the param
+    buffers."""
     inner = optimizer.sharded.inner
     optimizer.sharded.forget_deferred_check()
     note_averages([optimizer.sharded], are_loaded=False, is_told=optimizer.everyone.rank == 0)
@@ -163,7 +221,10 @@ def install_state(
         restore_group(inner, group, step)
     for flat in optimizer.sharded.flat_params:
         # A count without moments is not what torch's classes keep before their first step.
-        group, num_updates = inner.param_groups[flat.plan.key.group], step if moments[flat] else None
+        group, num_updates = (
+            inner.param_groups[flat.plan.key.group],
+            step if moments[flat] else None,
+        )
         restore(inner, group, flat.main, moments[flat], num_updates)
         flat.write_model()
 
@@ -172,8 +233,11 @@ def install_state(
 
 
 def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamShard]]:
-    """By param name what this rank owns; at most one shard a param, because each lies in one bucket."""
-    return {shard.name: (flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards}
+    """By param name what this rank owns; at most one shard a param, because each lies in one
+    bucket."""
+    return {
+        shard.name: (flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards
+    }
 
 
 def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, Any]:
@@ -183,18 +247,24 @@ def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, A
         kept = {MAIN: flat.main.detach()} if flat.owns_memory else {}
         kept |= moments_of(optimizer.sharded.inner, flat.main)
         # A copy: a view would be saved with everything that it is a view of.
-        shards[name] = SavedShard(shard.in_param, {key: flat.cut(each, shard).clone() for key, each in kept.items()})
+        shards[name] = SavedShard(
+            shard.in_param, {key: flat.cut(each, shard).clone() for key, each in kept.items()}
+        )
     dicts, step = group_dicts(optimizer), count_updates(optimizer.sharded.inner)
     if optimizer.has_forks_buckets:
         groups = [
-            (dicts[number], [param.name for param in params]) for number, params in _own_params(optimizer).items()
+            (dicts[number], [param.name for param in params])
+            for number, params in _own_params(optimizer).items()
         ]
-        mains = {name: saved.tensors[MAIN] for name, saved in shards.items() if MAIN in saved.tensors}
+        mains = {
+            name: saved.tensors[MAIN] for name, saved in shards.items() if MAIN in saved.tensors
+        }
         states: dict[str, dict[str, Any]] = {}
         for name, saved in shards.items():
             states[name] = {key: tensor for key, tensor in saved.tensors.items() if key != MAIN}
             if optimizer.host_is_torchs and step is not None:
-                states[name]["step"] = torch.tensor(float(step))  # one each, because torch's class counts in place
+                # one each, because torch's class counts in place
+                states[name]["step"] = torch.tensor(float(step))
         state = rank_entry(groups, mains, states)
     else:
         placements = model.shares[0].placements
@@ -205,17 +275,30 @@ def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, A
 
 
 def _own_params(optimizer: BuiltOptimizer) -> dict[int, list[ExpectedParam]]:
-    """What a file in the fork's form has of this rank, by group, in its order; groups without params are left out."""
-    group_of = {name: number for number, group in enumerate(optimizer.sharded.plan.groups) for name in group.names}
+    """What a file in the fork's form has of this rank, by group, in its order; groups without
+    params are left out."""
+    group_of = {
+        name: number
+        for number, group in enumerate(optimizer.sharded.plan.groups)
+        for name in group.names
+    }
     spans, by_group = _spans_in_file(optimizer), dict[int, list[ExpectedParam]]()
     name_of = {param: name for name, param in optimizer.start.named.items()}
-    index_maps = [spans for model in optimizer.models for spans in model._grad_buffer_param_index_map.values()]
-    for param in (param for index_map in index_maps for param in index_map):  # as the fork registers them
+    index_maps = [
+        spans for model in optimizer.models for spans in model._grad_buffer_param_index_map.values()
+    ]
+    # as the fork registers them
+    for param in (param for index_map in index_maps for param in index_map):
         name = name_of.get(param)
         if name is not None and name in spans:
-            expected = ExpectedParam(name, (spans[name].numel,), has_main=param.dtype is not torch.float32)
+            expected = ExpectedParam(
+                name, (spans[name].numel,), has_main=param.dtype is not torch.float32
+            )
             by_group.setdefault(group_of[name], []).append(expected)
-    return {number: in_file_order(by_group[number], lambda each: each.has_main) for number in sorted(by_group)}
+    return {
+        number: in_file_order(by_group[number], lambda each: each.has_main)
+        for number in sorted(by_group)
+    }
 
 
 def _spans_in_file(optimizer: BuiltOptimizer) -> dict[str, Span]:
@@ -232,7 +315,9 @@ def _spans_in_file(optimizer: BuiltOptimizer) -> dict[str, Span]:
 
 
 def _saved_in(
-    optimizer: BuiltOptimizer, state: OptimizerEntry, expected: Mapping[int, Sequence[ExpectedParam]]
+    optimizer: BuiltOptimizer,
+    state: OptimizerEntry,
+    expected: Mapping[int, Sequence[ExpectedParam]],
 ) -> tuple[dict[int, Mapping[str, Any]], dict[str, ParamEntry]]:
     """The saved group of each group of the run, and what is saved of each param, by name, checked.
 
@@ -250,7 +335,8 @@ def _saved_in(
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """A state for `load_state_dict`, checked: what it has for this rank before ranks send each other anything."""
+    """A state for `load_state_dict`, checked: what it has for this rank before ranks send each
+    other anything."""
 
     groups: Mapping[int, Mapping[str, Any]]  # saved, by number of the run's group
     shards: Mapping[str, SavedShard]  # by name in the optimizer
@@ -262,7 +348,9 @@ def open_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> RankState
     """The state of a run without the distributed optimizer, of which every rank has all."""
     choice = optimizer.sharded.plan.choice
     if choice.updates_whole_params:
-        raise OF_OTHER_MODEL.refused("that of a class which does not update whole params", f"be of {choice.name}")
+        raise OF_OTHER_MODEL.refused(
+            "that of a class which does not update whole params", f"be of {choice.name}"
+        )
     state, params = plain_state(entry, OF_OTHER_MODEL), optimizer.start.named
     expected = {
         number: [
@@ -275,12 +363,17 @@ def open_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> RankState
     shards = {}
     for name, (_, shard) in shards_of(optimizer.sharded).items():
         span = shard.in_param
-        cut = {key: tensor.reshape(-1)[span.as_slice()] for key, tensor in entries[name].tensors.items()}
+        cut = {
+            key: tensor.reshape(-1)[span.as_slice()]
+            for key, tensor in entries[name].tensors.items()
+        }
         shards[name] = SavedShard(span, cut)
     return RankState(groups, shards, _step_in(optimizer, state), is_for_this_rank=True)
 
 
-def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: WholeModel) -> RankState:
+def open_rank_state(
+    optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: WholeModel
+) -> RankState:
     """What `rank_state_dict`, or the fork's own optimizer, gave for this rank."""
     missing = missing_in(entry)
     if missing:
@@ -308,7 +401,8 @@ def open_rank_state(optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: 
 
 
 def _step_in(optimizer: BuiltOptimizer, state: OptimizerEntry) -> int | None:
-    """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag says more."""
+    """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag
+    says more."""
     step = the_step([*state.groups, *state.inner["state"].values()], _CHECKPOINT)
     is_known = step is not None or optimizer.sharded.config.resume_step is not None
     return check_update_count(optimizer, step) if is_known or state.has_begun else 0
@@ -317,23 +411,39 @@ def _step_in(optimizer: BuiltOptimizer, state: OptimizerEntry) -> int | None:
 @torch.no_grad()
 def load_rank_state(optimizer: BuiltOptimizer, state: RankState, entry: Mapping[str, Any]) -> None:
     """Collective: takes a checked state over; the params are not gathered yet."""
-    everywhere = exchange((state.is_for_this_rank, state.groups, state.step, bool(state.shards)), optimizer.start.data)
+    everywhere = exchange(
+        (state.is_for_this_rank, state.groups, state.step, bool(state.shards)), optimizer.start.data
+    )
     groups, step, owned = state.groups, state.step, shards_of(optimizer.sharded)
     buffers = [] if all(is_for_it for is_for_it, *_ in everywhere) else optimizer.grad_buffers
     listed = []
     for buffer in buffers:
         mine = [(name, each) for name, each in state.shards.items() if name in buffer.plan.params]
-        listed.append(exchange([(name, each.in_param, tuple(each.tensors)) for name, each in mine], buffer.plan.group))
+        listed.append(
+            exchange(
+                [(name, each.in_param, tuple(each.tensors)) for name, each in mine],
+                buffer.plan.group,
+            )
+        )
     raise_together(lambda: _check_complete(buffers, listed, owned), optimizer.everyone, "load")
     if buffers:  # a rank may have saved nothing of what it owns now
-        found = {number: group for _, of_rank, _, _ in reversed(everywhere) for number, group in of_rank.items()}
+        found = {
+            number: group
+            for _, of_rank, _, _ in reversed(everywhere)
+            for number, group in of_rank.items()
+        }
         groups = dict(sorted(found.items()))
-        step = max((count for _, _, count, has_any in everywhere if has_any and count is not None), default=None)
+        step = max(
+            (count for _, _, count, has_any in everywhere if has_any and count is not None),
+            default=None,
+        )
     load_groups([optimizer.param_groups[number] for number in groups], list(groups.values()))
     load_loss_scale(optimizer.sharded.loss_scale, entry.get("grad_scaler") or {})
     for sharded in optimizer.sharded.buffers:
         sharded.collect()  # fp32 params came with the model, and packed ones are copies of it
-    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}
+    moments: dict[FlatParam, dict[str, Tensor]] = {
+        flat: {} for flat in optimizer.sharded.flat_params
+    }
     for name, saved in () if buffers else state.shards.items():
         _take(owned[name], saved, moments)
     for buffer, by_rank in zip(buffers, listed, strict=True):
@@ -344,7 +454,9 @@ def load_rank_state(optimizer: BuiltOptimizer, state: RankState, entry: Mapping[
 
 
 def _take(
-    owned: tuple[FlatParam, ParamShard], saved: SavedShard, moments: Mapping[FlatParam, dict[str, Tensor]]
+    owned: tuple[FlatParam, ParamShard],
+    saved: SavedShard,
+    moments: Mapping[FlatParam, dict[str, Tensor]],
 ) -> None:
     """Copies those elements of a saved shard that this rank owns."""
     flat, shard = owned
@@ -362,7 +474,9 @@ _Listed = Sequence[Sequence[tuple[str, Span, tuple[str, ...]]]]
 
 
 def _check_complete(
-    buffers: Sequence[GradBuffer], listed: Sequence[_Listed], owned: Mapping[str, tuple[FlatParam, ParamShard]]
+    buffers: Sequence[GradBuffer],
+    listed: Sequence[_Listed],
+    owned: Mapping[str, tuple[FlatParam, ParamShard]],
 ) -> None:
     """Refuses shards of which an element that this rank owns is in no rank's state."""
     for buffer, by_rank in zip(buffers, listed, strict=True):
@@ -372,14 +486,18 @@ def _check_complete(
             saved[name] = saved.get(name, 0) + (both.numel if both else 0)
         for name, (_, shard) in owned.items():
             if name in buffer.plan.params and saved.get(name, 0) != shard.in_param.numel:
-                got = f"{saved.get(name, 0)} of the {shard.in_param.numel} elements of {name!r} that this rank owns"
+                got = (
+                    f"{saved.get(name, 0)} of the {shard.in_param.numel} elements of {name!r} that "
+                    "this rank owns"
+                )
                 raise _OF_OTHER_RANKS.refused(got, "hold each of them once on one rank")
 
 
 def _sent_around(
     buffer: GradBuffer, shards: Mapping[str, SavedShard], listed: _Listed
 ) -> Iterator[tuple[str, SavedShard]]:
-    """Collective: the saved shards of one buffer of all ranks, each with one of its tensors, in fp32."""
+    """Collective: the saved shards of one buffer of all ranks, each with one of its tensors, in
+    fp32."""
     group, device = buffer.plan.group, buffer.grad.device
     for rank, of_rank in enumerate(listed):
         for key in dict.fromkeys(key for _, _, keys in of_rank for key in keys):
@@ -387,7 +505,11 @@ def _sent_around(
             numels = [span.numel for _, span in parts]
             sent = torch.empty(sum(numels), dtype=torch.float32, device=device)
             if rank == group.rank:
-                sent.copy_(torch.cat([shards[name].tensors[key].to(device, torch.float32) for name, _ in parts]))
+                sent.copy_(
+                    torch.cat(
+                        [shards[name].tensors[key].to(device, torch.float32) for name, _ in parts]
+                    )
+                )
             broadcast(sent, rank, group)
             for (name, span), values in zip(parts, torch.split(sent, numels), strict=True):
                 yield name, SavedShard(span, {key: values})
@@ -398,17 +520,26 @@ def _sent_around(
 
 @torch.no_grad()
 def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
-    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which writes the file."""
+    """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which
+    writes the file."""
     sharded, data = optimizer.sharded, optimizer.start.data
-    kept = {flat: {MAIN: flat.main.detach(), **moments_of(sharded.inner, flat.main)} for flat in sharded.flat_params}
-    keys = {key for found in exchange(sorted({key for each in kept.values() for key in each}), data) for key in found}
+    kept = {
+        flat: {MAIN: flat.main.detach(), **moments_of(sharded.inner, flat.main)}
+        for flat in sharded.flat_params
+    }
+    keys = {
+        key
+        for found in exchange(sorted({key for each in kept.values() for key in each}), data)
+        for key in found
+    }
     moments = moments_in_file(keys - {MAIN}, is_adam=sharded.plan.choice.is_adam)
     owned = shards_of(sharded)
     gathered: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
     for buffer in optimizer.grad_buffers:
         carrier, device = _carrier(data, buffer)
         tensors = gathered[buffer.plan.chunk, buffer.plan.dtype] = {}
-        for key in (MAIN, *moments):  # one after the other: only one of them is whole in the device's memory
+        # one after the other: only one of them is whole in the device's memory
+        for key in (MAIN, *moments):
             part = torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
             for name, (flat, shard) in owned.items():
                 if name in buffer.plan.params and key in kept[flat]:
@@ -419,13 +550,17 @@ def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
 
     def write() -> None:
         if data.rank == 0:
-            save_whole(gathered_state(gathered, updates_so_far(optimizer), sharded.num_skipped), Path(filename))
+            save_whole(
+                gathered_state(gathered, updates_so_far(optimizer), sharded.num_skipped),
+                Path(filename),
+            )
 
     raise_together(write, optimizer.everyone)
 
 
 def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
-    """Who moves the parts: the group, or the fork's gloo group of the same ranks, which needs no device memory."""
+    """Who moves the parts: the group, or the fork's gloo group of the same ranks, which needs no
+    device memory."""
     cpu = torch.device("cpu")
     if "gloo" in group.backend or group.size == 1:
         return group, cpu
@@ -439,34 +574,50 @@ def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
 def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | None) -> None:
     """Collective: every rank reads what it owns; the params are not gathered yet.
 
-    `head_step` is the update count that came with `load_state_dict`. A rank that cannot read the file raises before
-    anything is changed, and the others with it.
+    `head_step` is the update count that came with `load_state_dict`. A rank that cannot read the
+    file raises before anything is changed, and the others with it.
     """
 
     def read() -> tuple[list[dict[str, Tensor]], int | None, int]:
-        file = GatheredFile(load_file(Path(filename)), Origin(f"optimizer file {filename}", _OF_OTHER_SAVE))
+        file = GatheredFile(
+            load_file(Path(filename)), Origin(f"optimizer file {filename}", _OF_OTHER_SAVE)
+        )
         found = [_checked_tensors(optimizer, file, buffer) for buffer in optimizer.grad_buffers]
-        return found, check_update_count(optimizer, file.step if head_step is None else head_step), file.num_skipped
+        return (
+            found,
+            check_update_count(optimizer, file.step if head_step is None else head_step),
+            file.num_skipped,
+        )
 
     of_buffers, step, num_skipped = raise_together(read, optimizer.everyone)
-    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in optimizer.sharded.flat_params}
+    moments: dict[FlatParam, dict[str, Tensor]] = {
+        flat: {} for flat in optimizer.sharded.flat_params
+    }
     owned = shards_of(optimizer.sharded)
     for buffer, tensors in zip(optimizer.grad_buffers, of_buffers, strict=True):
         for name in owned.keys() & buffer.plan.params.keys():
             span = owned[name][1].in_param
             in_file = span.moved_by(buffer.plan.in_file[name].start).as_slice()
-            _take(owned[name], SavedShard(span, {key: each[in_file] for key, each in tensors.items()}), moments)
+            _take(
+                owned[name],
+                SavedShard(span, {key: each[in_file] for key, each in tensors.items()}),
+                moments,
+            )
     install_state(optimizer, moments, step)
     optimizer.sharded.num_skipped = num_skipped
 
 
-def _checked_tensors(optimizer: BuiltOptimizer, file: GatheredFile, buffer: GradBuffer) -> dict[str, Tensor]:
+def _checked_tensors(
+    optimizer: BuiltOptimizer, file: GatheredFile, buffer: GradBuffer
+) -> dict[str, Tensor]:
     plan, choice = buffer.plan, optimizer.sharded.plan.choice
     if plan.is_ours:
         raise file.origin.refused("without experts", "hold every param of the model")
     tensors = file.tensors(plan.chunk, plan.dtype, plan.file_numel)
     # Adam's moments are there even before the first step, so a file without them has lost them.
-    check_moments(optimizer, file.origin.what, tensors.keys() - {MAIN}, may_be_none=not choice.is_adam)
+    check_moments(
+        optimizer, file.origin.what, tensors.keys() - {MAIN}, may_be_none=not choice.is_adam
+    )
     for group in optimizer.sharded.plan.groups:
         dtypes = {plan.params[name].dtype for name in group.names if name in plan.params}
         file.check_order(is_mixed=len(dtypes) > 1, remedy=_PERMUTED)

@@ -1,22 +1,25 @@
-"""The grad buffers of the fork's DistributedDataParallel as layouts, and the param buffers next to them.
+"""The grad buffers of the fork's DistributedDataParallel as layouts, and the param buffers next to
+them.
 
-The fork keeps one grad buffer for each grad dtype of a chunk and leaves the params where they are. Its grad buffers are
-kept, each as one bucket, and the params move into param buffers. Three things do not fit into the fork's buffer and get
-one of their own, to which `main_grad` is moved: params of experts, which other ranks own than the dense ones; a buffer
-whose padding fits the data-parallel size but not the group that it is sharded over (Ulysses); and one that is cut into
-buckets, each of which has padding (decisions.py). The fork's index map stays; its files have the params in that order.
+The fork keeps one grad buffer for each grad dtype of a chunk and leaves the params where they are.
+Its grad buffers are kept, each as one bucket, and the params move into param buffers. Three things
+do not fit into the fork's buffer and get one of their own, to which `main_grad` is moved: params of
+experts, which other ranks own than the dense ones; a buffer whose padding fits the data-parallel
+size but not the group that it is sharded over (Ulysses); and one that is cut into buckets, each of
+which has padding (decisions.py). The fork's index map stays; its files have the params in that
+order.
 
-Dense params are sharded over the data-parallel group; with Ulysses sequence parallelism over the sequence-data group,
-because ranks that hold other parts of a sequence hold the same params too. Expert params are sharded over the ranks
-that hold the same experts.
+Dense params are sharded over the data-parallel group; with Ulysses sequence parallelism over the
+sequence-data group, because ranks that hold other parts of a sequence hold the same params too.
+Expert params are sharded over the ranks that hold the same experts.
 
-[Note: used grads] After a step each rank's shard holds sums, which may be divided, and the rest of the buffer what
-this rank alone has contributed. Gradients that are added to that make no sum of anything. The fork's training loop
-zeroes the buffers before each step; its own optimizer uses them for params meanwhile. So the first and the last element
-of each are made infinite after a step: whoever zeroes the buffer, by whatever call, takes that away, and whatever
-finite is added to it does not. A test of them stays on the device, and what it finds is told to all ranks with the
-statistics of the step.
-"""
+[Note: used grads] After a step each rank's shard holds sums, which may be divided, and the rest of
+the buffer what this rank alone has contributed. Gradients that are added to that make no sum of
+anything. The fork's training loop zeroes the buffers before each step; its own optimizer uses them
+for params meanwhile. So the first and the last element of each are made infinite after a step:
+whoever zeroes the buffer, by whatever call, takes that away, and whatever finite is added to it
+does not. A test of them stays on the device, and what it finds is told to all ranks with the
+statistics of the step."""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def dense_group() -> Group:
 
 
 def is_expert(param: Parameter) -> bool:
-    """Whether other ranks of the dense group hold other experts: what DeepSpeed's and Megatron's layers mark so."""
+    """Whether other ranks of the dense group hold other experts: what DeepSpeed's and Megatron's
+    layers mark so."""
     return not getattr(param, "allreduce", True)
 
 
@@ -65,8 +69,9 @@ def expert_group(name: str, param: Parameter) -> Group:
         if hasattr(mpu, getter):
             return Group.of(getattr(mpu, getter)())
     raise HostError(
-        f"The expert param {name!r} has group_name {group_name!r}, which is no group of DeepSpeed's, and there is no "
-        f"mpu.{_EXPERT_GROUPS[0]}(). Use the MoE layer of deepspeed.moe, or give mpu that function."
+        f"The expert param {name!r} has group_name {group_name!r}, which is no group of "
+        f"DeepSpeed's, and there is no mpu.{_EXPERT_GROUPS[0]}(). Use the MoE layer of "
+        "deepspeed.moe, or give mpu that function."
     )
 
 
@@ -81,7 +86,8 @@ def expert_place(param: Parameter) -> tuple[int, int]:
 
 
 def _groups_of_deepspeed(param: Parameter) -> Any:
-    """DeepSpeed's module, if one of its MoE layers has written a group's name on the param; it is loaded then."""
+    """DeepSpeed's module, if one of its MoE layers has written a group's name on the param; it is
+    loaded then."""
     groups = import_module("deepspeed.utils.groups") if "deepspeed" in sys.modules else None
     known = {} if groups is None else groups._get_expert_data_parallel_group_dict()
     return groups if getattr(param, "group_name", None) in known else None
@@ -96,7 +102,8 @@ class BufferPlan:
     group: Group  # the ranks over which it is sharded
     layout: BufferLayout  # of the grads
     params: Mapping[str, Parameter]  # that are updated from it, by name
-    in_file: Mapping[str, Span]  # the place of each param in the fork's files, which is that in the fork's buffer
+    # the place of each param in the fork's files, which is that in the fork's buffer
+    in_file: Mapping[str, Span]
     file_numel: int  # elements in the files, without padding
     is_ours: bool = False  # unknown to the fork's DistributedDataParallel, which will not zero it
 
@@ -110,7 +117,8 @@ class BufferPlan:
 
     @cached_property
     def file_layout(self) -> BufferLayout:
-        """The layout of the buffer in the files: one bucket in the fork's order, with its padding."""
+        """The layout of the buffer in the files: one bucket in the fork's order, with its
+        padding."""
         if self.is_in_place:
             return self.layout
         slots = [ParamSlot(name, 0, span) for name, span in self.in_file.items()]
@@ -124,7 +132,8 @@ class GradBuffer:
     """One grad buffer with the param buffers of the params that accumulate into it."""
 
     plan: BufferPlan
-    sharded: tuple[ShardedBuffer, ...]  # one a param dtype, the majority first; all with one grad tensor and layout
+    # one a param dtype, the majority first; all with one grad tensor and layout
+    sharded: tuple[ShardedBuffer, ...]
 
     @property
     def grad(self) -> Tensor:
@@ -132,21 +141,31 @@ class GradBuffer:
         return self.sharded[0].grad
 
 
-def plan_grad_buffers(chunks: Sequence[Any], name_of: Mapping[Parameter, str]) -> tuple[BufferPlan, ...]:
-    """All grad buffers of the wrapped chunks, in the order in which every rank reduces them. Moves nothing."""
+def plan_grad_buffers(
+    chunks: Sequence[Any], name_of: Mapping[Parameter, str]
+) -> tuple[BufferPlan, ...]:
+    """All grad buffers of the wrapped chunks, in the order in which every rank reduces them. Moves
+    nothing."""
     plans: list[BufferPlan] = []
-    places = [(number, chunk, dtype) for number, chunk in enumerate(chunks) for dtype in chunk._grad_buffers]
+    places = [
+        (number, chunk, dtype)
+        for number, chunk in enumerate(chunks)
+        for dtype in chunk._grad_buffers
+    ]
     for number, chunk, dtype in places:
         index_map = chunk._grad_buffer_param_index_map[dtype]
         spans = {name_of[param]: Span(*span) for param, span in index_map.items()}
         dense = {name_of[param]: param for param in index_map if not is_expert(param)}
         if dense:
             group, memory = dense_group(), chunk._grad_buffers[dtype]
-            # The fork's padding, or another one where the fork's does not divide into the group's shards.
+            # The fork's padding, or another one where the fork's does not divide into the group's
+            # shards.
             fits = memory.numel_padded % group.size == 0
             numel = memory.numel_padded if fits else -(-memory.numel // group.size) * group.size
             slots = [ParamSlot(name, 0, span) for name, span in spans.items()]
-            layout = adopt(slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel])
+            layout = adopt(
+                slots, [Span(0, numel)], num_shards=group.size, numel_unpadded=[memory.numel]
+            )
             plans.append(BufferPlan(number, dtype, group, layout, dense, spans, memory.numel))
         by_group: dict[Group, dict[str, Parameter]] = {}
         for param in filter(is_expert, index_map):
@@ -155,18 +174,22 @@ def plan_grad_buffers(chunks: Sequence[Any], name_of: Mapping[Parameter, str]) -
             layout = lay_out([spec_of(*item) for item in experts.items()], num_shards=group.size)
             in_file = {slot.name: slot.in_buffer for slot in layout.slots}
             numel = layout.buckets[-1].numel_unpadded
-            plans.append(BufferPlan(number, dtype, group, layout, experts, in_file, numel, is_ours=True))
+            plans.append(
+                BufferPlan(number, dtype, group, layout, experts, in_file, numel, is_ours=True)
+            )
     return tuple(plans)
 
 
 def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
-    """Allocates param buffers, and a grad buffer where the fork's cannot be used, and moves params and grads there."""
+    """Allocates param buffers, and a grad buffer where the fork's cannot be used, and moves params
+    and grads there."""
     chunk: Any = chunks[plan.chunk]
     memory = chunk._grad_buffers[plan.dtype]
     if plan.is_ours:
         grad = memory.data.new_zeros(plan.layout.numel)
     elif plan.layout.numel != memory.data.numel():
-        # The fork's buffer is still empty. Both at once would be the most memory that a run ever needs.
+        # The fork's buffer is still empty. Both at once would be the most memory that a run ever
+        # needs.
         for param in plan.params.values():
             param.main_grad = None  # type: ignore[attr-defined]
         memory.data = memory.data.new_empty(0)
@@ -174,16 +197,25 @@ def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
         memory.numel_padded = plan.layout.numel
     else:
         grad = memory.data
-    for name, param in plan.params.items():  # the fork's hook looks `main_grad` up whenever it adds to it
+    # the fork's hook looks `main_grad` up whenever it adds to it
+    for name, param in plan.params.items():
         param.main_grad = view_of(grad, plan.layout.slot_of[name].in_buffer, param.shape)  # type: ignore[attr-defined]
     # See [Note: two param dtypes in one grad buffer] in buffers/compact.py.
     by_dtype: dict[torch.dtype, dict[str, Parameter]] = {}
     for name, param in plan.params.items():
         by_dtype.setdefault(param.dtype, {})[name] = param
-    by_numel = sorted(by_dtype.values(), key=lambda params: sum(each.numel() for each in params.values()), reverse=True)
+    by_numel = sorted(
+        by_dtype.values(),
+        key=lambda params: sum(each.numel() for each in params.values()),
+        reverse=True,
+    )
     layout, rank, (majority, *minorities) = plan.layout, plan.group.rank, by_numel
-    first = ShardedBuffer(layout, rank, grad, move_into_buffer(majority, layout), frozenset(majority))
-    return GradBuffer(plan, (first, *(pack_params(minority, layout, rank, grad) for minority in minorities)))
+    first = ShardedBuffer(
+        layout, rank, grad, move_into_buffer(majority, layout), frozenset(majority)
+    )
+    return GradBuffer(
+        plan, (first, *(pack_params(minority, layout, rank, grad) for minority in minorities))
+    )
 
 
 def main_grads(params: Mapping[str, Parameter]) -> dict[str, Tensor]:
@@ -192,7 +224,8 @@ def main_grads(params: Mapping[str, Parameter]) -> dict[str, Tensor]:
 
 
 class UsedGrads:
-    """Finds gradients that were added to used ones ([Note: used grads]); `like` has dtype and device of `found`."""
+    """Finds gradients that were added to used ones ([Note: used grads]); `like` has dtype and
+    device of `found`."""
 
     def __init__(self, grads: Sequence[Tensor], like: Tensor) -> None:
         self._grads = [grad for grad in grads if grad.numel() > 1]
@@ -211,13 +244,16 @@ class UsedGrads:
     def look(self) -> None:
         """Before the grads of a step are reduced; the CPU does not wait."""
         used = [(grad[:1] == math.inf) & (grad[-1:] == -math.inf) for grad in self._grads]
-        self.found = torch.cat(used).any().to(self._nothing.dtype).view(1) if used else self._nothing.clone()
+        self.found = (
+            torch.cat(used).any().to(self._nothing.dtype).view(1) if used else self._nothing.clone()
+        )
 
     @staticmethod
     def check(found: Tensor) -> None:
         """Raises for what an earlier `look` has found; waits for the device."""
         if found.item() > 0:
             raise LayoutError(
-                "Gradients were added to those of the step before, and have to begin at zero in every step. Call "
-                "zero_grad_buffer() of every model chunk, and optimizer.zero_grad(), before the first backward."
+                "Gradients were added to those of the step before, and have to begin at zero in "
+                "every step. Call zero_grad_buffer() of every model chunk, and "
+                "optimizer.zero_grad(), before the first backward."
             )

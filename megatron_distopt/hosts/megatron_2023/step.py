@@ -16,14 +16,22 @@ from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer, phases
 from megatron_distopt.hosts.megatron_2023.grad_buffers import UsedGrads
 from megatron_distopt.optimizer.deferred import Notice
 from megatron_distopt.optimizer.main_params import main_grads
-from megatron_distopt.optimizer.step import StepAction, advance, decide, finish_deferred_check, measure, write_model
+from megatron_distopt.optimizer.step import (
+    StepAction,
+    advance,
+    decide,
+    finish_deferred_check,
+    measure,
+    write_model,
+)
 
 
 class ForkSteps(BuiltOptimizer):
     """What the optimizer answers to the fork's training loop."""
 
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
-        """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is averaged in `step`."""
+        """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is
+        averaged in `step`."""
         self.used_grads.look()
         with self.communication.watch:
             self.add_up_over_model_ranks(args, timers)
@@ -32,23 +40,25 @@ class ForkSteps(BuiltOptimizer):
 
     @torch.no_grad()
     def step(self, args: Any = None, timers: Any = None) -> tuple[bool, float | None, int | None]:
-        """Collective: measures, decides, updates and rounds into this rank's shards; after `reduce_model_grads`.
+        """Collective: measures, decides, updates and rounds into this rank's shards; after
+        `reduce_model_grads`.
 
         Returns:
-            (True, gradient norm, zeros or None); the norm is None without clipping. (False, None, None) where the step
-            was skipped.
+            (True, gradient norm, zeros or None); the norm is None without clipping. (False, None,
+            None) where the step was skipped.
 
         Raises:
-            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise"; one step later
-                where the check is deferred, see `ShardedOptimizer.defers_check`. Norm and zeros are then 0-D tensors.
-            LayoutError, RanksDisagreeError: on all ranks, where params, grads or groups are not as they have to be on
-                one of them; deferred as well.
+            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is
+                "raise"; one step later where the check is deferred, see
+                `ShardedOptimizer.defers_check`. Norm and zeros are then 0-D tensors.
+            LayoutError, RanksDisagreeError: on all ranks, where params, grads or groups are not as
+                they have to be on one of them; deferred as well.
             HostError: it was given a closure.
         """
         if callable(args):
             raise HostError(
-                "step was given a closure, and takes the fork's arguments and timers. Compute the loss before it, and "
-                "call step(args, timers)."
+                "step was given a closure, and takes the fork's arguments and timers. Compute the "
+                "loss before it, and call step(args, timers)."
             )
         if self.sharded.averages is not None:
             self.sharded.check_has_params("step")
@@ -68,7 +78,8 @@ class ForkSteps(BuiltOptimizer):
                 hook.after(decision)
             self.used_grads.mark()
             return False, None, None
-        with phase("optimizer-clip-main-grad"), phase("optimizer-count-zeros"):  # done while the gradient was measured
+        # done while the gradient was measured
+        with phase("optimizer-clip-main-grad"), phase("optimizer-count-zeros"):
             norm, num_zeros = decision.norm_to_log, decision.zeros_to_log
         with phase("optimizer-inner-step"):
             advance(self.sharded, grads, decision)
@@ -80,10 +91,11 @@ class ForkSteps(BuiltOptimizer):
         return True, norm if self.clip_grad > 0 else None, num_zeros
 
     def _look_between_steps(self) -> Notice:
-        """What the user did to params, grads and groups since the last step, and what of it has to be raised.
+        """What the user did to params, grads and groups since the last step, and what of it has to
+        be raised.
 
-        Some forks load weights without telling a bf16 optimizer; it must not undo that at the first step. Afterwards
-        the main params count, as with the fork's own optimizer.
+        Some forks load weights without telling a bf16 optimizer; it must not undo that at the first
+        step. Afterwards the main params count, as with the fork's own optimizer.
         """
         used = self.used_grads.found
         try:
@@ -109,7 +121,8 @@ class ForkSteps(BuiltOptimizer):
     def reload_model_params(self) -> None:
         """Refreshes the main params after the model params were changed.
 
-        One child calls it after every resume; main params that still round to the model's are more precise and stay.
+        One child calls it after every resume; main params that still round to the model's are more
+        precise and stay.
         """
         self.sharded.check_has_params("reload_model_params")
         self.finish_param_gather()
@@ -121,9 +134,10 @@ class ForkSteps(BuiltOptimizer):
     def clip_grad_norm(self, *_: Any) -> NoReturn:
         """Refused, as are other parts of the fork's own step, which no fork calls by themselves."""
         raise AccessError(
-            "A part of the fork's own step was called (clip_grad_norm, count_zeros, get_main_grads_for_grad_norm or "
-            "get_model_param_range_map), whose tensors this optimizer does not have. Call step(args, timers), which "
-            "clips by --clip-grad and returns the gradient norm, and with --log-num-zeros-in-grad the zeros."
+            "A part of the fork's own step was called (clip_grad_norm, count_zeros, "
+            "get_main_grads_for_grad_norm or get_model_param_range_map), whose tensors this "
+            "optimizer does not have. Call step(args, timers), which clips by --clip-grad and "
+            "returns the gradient norm, and with --log-num-zeros-in-grad the zeros."
         )
 
     count_zeros = get_main_grads_for_grad_norm = get_model_param_range_map = clip_grad_norm

@@ -1,9 +1,11 @@
-"""How our optimizer gets into megatron-core: the host's factory runs, and the two classes that it builds are ours.
+"""How our optimizer gets into megatron-core: the host's factory runs, and the two classes that it
+builds are ours.
 
-[Note: the constructor is the patch point] Frameworks copy `get_megatron_optimizer`, call the functions below it, or
-wrap it, and import the classes by value. All of them construct `DistributedOptimizer`, so its `__init__` is replaced:
-an object of exactly the host's class becomes one of ours before anything is allocated. A subclass that others wrote
-cannot become ours and is refused, so the host's own is never built while the package is active.
+[Note: the constructor is the patch point] Frameworks copy `get_megatron_optimizer`, call the
+functions below it, or wrap it, and import the classes by value. All of them construct
+`DistributedOptimizer`, so its `__init__` is replaced: an object of exactly the host's class becomes
+one of ours before anything is allocated. A subclass that others wrote cannot become ours and is
+refused, so the host's own is never built while the package is active.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import (
+    DistributedOptimizer as HostDistributedOptimizer,
+)
 from torch.nn import Module
 
 from megatron_distopt.comm import Group, is_initialized, meet, raise_together
@@ -37,14 +41,20 @@ from megatron_distopt.hosts.megatron_core.facts import (
     SCRIPT,
     arguments,
 )
-from megatron_distopt.hosts.megatron_core.host_config import Merged, check_model, check_parallel_state, merge_config
+from megatron_distopt.hosts.megatron_core.host_config import (
+    Merged,
+    check_model,
+    check_parallel_state,
+    merge_config,
+)
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron_distopt.hosts.megatron_core.step import start_together
 from megatron_distopt.hosts.patch_points import Replacement, leave_script, replaced_since
 from megatron_distopt.hosts.protecting import protect_script
 from megatron_distopt.optimizer.inner import InnerChoice
 
-#: What `build` has merged and checked on all ranks, for the constructors that run inside it; the last one counts.
+#: What `build` has merged and checked on all ranks, for the constructors that run inside it; the
+#: last one counts.
 _merged: list[Merged] = []
 
 
@@ -61,18 +71,26 @@ def build(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Collective: `original`, whose constructors build ours where its config asks for a distributed optimizer."""
+    """Collective: `original`, whose constructors build ours where its config asks for a distributed
+    optimizer."""
     name, hint = getattr(config, "optimizer", FIRST_ORDER[0]), ""
     if name not in FIRST_ORDER:  # the host resets its flag, and a run may expect this package
-        hint = f"; optimizer is {name!r}, and must be adam or sgd, or muon over buffers that the host shards"
-    if not is_used(config.use_distributed_optimizer or is_layer_wise_muon(config, model_chunks), hint):
+        hint = (
+            f"; optimizer is {name!r}, and must be adam or sgd, or muon over buffers that the host "
+            "shards"
+        )
+    if not is_used(
+        config.use_distributed_optimizer or is_layer_wise_muon(config, model_chunks), hint
+    ):
         return original(config, model_chunks, *args, **kwargs)
     check_parallel_state(is_initialized())
     call = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
 
     def merge() -> Merged:
         check_class()
-        has_groups = call.get("pg_collection") is not None or parallel_state.model_parallel_is_initialized()
+        has_groups = (
+            call.get("pg_collection") is not None or parallel_state.model_parallel_is_initialized()
+        )
         check_parallel_state(has_groups)
         merged, choice = _merge(options, config, model_chunks)
         check_script_can_save(choice)
@@ -94,7 +112,8 @@ def build(
 
 @contextmanager
 def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
-    """In the block the host builds an inner optimizer in fp32 on the device, and an Adam for Muon: ours replaces it.
+    """In the block the host builds an inner optimizer in fp32 on the device, and an Adam for Muon:
+    ours replaces it.
 
     Its optimizer keeps the config object, so a copy would not do.
     """
@@ -116,7 +135,8 @@ def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
 
 
 def take_over(options: DistOptConfig) -> Callable[[], None]:
-    """Replaces the constructors and the host's load, and returns the undo; variables and configs add to `options`."""
+    """Replaces the constructors and the host's load, and returns the undo; variables and configs
+    add to `options`."""
     undo_constructors, undo_load = _replace_constructors(options), look_at_loads()
 
     def undo() -> None:
@@ -146,7 +166,8 @@ def _replace_constructors(options: DistOptConfig) -> Callable[[], None]:
 
 
 def check_class() -> None:
-    """Refuses a constructor with other parameters, and a method that other code changed where ours takes its place."""
+    """Refuses a constructor with other parameters, and a method that other code changed where ours
+    takes its place."""
     found = tuple(inspect.signature(HostDistributedOptimizer.__init__).parameters)[1:]
     if tuple(name for name in found if name not in CLASS_MAY_TAKE) != CLASS_PARAMETERS:
         raise HostMismatchError(
@@ -157,9 +178,15 @@ def check_class() -> None:
     replaced = {name for base in mro[: mro.index(HostDistributedOptimizer)] for name in vars(base)}
     for name, method in vars(HostDistributedOptimizer).items():
         owner = getattr(method, "__globals__", {}).get("__name__", "megatron.core")
-        if name in replaced and owner.split(".")[0] not in ("torch", "megatron", "megatron_distopt"):
+        if name in replaced and owner.split(".")[0] not in (
+            "torch",
+            "megatron",
+            "megatron_distopt",
+        ):
             rule = "ours takes its place, and the change would be lost"
-            raise HostMismatchError(f"{CLASS}.{name} was replaced by {owner}; {rule}. Switch that patch off.")
+            raise HostMismatchError(
+                f"{CLASS}.{name} was replaced by {owner}; {rule}. Switch that patch off."
+            )
 
 
 def _constructor(original: Callable[..., None], options: DistOptConfig) -> Callable[..., None]:
@@ -171,14 +198,18 @@ def _constructor(original: Callable[..., None], options: DistOptConfig) -> Calla
         if type(self) is not HostDistributedOptimizer:
             kind = f"{type(self).__module__}.{type(self).__qualname__}"
             remedy = "Build the host's own class, or set MEGATRON_DISTOPT=0"
-            raise ConfigError(f"{kind} is a subclass of {CLASS}, which megatron_distopt cannot replace. {remedy}.")
+            raise ConfigError(
+                f"{kind} is a subclass of {CLASS}, which megatron_distopt cannot replace. {remedy}."
+            )
         call = inspect.signature(original).bind(self, *args, **kwargs).arguments
         if _merged:
             merged = _merged[-1]
         else:  # ranks that hold the same params construct together whoever calls
             data = Group.of(call["data_parallel_group"])
             meet(data)
-            merged, _ = raise_together(lambda: _merge(options, call["config"], call["model_chunks"]), data)
+            merged, _ = raise_together(
+                lambda: _merge(options, call["config"], call["model_chunks"]), data
+            )
         self.__class__ = DistributedOptimizer
         self.__init__(*args, merged=merged, **kwargs)
 
@@ -186,7 +217,9 @@ def _constructor(original: Callable[..., None], options: DistOptConfig) -> Calla
     return construct
 
 
-def _merge(options: DistOptConfig, config: Any, chunks: Sequence[Module]) -> tuple[Merged, InnerChoice | None]:
+def _merge(
+    options: DistOptConfig, config: Any, chunks: Sequence[Module]
+) -> tuple[Merged, InnerChoice | None]:
     merged = merge_config(config_from_environment(os.environ, options), config)
     return merged, check_model(chunks, merged)
 
@@ -195,12 +228,18 @@ def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def construct(self: Any, chained_optimizers: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         kind = type(self)
-        ours = [optimizer for optimizer in chained_optimizers if isinstance(optimizer, DistributedOptimizer)]
+        ours = [
+            optimizer
+            for optimizer in chained_optimizers
+            if isinstance(optimizer, DistributedOptimizer)
+        ]
         if ours and (len(ours) != len(chained_optimizers) or kind is not HostChainedOptimizer):
-            others = {type(other).__name__ for other in chained_optimizers if other not in ours} or {kind.__name__}
+            others = {
+                type(other).__name__ for other in chained_optimizers if other not in ours
+            } or {kind.__name__}
             raise ConfigError(
-                f"The distributed optimizer is chained with {', '.join(sorted(others))}, and must be alone in its "
-                "chain. Set MEGATRON_DISTOPT=0, or use adam or sgd for all params."
+                f"The distributed optimizer is chained with {', '.join(sorted(others))}, and must "
+                "be alone in its chain. Set MEGATRON_DISTOPT=0, or use adam or sgd for all params."
             )
         if not ours and kind is HostChainedOptimizer and switch_from(os.environ) is Switch.REQUIRE:
             is_wanted(False)

@@ -1,12 +1,13 @@
 """The buffers that megatron-core's DistributedDataParallel made, in our words.
 
-The host's layout is adopted as it is: its own collectives (reduce-scatter in backward, all-gather in forward) go on
-using it.
+The host's layout is adopted as it is: its own collectives (reduce-scatter in backward, all-gather
+in forward) go on using it.
 
-[Note: buffers that move] Frameworks that generate between steps give a buffer other memory (`buffer.param_data.data =
-...`) and cut params, gradients and buckets from it anew, as ROLL does. What flat params show has to follow at once:
-views of the old memory would keep it, and the next step would read gradients that are no more. So the two tensors of a
-buffer become a `FollowedBuffer`, which takes its views along.
+[Note: buffers that move] Frameworks that generate between steps give a buffer other memory
+(`buffer.param_data.data = ...`) and cut params, gradients and buckets from it anew, as ROLL does.
+What flat params show has to follow at once: views of the old memory would keep it, and the next
+step would read gradients that are no more. So the two tensors of a buffer become a
+`FollowedBuffer`, which takes its views along.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from megatron_distopt.optimizer.main_params import FlatParam
 
 
 def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer:
-    """One `_ParamAndGradBuffer` of the host: `param_index_map` {param: (start, stop, bucket)}, `buckets` and memory."""
+    """One `_ParamAndGradBuffer` of the host: `param_index_map` {param: (start, stop, bucket)},
+    `buckets` and memory."""
     rank = buffer.data_parallel_group.rank()
     return ShardedBuffer(layout_of(buffer, name_of), rank, buffer.grad_data, buffer.param_data)
 
 
-def groups_by_name(named: Mapping[str, Parameter], buffers: Iterable[Any]) -> Callable[[str], Group]:
+def groups_by_name(
+    named: Mapping[str, Parameter], buffers: Iterable[Any]
+) -> Callable[[str], Group]:
     """From the name of a param to the data-parallel ranks over which the host shards it."""
     group_of = {param: buffer.data_parallel_group for buffer in buffers for param in buffer.params}
     return lambda name: Group.of(group_of[named[name]])
@@ -45,9 +49,9 @@ def layout_of(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
         first = buffer.buckets[bucket].offset
         if start < first:
             raise LayoutError(
-                f"The param {name_of[param]!r} lies at {start}, before its bucket, which begins at {first}. Write "
-                "--untie-embeddings-and-output-weights, or use megatron-core 0.13 or later: until then it misplaces an "
-                "embedding that pipeline stages share."
+                f"The param {name_of[param]!r} lies at {start}, before its bucket, which begins at "
+                f"{first}. Write --untie-embeddings-and-output-weights, or use megatron-core 0.13 "
+                "or later: until then it misplaces an embedding that pipeline stages share."
             )
     slots = [
         ParamSlot(name_of[param], bucket, Span(start, stop))
@@ -55,15 +59,22 @@ def layout_of(buffer: Any, name_of: Mapping[Parameter, str]) -> BufferLayout:
     ]
     spans = [Span(0, bucket.grad_data.numel()).moved_by(bucket.offset) for bucket in buffer.buckets]
     # The host's layer-wise layout has gaps between params, and counts params alone.
-    stops = {bucket: stop for _, stop, bucket in sorted(buffer.param_index_map.values(), key=lambda entry: entry[1])}
+    stops = {
+        bucket: stop
+        for _, stop, bucket in sorted(buffer.param_index_map.values(), key=lambda entry: entry[1])
+    }
     used = [stops[number] - bucket.offset for number, bucket in enumerate(buffer.buckets)]
-    numel_unpadded = [max(bucket.numel_unpadded, numel) for bucket, numel in zip(buffer.buckets, used, strict=True)]
+    numel_unpadded = [
+        max(bucket.numel_unpadded, numel)
+        for bucket, numel in zip(buffer.buckets, used, strict=True)
+    ]
     num_shards = buffer.data_parallel_group.size()
     return adopt(slots, spans, num_shards=num_shards, numel_unpadded=numel_unpadded)
 
 
 class FollowedBuffer(Tensor):
-    """A param or grad buffer of the host, 1-D, whose views go where it goes; see [Note: buffers that move]."""
+    """A param or grad buffer of the host, 1-D, whose views go where it goes; see [Note: buffers
+    that move]."""
 
     _views: Sequence[tuple[Tensor, slice]]  # each with the elements that it shows
     _moved: Callable[[], None]
@@ -74,7 +85,9 @@ class FollowedBuffer(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, buffer: Tensor, views: Sequence[tuple[Tensor, slice]], moved: Callable[[], None]) -> FollowedBuffer:
+    def of(
+        cls, buffer: Tensor, views: Sequence[tuple[Tensor, slice]], moved: Callable[[], None]
+    ) -> FollowedBuffer:
         """The same memory; `moved` is called when it has got another one."""
         made: FollowedBuffer = Tensor._make_subclass(cls, buffer.detach())
         made._views, made._moved = views, moved
@@ -82,7 +95,8 @@ class FollowedBuffer(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The buffer; while others have something else there, as a number for an emptied one, its views are empty."""
+        """The buffer; while others have something else there, as a number for an emptied one, its
+        views are empty."""
         buffer: Tensor = _torchs_data.__get__(self)
         return buffer.as_subclass(Tensor)
 
@@ -92,7 +106,9 @@ class FollowedBuffer(Tensor):
         self.is_back, self.has_moved = new.shape == (numel,) and new.dtype == usual, True
         _torchs_data.__set__(self, new)
         for view, elements in self._views:
-            view.data = new[elements] if self.is_back else torch.empty(0, dtype=usual, device=new.device)
+            view.data = (
+                new[elements] if self.is_back else torch.empty(0, dtype=usual, device=new.device)
+            )
         self._moved()
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -106,54 +122,85 @@ _torchs_data: Any = Tensor.data
 
 
 def follow_buffers(
-    buffers: Sequence[Any], adopted: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], chunks: Sequence[Any]
+    buffers: Sequence[Any],
+    adopted: Sequence[ShardedBuffer],
+    flat_params: Sequence[FlatParam],
+    chunks: Sequence[Any],
 ) -> None:
     """Makes flat params follow the buffers of the host that they are in."""
     for buffer, ours in zip(buffers, adopted, strict=True):
         address = ours.param.data_ptr()
-        members = [flat for flat in flat_params if flat.model.untyped_storage().data_ptr() == address]
-        spans = [slice(0, ours.param.numel()), *(flat.plan.in_buffer.as_slice() for flat in members)]
+        members = [
+            flat for flat in flat_params if flat.model.untyped_storage().data_ptr() == address
+        ]
+        spans = [
+            slice(0, ours.param.numel()),
+            *(flat.plan.in_buffer.as_slice() for flat in members),
+        ]
         for name, views in (
             ("param_data", [ours.param, *(flat.model for flat in members)]),
             ("grad_data", [ours.grad, *(flat.grad for flat in members)]),
         ):
             shown = list(zip(views, spans, strict=True))
-            setattr(buffer, name, FollowedBuffer.of(views[0], shown, partial(_forget_shards, chunks)))
+            setattr(
+                buffer, name, FollowedBuffer.of(views[0], shown, partial(_forget_shards, chunks))
+            )
 
 
 def _forget_shards(chunks: Sequence[Any]) -> None:
     """The host keeps views of what it sends."""
-    for group in (each for chunk in chunks for each in chunk.bucket_groups + chunk.expert_parallel_bucket_groups):
+    for group in (
+        each
+        for chunk in chunks
+        for each in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+    ):
         for name in ("cached_param_buffer_shard_list", "cached_grad_buffer_shard_list"):
             if hasattr(group, name):  # from 0.12 on
                 setattr(group, name, [None] * len(group.buckets))
 
 
 def check_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
-    """Refuses params and buckets that are not in their place in a buffer of the host, and a buffer that is not there.
+    """Refuses params and buckets that are not in their place in a buffer of the host, and a buffer
+    that is not there.
 
-    The host's own optimizer goes on updating the buffer, and such a param would never change again; see
-    [Note: params that have left]. Of a grad buffer that has moved the gradients of params are looked at as well, unless
-    the host has given them memory of their own.
+    The host's own optimizer goes on updating the buffer, and such a param would never change again;
+    see [Note: params that have left]. Of a grad buffer that has moved the gradients of params are
+    looked at as well, unless the host has given them memory of their own.
     """
     for kind, whole in (("param", buffer.param_data), ("grad", buffer.grad_data)):
         if not whole.is_back:
-            remedy = "Call buffer.reload_from_cpu(), or what your framework has to load it, before the step"
-            raise LayoutError(f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). {remedy}.")
+            remedy = (
+                "Call buffer.reload_from_cpu(), or what your framework has to load it, before the "
+                "step"
+            )
+            raise LayoutError(
+                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). {remedy}."
+            )
         first, nbytes = whole.data_ptr(), whole.element_size()
         for number, bucket in enumerate(buffer.buckets):
             if getattr(bucket, f"{kind}_data").data_ptr() != first + bucket.offset * nbytes:
-                found = f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket {number} was not"
-                raise LayoutError(f"{found}. Cut bucket.{kind}_data, params and main_grads from it anew.")
+                found = (
+                    f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket "
+                    f"{number} was not"
+                )
+                raise LayoutError(
+                    f"{found}. Cut bucket.{kind}_data, params and main_grads from it anew."
+                )
         if kind == "param" or whole.has_moved:
             _check_params_are_in(buffer, kind, whole, named)
 
 
-def _check_params_are_in(buffer: Any, kind: str, whole: Tensor, named: Mapping[str, Parameter]) -> None:
+def _check_params_are_in(
+    buffer: Any, kind: str, whole: Tensor, named: Mapping[str, Parameter]
+) -> None:
     where, own = "param.data", set[Parameter]()
     if kind == "grad":
         where = "param.main_grad"
-        own = {param for each in buffer.buckets for param in getattr(each, "params_with_extra_main_grads", ())}
+        own = {
+            param
+            for each in buffer.buckets
+            for param in getattr(each, "params_with_extra_main_grads", ())
+        }
     for name, param in named.items():
         if param not in buffer.param_index_map or param in own:
             continue

@@ -1,14 +1,17 @@
-"""Muon in megatron-core: by its own flags or by ours, and of what the weights of its layers consist.
+"""Muon in megatron-core: by its own flags or by ours, and of what the weights of its layers
+consist.
 
-[Note: two ways to Muon] `--optimizer muon` (or dist_muon) and the host's `--muon-*` ask for the host's formula and its
-choice of params: all of two dimensions but embeddings and output layers. `--distopt-optimizer muon` with
-`--optimizer adam` asks for torch's formula with our options, also where the host has no Muon, for matrices of layers.
+[Note: two ways to Muon] `--optimizer muon` (or dist_muon) and the host's `--muon-*` ask for the
+host's formula and its choice of params: all of two dimensions but embeddings and output layers.
+`--distopt-optimizer muon` with `--optimizer adam` asks for torch's formula with our options, also
+where the host has no Muon, for matrices of layers.
 
-The host's factory has another path for Muon, which builds no distributed optimizer. So it is called as for Adam, and
-the param groups that it makes are cut in two.
+The host's factory has another path for Muon, which builds no distributed optimizer. So it is called
+as for Adam, and the param groups that it makes are cut in two.
 
-Source of the fused layouts: `SelfAttention`, `CrossAttention` and `MLP` of megatron-core 0.9 to 0.19; of what the
-host's Muon does, `_get_megatron_emerging_optimizer` and `TensorParallelMuon` of 0.19.
+Source of the fused layouts: `SelfAttention`, `CrossAttention` and `MLP` of megatron-core 0.9 to
+0.19; of what the host's Muon does, `_get_megatron_emerging_optimizer` and `TensorParallelMuon` of
+0.19.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from megatron_distopt.layout import MatrixSpec
 from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 
-#: Weights of all experts of a rank in one param, of the layer that older versions have for grouped products.
+#: Weights of all experts of a rank in one param, of the layer that older versions have for grouped
+#: products.
 _GROUPED = ("experts.weight1", "experts.weight2")
 
 
@@ -55,25 +59,29 @@ def check_layer_wise(config: Any) -> None:
     """Refuses the host's layer-wise optimizer, whose place is taken, without Muon."""
     if getattr(config, LAYER_WISE, False) and not is_hosts_muon(config):
         raise ConfigError(
-            f"{LAYER_WISE} is set without Muon, and this distributed optimizer takes its place. Drop "
-            "--use-layer-wise-distributed-optimizer."
+            f"{LAYER_WISE} is set without Muon, and this distributed optimizer takes its place. "
+            "Drop --use-layer-wise-distributed-optimizer."
         )
 
 
 def is_layer_wise_muon(config: Any, chunks: Sequence[Any]) -> bool:
-    """Whether the host would build its layer-wise distributed optimizer for Muon, over buffers that are sharded.
+    """Whether the host would build its layer-wise distributed optimizer for Muon, over buffers that
+    are sharded.
 
     megatron.training sets that option in place of `use_distributed_optimizer` since 0.18.
     """
     ddp_configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
-    is_sharded = all(getattr(ddp_config, "use_distributed_optimizer", False) for ddp_config in ddp_configs)
+    is_sharded = all(
+        getattr(ddp_config, "use_distributed_optimizer", False) for ddp_config in ddp_configs
+    )
     return is_hosts_muon(config) and getattr(config, LAYER_WISE, False) and is_sharded
 
 
 def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
     """What a run wants of Muon; None where it wants another optimizer.
 
-    Refuses flags of the host that cannot be served with Muon, and options of ours beside the host's own.
+    Refuses flags of the host that cannot be served with Muon, and options of ours beside the host's
+    own.
     """
     if config.optimizer != MUON:
         return None
@@ -84,11 +92,17 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
     check_compatible(config, {Feature.HOSTS_MUON: "megatron-core's own Muon"})
     for name, served, remedy in (
         ("muon_scalar_optimizer", "adam", "Drop --muon-scalar-optimizer"),
-        ("decoupled_weight_decay", True, "Drop --no-weight-decay-decoupled, or use --optimizer adam"),
+        (
+            "decoupled_weight_decay",
+            True,
+            "Drop --no-weight-decay-decoupled, or use --optimizer adam",
+        ),
     ):
         value = getattr(host, name, served)
         if value != served:
-            raise ConfigError(f"{name} is {value!r}, and must be {served!r} with this Muon. {remedy}.")
+            raise ConfigError(
+                f"{name} is {value!r}, and must be {served!r} with this Muon. {remedy}."
+            )
     options = MegatronMuonOptions(
         momentum=host.muon_momentum,
         nesterov=getattr(host, "muon_nesterov", getattr(host, "muon_use_nesterov", False)),
@@ -98,13 +112,19 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
         extra_scale_factor=host.muon_extra_scale_factor,
         matmul_precision=host.muon_fp32_matmul_prec,
     )
-    return MuonRequest(options, "qkv" if host.muon_split_qkv else "none", host.muon_tp_mode, is_hosts=True)
+    return MuonRequest(
+        options, "qkv" if host.muon_split_qkv else "none", host.muon_tp_mode, is_hosts=True
+    )
 
 
 def check_matrices(
-    named: Mapping[str, Parameter], request: MuonRequest, config: DistOptConfig, chunks: Sequence[Any]
+    named: Mapping[str, Parameter],
+    request: MuonRequest,
+    config: DistOptConfig,
+    chunks: Sequence[Any],
 ) -> None:
-    """Checks what `muon_matrices` is to make, of params in groups that do not say themselves whose they are."""
+    """Checks what `muon_matrices` is to make, of params in groups that do not say themselves whose
+    they are."""
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     for name, param in named.items():
         if param.requires_grad and _is_for_muon(name, param, request):
@@ -120,16 +140,22 @@ def muon_matrices(
 ) -> tuple[Matrices, Sequence[Mapping[str, Any]]]:
     """The matrices that Muon updates, and the param groups of Muon and of the Adam beside it.
 
-    Refuses another optimizer of the host's than Adam, and weights of other shapes than Muon or the config has.
+    Refuses another optimizer of the host's than Adam, and weights of other shapes than Muon or the
+    config has.
     """
     name_of = {param: name for name, param in named.items()}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         check_is_adam(optimizer)
         groups = with_muon_groups(
-            groups_of(optimizer), lambda param: _is_for_muon(name_of[param], param, request), request.options
+            groups_of(optimizer),
+            lambda param: _is_for_muon(name_of[param], param, request),
+            request.options,
         )
-    specs = {name_of[param]: _matrices_of(name_of[param], param, request, chunks) for param in muon_params(groups)}
+    specs = {
+        name_of[param]: _matrices_of(name_of[param], param, request, chunks)
+        for param in muon_params(groups)
+    }
 
     def tensor_group(name: str) -> Group:
         return Group.of(tensor_group_of(name, named[name], chunks))
@@ -143,25 +169,34 @@ def _is_for_muon(name: str, param: Parameter, request: MuonRequest) -> bool:
     return param.dim() == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
 
 
-def _matrices_of(name: str, param: Parameter, request: MuonRequest, chunks: Sequence[Any]) -> MatrixSpec:
+def _matrices_of(
+    name: str, param: Parameter, request: MuonRequest, chunks: Sequence[Any]
+) -> MatrixSpec:
     placement = placement_of(name, param, ranks_of(chunks), is_expert=is_expert(name, param))
     if name.endswith(_GROUPED) and not request.is_hosts:
         raise ConfigError(
-            f"The weight {name!r} is those of all experts in one, which Muon does not take apart. Drop "
-            "--moe-use-legacy-grouped-gemm or --moe-grouped-gemm, or use --optimizer adam."
+            f"The weight {name!r} is those of all experts in one, which Muon does not take apart. "
+            "Drop --moe-use-legacy-grouped-gemm or --moe-grouped-gemm, or use --optimizer adam."
         )
-    if placement.dim is None and getattr(param, "tensor_model_parallel", False) and request.tp_mode != "blockwise":
+    if (
+        placement.dim is None
+        and getattr(param, "tensor_model_parallel", False)
+        and request.tp_mode != "blockwise"
+    ):
         raise ConfigError(
-            f"The weight {name!r} is several matrices in one that tensor-parallel ranks share, and they cannot put "
-            "their parts together. Write --distopt-muon-tp-mode blockwise (--muon-tp-mode blockwise with the host's "
-            "Muon)."
+            f"The weight {name!r} is several matrices in one that tensor-parallel ranks share, and "
+            "they cannot put their parts together. Write --distopt-muon-tp-mode blockwise "
+            "(--muon-tp-mode blockwise with the host's Muon)."
         )
     return matrices_of(name, param, placement, request, _fused_weights(chunks[0].config))
 
 
 def _fused_weights(model: Any) -> FusedWeights:
-    width = getattr(model, "kv_channels", None) or model.hidden_size // model.num_attention_heads  # of a head
-    queries = model.num_attention_heads // (model.num_query_groups or model.num_attention_heads) * width
+    # of a head
+    width = getattr(model, "kv_channels", None) or model.hidden_size // model.num_attention_heads
+    queries = (
+        model.num_attention_heads // (model.num_query_groups or model.num_attention_heads) * width
+    )
     gate = (queries,) if getattr(model, "attention_output_gate", False) else ()
     return FusedWeights(
         qkv="linear_qkv.weight",

@@ -1,6 +1,8 @@
-"""What megatron-core 0.9 to 0.19 looks like, and each field of its two configs, judged. Imports nothing of the host.
+"""What megatron-core 0.9 to 0.19 looks like, and each field of its two configs, judged. Imports
+nothing of the host.
 
-tests/hosts/test_megatron_core_options.py fails where the installed megatron-core has a field that is in no list.
+tests/hosts/test_megatron_core_options.py fails where the installed megatron-core has a field that
+is in no list.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from typing import Any
 
 from megatron_distopt.hosts.patch_points import PatchPoint
 
-#: What the factory calls the class that it builds, and gives to its constructor by name or in this order.
+#: What the factory calls the class that it builds, and gives to its constructor by name or in this
+#: order.
 CLASS = "DistributedOptimizer"
 CLASS_PARAMETERS = (
     "optimizer",
@@ -30,7 +33,9 @@ CLASS_MAY_TAKE = ("distributed_optimizer_instance_id",)
 CHAIN = "ChainedOptimizer"
 
 #: The factory that every training loop calls; it is imported by value almost everywhere.
-PATCH_POINT = PatchPoint("megatron.core.optimizer", "get_megatron_optimizer", ("config", "model_chunks"))
+PATCH_POINT = PatchPoint(
+    "megatron.core.optimizer", "get_megatron_optimizer", ("config", "model_chunks")
+)
 
 
 #: What OptimizerConfig.optimizer has to be for a distributed optimizer of the host's.
@@ -42,19 +47,26 @@ LAYER_WISE = "use_layer_wise_distributed_optimizer"
 #: What every factory ends in, see [Note: the constructor is the patch point] in adapter.py.
 CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
-#: What reads all state of a run that is resumed, see [Note: checkpoints of the host's own] in checkpoint.py.
-LOAD_POINT = PatchPoint("megatron.core.dist_checkpointing.serialization", "load", ("sharded_state_dict",))
+#: What reads all state of a run that is resumed, see [Note: checkpoints of the host's own] in
+#: checkpoint.py.
+LOAD_POINT = PatchPoint(
+    "megatron.core.dist_checkpointing.serialization", "load", ("sharded_state_dict",)
+)
 
 #: What hosts/protecting.py and averaging.py replace in Megatron-LM's training script.
 SCRIPT_LOAD_POINT = PatchPoint(
-    "megatron.training.checkpointing", "load_checkpoint", ("ddp_model|model", "optimizer", "opt_param_scheduler")
+    "megatron.training.checkpointing",
+    "load_checkpoint",
+    ("ddp_model|model", "optimizer", "opt_param_scheduler"),
 )
 SCRIPT_STEP_POINT = PatchPoint(
     "megatron.training.training",
     "train_step",
     ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
 )
-EVALUATE_POINT = PatchPoint("megatron.training.training", "evaluate", ("forward_step_func", "data_iterator", "model"))
+EVALUATE_POINT = PatchPoint(
+    "megatron.training.training", "evaluate", ("forward_step_func", "data_iterator", "model")
+)
 #: The script of a protected run.
 SCRIPT = SCRIPT_LOAD_POINT, SCRIPT_STEP_POINT
 
@@ -70,11 +82,25 @@ class Refused:
 
 REFUSED = (
     Refused("config", "optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
-    Refused("config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),
-    Refused("config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
-    Refused("ddp_config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"),
-    Refused("ddp_config", "use_custom_fsdp", "Drop --use-custom-fsdp, or --use-distributed-optimizer"),
-    Refused("ddp_config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
+    Refused(
+        "config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"
+    ),
+    Refused(
+        "config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"
+    ),
+    Refused(
+        "ddp_config",
+        "use_megatron_fsdp",
+        "Drop --use-megatron-fsdp, or --use-distributed-optimizer",
+    ),
+    Refused(
+        "ddp_config", "use_custom_fsdp", "Drop --use-custom-fsdp, or --use-distributed-optimizer"
+    ),
+    Refused(
+        "ddp_config",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "Drop --reuse-grad-buf-for-mxfp8-param-ag",
+    ),
     Refused("ddp_config", "fp8_param_gather", "Drop --fp8-param-gather"),
     Refused("ddp_config", "fp4_param_gather", "Drop --fp4-param-gather"),
 )
@@ -89,32 +115,36 @@ HOSTS_OWN = {
     "shared_memory": "own collectives",
 }
 
-#: Fields of OptimizerConfig that were judged: what the step, the host's param groups or its grad scaler obey, and those
-#: that change nothing unless a refused field or another optimizer is set (all of such a name), a kernel of the host's
-#: own Muon, and a folder for its log.
+#: Fields of OptimizerConfig that were judged: what the step, the host's param groups or its grad
+#: scaler obey, and those that change nothing unless a refused field or another optimizer is set
+#: (all of such a name), a kernel of the host's own Muon, and a folder for its log.
 _CONFIG = """
-    adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm barrier_with_L1_time bf16 clip_grad config_logger_dir
-    decoupled_lr decoupled_min_lr decoupled_weight_decay exp_avg_dtype exp_avg_sq_dtype fp16 fp8_recipe
-    grad_norm_skip_threshold hysteresis initial_loss_scale log_num_zeros_in_grad loss_scale loss_scale_window lr
-    main_grads_dtype main_params_dtype min_loss_scale min_lr muon_coefficient_type muon_extra_scale_factor
-    muon_fp32_matmul_prec muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode
+    adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm barrier_with_L1_time bf16 clip_grad
+    config_logger_dir decoupled_lr decoupled_min_lr decoupled_weight_decay exp_avg_dtype
+    exp_avg_sq_dtype fp16 fp8_recipe grad_norm_skip_threshold hysteresis initial_loss_scale
+    log_num_zeros_in_grad loss_scale loss_scale_window lr main_grads_dtype main_params_dtype
+    min_loss_scale min_lr muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec
+    muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode
     muon_split_qkv muon_tp_mode muon_use_nesterov muon_use_syrk optimizer optimizer_cpu_offload
-    optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d overlap_grad_reduce overlap_param_gather
-    overlap_param_gather_with_optimizer_step params_dtype pin_cpu_grads pin_cpu_params sgd_momentum
-    store_param_remainders timers use_distributed_optimizer use_layer_wise_distributed_optimizer
-    use_precision_aware_optimizer use_precision_aware_optimizer_no_fp8_or_ds_fp8 use_torch_optimizer_for_cpu_offload
-    weight_decay
+    optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d overlap_grad_reduce
+    overlap_param_gather overlap_param_gather_with_optimizer_step params_dtype pin_cpu_grads
+    pin_cpu_params sgd_momentum store_param_remainders timers use_distributed_optimizer
+    use_layer_wise_distributed_optimizer use_precision_aware_optimizer
+    use_precision_aware_optimizer_no_fp8_or_ds_fp8 use_torch_optimizer_for_cpu_offload weight_decay
 """
 _OTHER_OPTIMIZERS = ("adaptive_muon_", "lion_", "soap_")
-#: Fields of DistributedDataParallelConfig that its own buffers and collectives obey, which stay as they are, and those
-#: that change nothing unless FSDP (all of such a name) or fp8 params are set, which are refused.
+#: Fields of DistributedDataParallelConfig that its own buffers and collectives obey, which stay as
+#: they are, and those that change nothing unless FSDP (all of such a name) or fp8 params are set,
+#: which are refused.
 _DDP_CONFIG = """
     align_param_gather average_in_collective bucket_size check_for_large_grads check_for_nan_in_grad
-    data_parallel_sharding_strategy delay_wgrad_compute disable_symmetric_registration grad_reduce_in_fp32
-    gradient_reduce_div_fusion keep_fp8_transpose_cache keep_fp8_transpose_cache_when_using_custom_fsdp nccl_ub
-    num_buckets num_distributed_optimizer_instances outer_dp_sharding_strategy overlap_grad_reduce
-    overlap_param_gather pad_buckets_for_high_nccl_busbw param_name_patterns_for_fp32_local_accumulation
-    preserve_fp32_weights reduce_scatter_with_fp32_accumulation suggested_communication_unit_size
+    data_parallel_sharding_strategy delay_wgrad_compute disable_symmetric_registration
+    grad_reduce_in_fp32 gradient_reduce_div_fusion keep_fp8_transpose_cache
+    keep_fp8_transpose_cache_when_using_custom_fsdp nccl_ub num_buckets
+    num_distributed_optimizer_instances outer_dp_sharding_strategy overlap_grad_reduce
+    overlap_param_gather pad_buckets_for_high_nccl_busbw
+    param_name_patterns_for_fp32_local_accumulation preserve_fp32_weights
+    reduce_scatter_with_fp32_accumulation suggested_communication_unit_size
     use_distributed_optimizer
 """
 _OF_FSDP = ("fsdp_", "megatron_fsdp_")

@@ -1,4 +1,5 @@
-"""Translates the options of megatron-core, and refuses what cannot work before the first collective."""
+"""Translates the options of megatron-core, and refuses what cannot work before the first
+collective."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
 from megatron_distopt.hosts.inner_optimizers import MUON, MuonRequest, config_for_adam
 from megatron_distopt.hosts.megatron_core.buffers import layout_of
-from megatron_distopt.hosts.megatron_core.core_muon import check_layer_wise, check_matrices, is_hosts_muon, request_from
+from megatron_distopt.hosts.megatron_core.core_muon import (
+    check_layer_wise,
+    check_matrices,
+    is_hosts_muon,
+    request_from,
+)
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, arguments, is_judged
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
@@ -44,15 +50,21 @@ class Merged:
 def check_parallel_state(is_there: bool) -> None:
     """Refuses the host's flag where process groups are missing."""
     if not is_there:
-        remedy = "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
-        raise ConfigError(f"use_distributed_optimizer is set, but parallel_state is not initialized. {remedy}.")
+        remedy = (
+            "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
+        )
+        raise ConfigError(
+            f"use_distributed_optimizer is set, but parallel_state is not initialized. {remedy}."
+        )
 
 
 def merge_config(options: DistOptConfig, host: Any) -> Merged:
-    """Adds the settings of `host`, an OptimizerConfig, to the options of this package, which it has no flags for."""
+    """Adds the settings of `host`, an OptimizerConfig, to the options of this package, which it has
+    no flags for."""
     _check_options("config", host)
     check_layer_wise(host)
-    for name, hosts_flag in HOSTS_OWN.items():  # what the host's own DistributedDataParallel decides
+    # what the host's own DistributedDataParallel decides
+    for name, hosts_flag in HOSTS_OWN.items():
         if getattr(options, name) != OPTIONS[name].default:
             text = f"{name} is set, and megatron-core leaves it to the host's {hosts_flag}"
             raise ConfigError(f"{text}. Drop {flag_of(name)}.")
@@ -73,9 +85,12 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
         "initial_loss_scale": host.initial_loss_scale,
         "min_loss_scale": host.min_loss_scale,
     }
-    # --no-check-for-nan-in-loss-and-grad of a training script: steps are to be left out. The field of
-    # DistributedDataParallelConfig cannot say it, because False is its default.
-    if "nonfinite" not in options.explicit and getattr(arguments(), "check_for_nan_in_loss_and_grad", True) is False:
+    # --no-check-for-nan-in-loss-and-grad of a training script: steps are to be left out. The field
+    # of DistributedDataParallelConfig cannot say it, because False is its default.
+    if (
+        "nonfinite" not in options.explicit
+        and getattr(arguments(), "check_for_nan_in_loss_and_grad", True) is False
+    ):
         own["nonfinite"] = NonFinitePolicy.SKIP.value
     merged = with_hosts_own(options, {**own, **_state_precision(host), **offload_of(host)})
     return Merged(merged, request_from(merged, host))
@@ -90,12 +105,17 @@ def _state_precision(host: Any) -> dict[str, str]:
         dtype = getattr(host, name)
         if dtype not in _STATE_DTYPES:
             raise ConfigError(
-                f"{name} is {dtype_name(dtype)}, and must be one of {', '.join(map(dtype_name, _STATE_DTYPES))}. Write "
-                f"--{name.replace('_', '-')} fp32."
+                f"{name} is {dtype_name(dtype)}, and must be one of "
+                f"{', '.join(map(dtype_name, _STATE_DTYPES))}. Write --{name.replace('_', '-')} "
+                "fp32."
             )
         precision[name] = _STATE_DTYPES[dtype]
     # The host's own remainders are of bf16 params as well.
-    if precision["main_params_dtype"] == "float32" and host.bf16 and getattr(host, "store_param_remainders", False):
+    if (
+        precision["main_params_dtype"] == "float32"
+        and host.bf16
+        and getattr(host, "store_param_remainders", False)
+    ):
         precision["main_params_dtype"] = "remainder"
     return precision
 
@@ -103,22 +123,23 @@ def _state_precision(host: Any) -> dict[str, str]:
 def offload_of(host: Any) -> dict[str, float]:
     """The option for state on the host; empty where the host leaves it to us.
 
-    Copies down and up are always overlapped, and the kernel is torch's, so `overlap_cpu_optimizer_d2h_h2d` and
-    `use_torch_optimizer_for_cpu_offload` change nothing.
+    Copies down and up are always overlapped, and the kernel is torch's, so
+    `overlap_cpu_optimizer_d2h_h2d` and `use_torch_optimizer_for_cpu_offload` change nothing.
     """
     if not getattr(host, "optimizer_cpu_offload", False):
         return {}
     for name in ("pin_cpu_grads", "pin_cpu_params"):
         if not getattr(host, name, True):
             raise ConfigError(
-                f"{name} is False with optimizer_cpu_offload, and gradients and params are copied from pinned memory. "
-                f"Drop --no-{name.replace('_', '-')}."
+                f"{name} is False with optimizer_cpu_offload, and gradients and params are copied "
+                f"from pinned memory. Drop --no-{name.replace('_', '-')}."
             )
     return {"offload_fraction": host.optimizer_offload_fraction}
 
 
 def _check_options(where: str, options: Any) -> None:
-    """Refuses options by facts.py, and fields off their default that no version had on which this adapter was tried."""
+    """Refuses options by facts.py, and fields off their default that no version had on which this
+    adapter was tried."""
     for refused in REFUSED:
         if refused.where == where and getattr(options, refused.option, False):
             text = f"{refused.option} is set, and must be off with this distributed optimizer"
@@ -129,7 +150,9 @@ def _check_options(where: str, options: Any) -> None:
             default = field.default_factory()
         value = getattr(options, field.name)
         if not is_judged(where, field.name) and value != default:
-            text = f"{field.name} is {value!r} in {type(options).__name__}, its default is {default!r}"
+            text = (
+                f"{field.name} is {value!r} in {type(options).__name__}, its default is {default!r}"
+            )
             remedy = f"Leave {field.name} out, or use a megatron_distopt that lists it"
             raise ConfigError(f"{text}, and megatron_distopt does not know this field. {remedy}.")
 
@@ -137,28 +160,40 @@ def _check_options(where: str, options: Any) -> None:
 def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
     """Checks everything about the model that this rank can see by itself.
 
-    Returns the inner optimizer beside Muon, unless the host brings an object; None on a rank without params.
+    Returns the inner optimizer beside Muon, unless the host brings an object; None on a rank
+    without params.
     """
     config, names, choice = merged.options, names_by_param(chunks), None
     devices = {param.device for param in names}
     if devices:
         device = check_devices(devices, find_accelerator(config.accelerator))
         trained = {name: param for param, name in names.items() if param.requires_grad}
-        params = TrainedParams.of(trained, lambda name: Group.of())  # by whom each is sharded does not matter yet
-        choice = choose_inner(config_for_adam(config) if merged.muon else config, device.type, params)
+        # by whom each is sharded does not matter yet
+        params = TrainedParams.of(trained, lambda name: Group.of())
+        choice = choose_inner(
+            config_for_adam(config) if merged.muon else config, device.type, params
+        )
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
         _check_ddp(chunk)
         in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]
-        named = {name: param for param, name in names_by_param([chunk]).items() if param.requires_grad}
+        named = {
+            name: param for param, name in names_by_param([chunk]).items() if param.requires_grad
+        }
         check_dtypes(named, config)
         for name, param in named.items():
-            if getattr(param, "is_gtp_weight_remat", False):  # a copy that statistics here would count more than once
+            # a copy that statistics here would count more than once
+            if getattr(param, "is_gtp_weight_remat", False):
                 remedy = "Leave generalized tensor parallelism out, or use the host's own optimizer"
-                raise ConfigError(f"The param {name!r} is cut by generalized tensor parallelism. {remedy}.")
+                raise ConfigError(
+                    f"The param {name!r} is cut by generalized tensor parallelism. {remedy}."
+                )
             if (group := getattr(param, "grad_norm_group", None)) is not None:
                 remedy = "Leave mtp_detach_heads out, or use the host's own optimizer"
-                text = f"The param {name!r} is to be clipped by a norm of its own (grad_norm_group={group!r})"
+                text = (
+                    f"The param {name!r} is to be clipped by a norm of its own "
+                    f"(grad_norm_group={group!r})"
+                )
                 raise ConfigError(f"{text}, and all params must be clipped by one. {remedy}.")
             if param not in in_buffers:
                 text = f"The param {name!r} is in no buffer of its DistributedDataParallel"
@@ -174,13 +209,22 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
 
 def _check_ddp(chunk: Any) -> None:
     ddp_config = getattr(chunk, "ddp_config", None)
-    if ddp_config is None or not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "param_to_bucket_group"):
+    if (
+        ddp_config is None
+        or not hasattr(chunk, "bucket_groups")
+        or not hasattr(chunk, "param_to_bucket_group")
+    ):
         rule = "must be wrapped by megatron.core.distributed.DistributedDataParallel"
-        raise HostError(f"A model chunk is {type(chunk).__name__}, and {rule}. Wrap it, or drop the flag.")
+        raise HostError(
+            f"A model chunk is {type(chunk).__name__}, and {rule}. Wrap it, or drop the flag."
+        )
     _check_options("ddp_config", ddp_config)
-    if getattr(getattr(chunk, "config", None), "moe_extended_tp", False):  # 0.9: experts cut over other groups as well
+    # 0.9: experts cut over other groups as well
+    if getattr(getattr(chunk, "config", None), "moe_extended_tp", False):
         text = "moe_extended_tp is set, and must be off with this distributed optimizer"
         raise ConfigError(f"{text}. Drop --moe-extended-tp.")
     if not ddp_config.use_distributed_optimizer:
         remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
-        raise ConfigError(f"DistributedDataParallel was built without use_distributed_optimizer. {remedy}.")
+        raise ConfigError(
+            f"DistributedDataParallel was built without use_distributed_optimizer. {remedy}."
+        )

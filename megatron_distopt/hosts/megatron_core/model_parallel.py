@@ -15,7 +15,13 @@ from megatron_distopt.comm import Group
 from megatron_distopt.hosts.between_steps import GroupCounts, RemainderWatch
 from megatron_distopt.hosts.megatron_core.facts import arguments
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
-from megatron_distopt.hosts.naming import FROM_WEIGHTS, ModelRanks, canonical, global_names, placement_of
+from megatron_distopt.hosts.naming import (
+    FROM_WEIGHTS,
+    ModelRanks,
+    canonical,
+    global_names,
+    placement_of,
+)
 from megatron_distopt.hosts.saving import options_of_run
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import StepDecision
@@ -56,10 +62,13 @@ class OneOptimizer(Protocol):
 
 
 def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:
-    """The model of which these optimizers, for example of dense and of expert params, update the part of this rank."""
+    """The model of which these optimizers, for example of dense and of expert params, update the
+    part of this rank."""
     optimizers[0].sharded.check_has_params("save or load")
     ranks = ranks_of(optimizers[0].model_chunks)
-    chunks = list(dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks))
+    chunks = list(
+        dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks)
+    )
     names = global_names(chunks, ranks)
     frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
     about: dict[str, str | int] = {
@@ -81,13 +90,15 @@ def _share_of(optimizer: OneOptimizer, names: Mapping[Parameter, str], ranks: Mo
     }
 
     def writes(name: str) -> bool:
-        """The rank that does not exclude a param from the norm writes it. Of experts the host excludes biases by the
-        tensor-parallel group of all the other params, over whose ranks experts may be spread."""
+        """The rank that does not exclude a param from the norm writes it. Of experts the host
+        excludes biases by the tensor-parallel group of all the other params, over whose ranks
+        experts may be spread."""
         param = optimizer.named[name]
         if optimizer.distributed_optimizer_instance_id > 0:  # copies of the same shards
             return False
         if getattr(param, "allreduce", True):
-            # Experts that are on all ranks, cut less than the rest or not at all: tensor-parallel ranks have the same.
+            # Experts that are on all ranks, cut less than the rest or not at all: tensor-parallel
+            # ranks have the same.
             is_copy = is_expert(name, param) and ranks.tensor[0] >= ranks.expert_tensor[1]
             return not is_copy and not optimizer.is_duplicate(name)
         return ranks.expert_tensor[0] == 0 or bool(getattr(param, "tensor_model_parallel", False))
@@ -98,7 +109,8 @@ def _share_of(optimizer: OneOptimizer, names: Mapping[Parameter, str], ranks: Mo
 def is_expert(name: str, param: Parameter) -> bool:
     """Whether a param is an expert's.
 
-    The host marks experts where they are spread over ranks; their tensor-parallel group is another one anyway.
+    The host marks experts where they are spread over ranks; their tensor-parallel group is another
+    one anyway.
     """
     return not getattr(param, "allreduce", True) or "experts" in name.split(".")
 
@@ -117,7 +129,10 @@ def tensor_group_of(name: str, param: Parameter, chunks: Sequence[Any]) -> Any:
 
 def ranks_of(chunks: Sequence[Any]) -> ModelRanks:
     tensor = parallel_state.get_tensor_model_parallel_group()
-    expert_tensor, expert = expert_tensor_group() or tensor, parallel_state.get_expert_model_parallel_group()
+    expert_tensor, expert = (
+        expert_tensor_group() or tensor,
+        parallel_state.get_expert_model_parallel_group(),
+    )
     return ModelRanks(
         tensor=(tensor.rank(), tensor.size()),
         expert_tensor=(expert_tensor.rank(), expert_tensor.size()),

@@ -1,14 +1,16 @@
-"""The sharded optimizer with the methods of megatron-core's own DistributedOptimizer, and the chain over several.
+"""The sharded optimizer with the methods of megatron-core's own DistributedOptimizer, and the chain
+over several.
 
-Both are subclasses of the host's, because the host's training loop asks `isinstance`, and do not run the host's
-constructor, which allocates on CUDA by name.
+Both are subclasses of the host's, because the host's training loop asks `isinstance`, and do not
+run the host's constructor, which allocates on CUDA by name.
 
-[Note: aligned lists] Frameworks take the host's own optimizer apart: they save and swap `optimizer.state` by main
-param, clip gradients of some params, move main params away, write them into the model. All of it rests on one main
-param a model param, the same object in `optimizer.param_groups`, as a key of `optimizer.state`, in the host's lists
-and in `param.main_param`. So a flat param is one param shard here, and those are what the inner optimizer updates:
-there is no second view that could differ. Methods of the host's that go by these lists work as they are.
-tests/hosts/core_contract.py.
+[Note: aligned lists] Frameworks take the host's own optimizer apart: they save and swap
+`optimizer.state` by main param, clip gradients of some params, move main params away, write them
+into the model. All of it rests on one main param a model param, the same object in
+`optimizer.param_groups`, as a key of `optimizer.state`, in the host's lists and in
+`param.main_param`. So a flat param is one param shard here, and those are what the inner optimizer
+updates: there is no second view that could differ. Methods of the host's that go by these lists
+work as they are. tests/hosts/core_contract.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import (
+    DistributedOptimizer as HostDistributedOptimizer,
+)
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.transformer.module import param_is_not_shared
@@ -42,7 +46,12 @@ from megatron_distopt.hosts.inner_optimizers import (
     muon_and_adam,
     unserved_options,
 )
-from megatron_distopt.hosts.megatron_core.buffers import adopt_buffer, check_are_in, follow_buffers, groups_by_name
+from megatron_distopt.hosts.megatron_core.buffers import (
+    adopt_buffer,
+    check_are_in,
+    follow_buffers,
+    groups_by_name,
+)
 from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, head_of
 from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged
@@ -61,16 +70,19 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
 
     def __init__(
         self,
-        optimizer: Optimizer | None,  # the host's inner optimizer; None where the rank has no params
+        # the host's inner optimizer; None where the rank has no params
+        optimizer: Optimizer | None,
         config: Any,
         grad_scaler: Any,
         init_state_fn: Any,
         model_chunks: Sequence[Module],
-        per_model_buffers: Mapping[int, Sequence[Any]] | None,  # by chunk, of dense or of expert params
+        # by chunk, of dense or of expert params
+        per_model_buffers: Mapping[int, Sequence[Any]] | None,
         data_parallel_group: Any,
         data_parallel_group_gloo: Any,
         data_parallel_group_idx: int,
-        distributed_optimizer_instance_id: int = 0,  # number of this copy; megatron-core 0.9 has one
+        # number of this copy; megatron-core 0.9 has one
+        distributed_optimizer_instance_id: int = 0,
         *,
         merged: Merged,
     ) -> None:
@@ -86,15 +98,21 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self.distributed_optimizer_instance_id = distributed_optimizer_instance_id
         names = names_by_param(self.model_chunks)
         in_buffers = [param for buffer in self.buffers for param in buffer.params]
-        # A param that was frozen after it was wrapped keeps its place in the buffer and is left as it is.
+        # A param that was frozen after it was wrapped keeps its place in the buffer and is left as
+        # it is.
         self.named = {names[param]: param for param in in_buffers if param.requires_grad}
         self.sharded = self._build(names, optimizer, merged)
-        follow_buffers(self.buffers, self.sharded.buffers, self.sharded.flat_params, self.model_chunks)
-        # With a config the host's function asks TransformerEngine's Adam for state in low precision.
+        follow_buffers(
+            self.buffers, self.sharded.buffers, self.sharded.flat_params, self.model_chunks
+        )
+        # With a config the host's function asks TransformerEngine's Adam for state in low
+        # precision.
         begin_state = init_state_fn and (lambda inner, config=None: init_state_fn(inner))
         inner = self.sharded.inner
         # The host has none on a rank that trains nothing.
-        MegatronOptimizer.__init__(self, None if self.is_stub_optimizer else inner, config, begin_state)
+        MegatronOptimizer.__init__(
+            self, None if self.is_stub_optimizer else inner, config, begin_state
+        )
         counts_in_groups = optimizer is not None and is_adam(optimizer) and not is_torchs(optimizer)
         self.counts = GroupCounts(inner) if counts_in_groups and is_torchs(inner) else None
         self.prepared: PreparedStep | None = None
@@ -104,7 +122,9 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         self._members = GroupMembers(self.sharded.inner)
         self.written = RemainderWatch(self.sharded, self.named)
 
-    def _build(self, names: Mapping[Parameter, str], optimizer: Optimizer | None, merged: Merged) -> ShardedOptimizer:
+    def _build(
+        self, names: Mapping[Parameter, str], optimizer: Optimizer | None, merged: Merged
+    ) -> ShardedOptimizer:
         config = merged.options
         # On a rank without any param, where the backend of the statistics has its tensors.
         default = torch.device(find_accelerator(config.accelerator).device_type)
@@ -113,7 +133,9 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             params = TrainedParams.of(self.named, groups_by_name(self.named, self.buffers))
             choice, groups = _inner_for(optimizer, config, device.type, params)
         else:
-            matrices, groups = muon_matrices(optimizer, merged.muon, self.named, self.buffers, self.model_chunks)
+            matrices, groups = muon_matrices(
+                optimizer, merged.muon, self.named, self.buffers, self.model_chunks
+            )
             adam = choose_inner(config_for_adam(config), device.type)
             choice = muon_and_adam(adam, matrices, config, merged.muon)
         plan = StepPlan(
@@ -128,16 +150,25 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return ShardedOptimizer([adopt_buffer(buffer, names) for buffer in self.buffers], plan)
 
     def _publish(self) -> None:
-        """Shows frameworks what they know of the host's own optimizer; see [Note: aligned lists]."""
+        """Shows frameworks what they know of the host's own optimizer; see [Note: aligned
+        lists]."""
         trained = frozenset(self.named.values())
-        self.gbuf_ranges: list[Any] = [self._build_gbuf_range_map(buffer) for buffer in self.buffers]
+        self.gbuf_ranges: list[Any] = [
+            self._build_gbuf_range_map(buffer) for buffer in self.buffers
+        ]
         for buckets in chain.from_iterable(of_buffer.values() for of_buffer in self.gbuf_ranges):
             for bucket in buckets:
                 owned = bucket["param_map"].items()
                 bucket["param_map"] = {param: where for param, where in owned if param in trained}
         self.per_bucket_numel, self.per_bucket_numel_unpadded = (
-            [{(each.param_dtype, each.grad_dtype): [*map(numel_of, each.buckets)]} for each in self.buffers]
-            for numel_of in (lambda bucket: bucket.grad_data.numel(), lambda bucket: bucket.numel_unpadded)
+            [
+                {(each.param_dtype, each.grad_dtype): [*map(numel_of, each.buckets)]}
+                for each in self.buffers
+            ]
+            for numel_of in (
+                lambda bucket: bucket.grad_data.numel(),
+                lambda bucket: bucket.numel_unpadded,
+            )
         )
         self.model_param_gbuf_map = self._build_model_param_gbuf_map(self.gbuf_ranges)
         for param in trained:
@@ -149,7 +180,9 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         ]
         self.model_param_group_index_map: dict[Parameter, tuple[int, int]] = {}
         lists: list[list[list[Any]]] = [[[] for _ in groups] for _ in range(5)]
-        self.model_float16_groups, self.model_fp32_groups, self.shard_float16_groups, *of_shards = lists
+        self.model_float16_groups, self.model_fp32_groups, self.shard_float16_groups, *of_shards = (
+            lists
+        )
         self.shard_fp32_groups, self.shard_fp32_from_float16_groups = of_shards
         for flat in self.sharded.flat_params:
             group, param = flat.plan.key.group, self.named[flat.plan.key.param]
@@ -168,7 +201,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             self.shard_fp32_from_float16_groups[group].append(flat.main)
 
     def is_duplicate(self, name: str) -> bool:
-        """Whether another rank counts the param of that name in its statistics, by the host's own marks and rules."""
+        """Whether another rank counts the param of that name in its statistics, by the host's own
+        marks and rules."""
         is_original = tensor_parallel.param_is_not_tensor_parallel_duplicate
         param, groups = self.named[name], dict[str, Any]()
         takes = inspect.signature(is_original).parameters
@@ -186,11 +220,14 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             self.sharded.plan,
             [(buffer.layout, buffer.grad.dtype) for buffer in self.sharded.buffers],
             Group.of(self.data_parallel_group),
-            host_options=tuple(f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())),
+            host_options=tuple(
+                f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())
+            ),
         )
 
     def check_between_steps(self) -> None:
-        """Refuses params that left the host's buffers, groups with other params, and state that is not there."""
+        """Refuses params that left the host's buffers, groups with other params, and state that is
+        not there."""
         if self.sharded.averages is not None:
             self.sharded.check_has_params("step")
         self._members.check()
@@ -216,7 +253,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         return {kind: as_plain(tensor.detach()) for kind, tensor in found.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops `grad` of all params, or zeroes it; the host leaves those of which this rank owns nothing."""
+        """Drops `grad` of all params, or zeroes it; the host leaves those of which this rank owns
+        nothing."""
         for param in (*self.named.values(), *(flat.main for flat in self.sharded.flat_params)):
             if set_to_none:
                 param.grad = None
@@ -229,7 +267,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Refreshes the main params from the model, or from the more precise tensors of a checkpoint.
+        """Refreshes the main params from the model, or from the more precise tensors of a
+        checkpoint.
 
         Args:
             state_dict: the host's model state dict, or None for the model params as they are.
@@ -244,13 +283,16 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         tensor_of = self._build_model_param_to_state_dict_param_map(state_dict)
         for flat in self.sharded.flat_params:
             (shard,) = flat.plan.shards
-            flat.main.copy_(tensor_of[self.named[shard.name]].reshape(-1)[shard.in_param.as_slice()])
+            flat.main.copy_(
+                tensor_of[self.named[shard.name]].reshape(-1)[shard.in_param.as_slice()]
+            )
 
     def ours(self) -> Sequence[DistributedOptimizer]:
         return [self]
 
     def state_dict(self) -> dict[str, Any]:
-        """As the host's: param groups and grad scaler. The tensors go with `save` or `save_parameter_state`."""
+        """As the host's: param groups and grad scaler. The tensors go with `save` or
+        `save_parameter_state`."""
         return head_of(self)
 
 
@@ -266,7 +308,8 @@ class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
 def _inner_for(
     optimizer: Optimizer | None, config: DistOptConfig, device_type: str, params: TrainedParams
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
-    """The inner optimizer and its param groups: the best implementation of what the host built, or that very object.
+    """The inner optimizer and its param groups: the best implementation of what the host built, or
+    that very object.
 
     A framework may have put an optimizer of another class in the place of the host's.
     """
@@ -278,22 +321,30 @@ def _inner_for(
     if is_adam(optimizer) or is_sgd(optimizer) or "optimizer" in config.explicit:
         if unserved := unserved_options(optimizer):
             shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
-            raise ConfigError(f"The host's {kind} has {shown}, which must be off with this optimizer. Drop it.")
+            raise ConfigError(
+                f"The host's {kind} has {shown}, which must be off with this optimizer. Drop it."
+            )
         choice = choose_inner(config, device_type, params)
         return choice, groups_of(optimizer, is_for_other_class=choice.updates_whole_params)
     if config.adam != "auto":
         raise ConfigError(
-            f"adam is {config.adam}, which takes the place of the host's own Adam, and the optimizer is {kind}. Drop "
-            "--distopt-adam, or do not replace the host's Adam."
+            f"adam is {config.adam}, which takes the place of the host's own Adam, and the "
+            f"optimizer is {kind}. Drop --distopt-adam, or do not replace the host's Adam."
         )
     return adopt_instance(optimizer, params, config), optimizer.param_groups
 
 
 def _is_hosts_offloading(optimizer: Optimizer) -> bool:
-    """Whether a copied factory built the host's own optimizer over copies on the host, whose Adam or SGD we replace."""
+    """Whether a copied factory built the host's own optimizer over copies on the host, whose Adam
+    or SGD we replace."""
     kind = type(optimizer)
-    is_hosts = kind.__name__ == "HybridDeviceOptimizer" and kind.__module__.startswith("megatron.core.")
-    return is_hosts and optimizer.defaults["cpu_optimizer_cls"] in (torch.optim.AdamW, torch.optim.SGD)
+    is_hosts = kind.__name__ == "HybridDeviceOptimizer" and kind.__module__.startswith(
+        "megatron.core."
+    )
+    return is_hosts and optimizer.defaults["cpu_optimizer_cls"] in (
+        torch.optim.AdamW,
+        torch.optim.SGD,
+    )
 
 
 def _mark(shard: Tensor, param: Parameter) -> None:

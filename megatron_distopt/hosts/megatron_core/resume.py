@@ -1,7 +1,8 @@
 """Resuming from what the host's own optimizer saved without names, at the layout that wrote it.
 
-Flat buffers say nothing about params. The buffers of the run do, where they are the ones that were saved: as many
-buckets, each as long, and main params that round to the weights, which are loaded first, as the host does it.
+Flat buffers say nothing about params. The buffers of the run do, where they are the ones that were
+saved: as many buckets, each as long, and main params that round to the weights, which are loaded
+first, as the host does it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,32 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.load import load_state
 from megatron_distopt.checkpoint.load_plan import Loadable, Read
-from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, TensorRecord, key_of, kind_of
+from megatron_distopt.checkpoint.manifest import (
+    MAIN,
+    Chunk,
+    Manifest,
+    TensorRecord,
+    key_of,
+    kind_of,
+)
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
-from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces, shards_of
+from megatron_distopt.checkpoint.whole_model import (
+    OwnedPiece,
+    Share,
+    WholeModel,
+    owned_pieces,
+    shards_of,
+)
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.common import check_step, count_unlike, inner_name, loss_scale_of, the_step, with_step
+from megatron_distopt.formats.common import (
+    check_step,
+    count_unlike,
+    inner_name,
+    loss_scale_of,
+    the_step,
+    with_step,
+)
 from megatron_distopt.formats.megatron_core.nameless import (
     REMEDY,
     NamelessBuffer,
@@ -38,17 +59,25 @@ _Buffers = dict[tuple[ShardedOptimizer, str], NamelessBuffer]
 
 
 def load_nameless(
-    path: Path, optimizers: Sequence[OneOptimizer], everyone: Group, *, resume_step: int | None = None
+    path: Path,
+    optimizers: Sequence[OneOptimizer],
+    everyone: Group,
+    *,
+    resume_step: int | None = None,
 ) -> None:
-    """Collective: takes the state in an iteration folder of the host; the params are not gathered yet.
+    """Collective: takes the state in an iteration folder of the host; the params are not gathered
+    yet.
 
-    The model must have the weights of the same iteration. `resume_step`: updates so far, for files that lost them.
+    The model must have the weights of the same iteration. `resume_step`: updates so far, for files
+    that lost them.
     """
     model = whole_model_of(optimizers)
     load_state(lambda: _loadable(path, optimizers, model, resume_step), model, everyone)
 
 
-def _loadable(path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel, resume_step: int | None) -> Loadable:
+def _loadable(
+    path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel, resume_step: int | None
+) -> Loadable:
     saved: list[NamelessOptimizer] = []
     buffer_of: _Buffers = {}
     groups: list[GroupRecord] = []
@@ -64,14 +93,19 @@ def _loadable(path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel,
     tensors = dict(_tensor_records(model, pieces, buffer_of))
     scaler = next((optimizer.grad_scaler for optimizer in saved if optimizer.grad_scaler), None)
     inner = inner_name(map(kind_of, tensors))
-    head = with_step(Manifest("", (), tensors, tuple(groups), inner, loss_scale_of(scaler)), resume_step, path)
+    head = with_step(
+        Manifest("", (), tensors, tuple(groups), inner, loss_scale_of(scaler)), resume_step, path
+    )
     check_step(head, path)
 
     def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
         owner = {(piece.placement.name, piece.piece.in_global): piece for piece in pieces}
         for one in reads:
             kind, name = one.key.split("/", 1)
-            yield one, _values_of(owner[name, one.chunk.box], kind, buffer_of)[one.in_chunk.as_slices()]
+            yield (
+                one,
+                _values_of(owner[name, one.chunk.box], kind, buffer_of)[one.in_chunk.as_slices()],
+            )
 
     return Loadable(head, str(path), read)
 
@@ -83,18 +117,26 @@ def _place_of(optimizer: OneOptimizer, number: int) -> OptimizerPlace:
         folder += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         folder += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
-    numels = tuple(tuple(bucket.numel_unpadded for bucket in buffer.buckets) for buffer in optimizer.buffers)
+    numels = tuple(
+        tuple(bucket.numel_unpadded for bucket in buffer.buckets) for buffer in optimizer.buffers
+    )
     return OptimizerPlace(folder, number, optimizer.data_parallel_group_idx, numels)
 
 
-def _records(saved: NamelessOptimizer, optimizer: OneOptimizer, share: Share, path: Path) -> Iterator[GroupRecord]:
-    """The saved groups with names: the host makes the same groups in the same order in every run."""
+def _records(
+    saved: NamelessOptimizer, optimizer: OneOptimizer, share: Share, path: Path
+) -> Iterator[GroupRecord]:
+    """The saved groups with names: the host makes the same groups in the same order in every
+    run."""
     ours, step = optimizer.param_groups, the_step(saved.groups, path)
-    identities = [[tuple(group.get(key) for key in _IDENTITY) for group in groups] for groups in (saved.groups, ours)]
+    identities = [
+        [tuple(group.get(key) for key in _IDENTITY) for group in groups]
+        for groups in (saved.groups, ours)
+    ]
     if identities[0] != identities[1]:
         raise CheckpointError(
-            f"The param groups in {path} have {', '.join(_IDENTITY)} of {identities[0]}, and those of this run have "
-            f"{identities[1]}. Resume with the param groups of the saved run."
+            f"The param groups in {path} have {', '.join(_IDENTITY)} of {identities[0]}, and those "
+            f"of this run have {identities[1]}. Resume with the param groups of the saved run."
         )
     for group, planned in zip(saved.groups, share.optimizer.plan.groups, strict=True):
         names = tuple(dict.fromkeys(share.placements[name].name for name in planned.names))
@@ -109,9 +151,10 @@ def _check_rounds(share: Share, buffer_of: _Buffers, path: Path) -> None:
         num_unlike = count_unlike(main, flat.cut(flat.model, shard).detach().to(main.device))
         if num_unlike:
             raise CheckpointError(
-                f"{num_unlike} of {main.numel()} main values that {path} has where this run keeps {shard.name!r} are "
-                "not the model's. Load the model's weights of the same iteration first, at the layout and with the "
-                f"bucket size of the run that saved. {REMEDY}"
+                f"{num_unlike} of {main.numel()} main values that {path} has where this run keeps "
+                f"{shard.name!r} are not the model's. Load the model's weights of the same "
+                "iteration first, at the layout and with the bucket size of the run that saved. "
+                f"{REMEDY}"
             )
 
 
@@ -134,4 +177,7 @@ def _tensor_records(
         for name, placement in share.placements.items():
             owned = tuple(chunks.get(placement.name, ()))
             for kind, dtype in buffer_of[share.optimizer, name].kinds.items():
-                yield (key_of(kind, placement.name), TensorRecord(placement.global_shape, dtype_name(dtype), owned))
+                yield (
+                    key_of(kind, placement.name),
+                    TensorRecord(placement.global_shape, dtype_name(dtype), owned),
+                )

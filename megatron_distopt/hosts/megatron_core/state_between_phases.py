@@ -1,10 +1,12 @@
-"""Optimizer state that leaves its device between two phases of training, and comes back with the same bits.
+"""Optimizer state that leaves its device between two phases of training, and comes back with the
+same bits.
 
-Frameworks for reinforcement learning need the memory of the device while they generate. megatron-core since 0.15 has
-`offload_to_cpu` and `restore_from_cpu`; verl moves the tensors of `shard_fp32_from_float16_groups` and the moments by
-assigning to their `data` and to the entries of `optimizer.state`. Both move the same tensors, each of which has memory
-of its own. fp32 params are their own main params and stay in the host's param buffers, which the host and these
-frameworks offload by themselves.
+Frameworks for reinforcement learning need the memory of the device while they generate.
+megatron-core since 0.15 has `offload_to_cpu` and `restore_from_cpu`; verl moves the tensors of
+`shard_fp32_from_float16_groups` and the moments by assigning to their `data` and to the entries of
+`optimizer.state`. Both move the same tensors, each of which has memory of its own. fp32 params are
+their own main params and stay in the host's param buffers, which the host and these frameworks
+offload by themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
 def _is_emptied(tensor: Tensor, numel: int) -> bool:
-    """Whether something of a flat param of `numel` elements has no values; fp32 main params are in a host's buffers."""
+    """Whether something of a flat param of `numel` elements has no values; fp32 main params are in
+    a host's buffers."""
     if isinstance(tensor, LowPrecisionTensor):
         tensor = tensor.stored.parts[0]
     is_freed = tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
@@ -34,15 +37,17 @@ def _is_emptied(tensor: Tensor, numel: int) -> bool:
 class OffloadedState:
     """Moves the state of one optimizer away and back, in whichever precision it is.
 
-    What is stored in another form than fp32 moves in that form: its memory gets another place, and every tensor that
-    shows its values follows. What is on the host in every phase (optimizer/offload.py) stays there.
+    What is stored in another form than fp32 moves in that form: its memory gets another place, and
+    every tensor that shows its values follows. What is on the host in every phase
+    (optimizer/offload.py) stays there.
     """
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self._sharded = sharded
 
     def move_to(self, device: torch.device) -> None:
-        """Moves main params, and what the inner optimizer keeps for each element; what is there already stays."""
+        """Moves main params, and what the inner optimizer keeps for each element; what is there
+        already stays."""
         flat_params = [flat for flat in self._sharded.flat_params if flat.on_host is None]
         for flat, state, name in self._entries(flat_params):
             if isinstance(state[name], LowPrecisionTensor):
@@ -59,24 +64,32 @@ class OffloadedState:
         empty_cache(self._sharded.device)
 
     def check_is_there(self) -> None:
-        """Refuses state that other code has emptied or cut: a save and a load need its values, wherever they are.
+        """Refuses state that other code has emptied or cut: a save and a load need its values,
+        wherever they are.
 
         Completes state that other code has begun.
         """
         begin_counts(self._sharded.inner)
         flat_params = self._sharded.flat_params
-        mains = [(flat, "a main param", flat.main) for flat in flat_params if type(flat.main) is not LowPrecisionTensor]
+        mains = [
+            (flat, "a main param", flat.main)
+            for flat in flat_params
+            if type(flat.main) is not LowPrecisionTensor
+        ]
         entries = [(flat, name, state[name]) for flat, state, name in self._entries(flat_params)]
         for flat, name, tensor in (*mains, *entries):
             if _is_emptied(tensor, flat.plan.in_buffer.numel):
                 raise LayoutError(
-                    f"Optimizer state was emptied: {name} has no values. Call what your framework has to load it "
-                    "again first."
+                    f"Optimizer state was emptied: {name} has no values. Call what your framework "
+                    "has to load it again first."
                 )
-            if tensor is flat.main and (tensor.numel() != flat.plan.in_buffer.numel or tensor.dtype != torch.float32):
+            if tensor is flat.main and (
+                tensor.numel() != flat.plan.in_buffer.numel or tensor.dtype != torch.float32
+            ):
                 raise LayoutError(
-                    f"A main param of {flat.plan.in_buffer.numel} elements is {tensor.dtype} {list(tensor.shape)} now, "
-                    "and must stay as it was. Assign a copy of it on another device only."
+                    f"A main param of {flat.plan.in_buffer.numel} elements is {tensor.dtype} "
+                    f"{list(tensor.shape)} now, and must stay as it was. Assign a copy of it on "
+                    "another device only."
                 )
 
     def check_is_back(self) -> None:
@@ -86,7 +99,9 @@ class OffloadedState:
         """
         self.check_is_there()
         flat_params = self._sharded.flat_params
-        tensors = [(flat, flat.main) for flat in flat_params if flat.on_host is None and flat.owns_memory]
+        tensors = [
+            (flat, flat.main) for flat in flat_params if flat.on_host is None and flat.owns_memory
+        ]
         for flat, state, name in self._entries(flat_params):
             if flat.on_host is not None:
                 state[name] = state[name].to(flat.main.device)
@@ -94,14 +109,19 @@ class OffloadedState:
                 tensors.append((flat, state[name]))
         for flat, tensor in tensors:
             # A low-precision tensor itself names the device on which it was made.
-            found = tensor.stored.device if isinstance(tensor, LowPrecisionTensor) else tensor.device
+            found = (
+                tensor.stored.device if isinstance(tensor, LowPrecisionTensor) else tensor.device
+            )
             if found != flat.model.device:
                 raise LayoutError(
-                    f"Optimizer state is on {found}, and a step needs it on {flat.model.device}. Call "
-                    "optimizer.restore_from_cpu(), or what your framework has for it, before the step."
+                    f"Optimizer state is on {found}, and a step needs it on {flat.model.device}. "
+                    "Call optimizer.restore_from_cpu(), or what your framework has for it, before "
+                    "the step."
                 )
 
-    def _entries(self, flat_params: Iterable[FlatParam]) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
+    def _entries(
+        self, flat_params: Iterable[FlatParam]
+    ) -> Iterator[tuple[FlatParam, dict[str, Any], str]]:
         """Every tensor that the inner optimizer keeps: of what, in which dict, under which name."""
         for flat in flat_params:
             state = state_of(self._sharded.inner, flat.main)

@@ -1,4 +1,5 @@
-"""The calls of the optimizer that `distribute` returns about its state: in torch's format, and in checkpoints."""
+"""The calls of the optimizer that `distribute` returns about its state: in torch's format, and in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, 
 from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
-from megatron_distopt.checkpoint.torch_state import StateByParam, TorchParams, full_state_dict, torch_state_dict
+from megatron_distopt.checkpoint.torch_state import (
+    StateByParam,
+    TorchParams,
+    full_state_dict,
+    torch_state_dict,
+)
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import CheckpointError, ConfigError, refusal
@@ -33,16 +39,19 @@ class StateCalls(ProtectedCalls, Optimizer):
 
     _model: ShardedModel
     _saver: Saver
-    #: False until torch's constructor is done, which sets attributes that are made when they are read here.
+    #: False until torch's constructor is done, which sets attributes that are made when they are
+    #: read here.
     _is_built = False
     #: Of what the model has beside the params that train, as training began, by name.
     _versions: Mapping[str, int] = MappingProxyType({})
-    #: Whole state that `state_dict()` returns until the next step or load; on the rank that `consolidate` named.
+    #: Whole state that `state_dict()` returns until the next step or load; on the rank that
+    #: `consolidate` named.
     _consolidated: dict[int, Any] | None = None
 
     @property
     def state(self) -> Any:
-        """The state by param, made when it is read; see [Note: torch's format] in checkpoint/torch_state.py.
+        """The state by param, made when it is read; see [Note: torch's format] in
+        checkpoint/torch_state.py.
 
         On several ranks its values are shards, which torch.distributed.checkpoint saves.
         """
@@ -63,24 +72,32 @@ class StateCalls(ProtectedCalls, Optimizer):
         name_of, model = self._names_of_grouped(), self._model
         names = [[name_of[param] for param in group["params"]] for group in self.param_groups]
         empty = {
-            name: tuple(param.shape) for param, name in name_of.items() if param.requires_grad and not param.numel()
+            name: tuple(param.shape)
+            for param, name in name_of.items()
+            if param.requires_grad and not param.numel()
         }
-        return TorchParams(model.share(), names, self.param_groups, model.data, model.everyone, empty)
+        return TorchParams(
+            model.share(), names, self.param_groups, model.data, model.everyone, empty
+        )
 
     def _check_torchs_format(self, call: str) -> None:
-        """Refuses torch's format, which is cut by element, where whole params are updated, whose state owners have."""
+        """Refuses torch's format, which is cut by element, where whole params are updated, whose
+        state owners have."""
         choice = self._model.sharded.plan.choice
         if choice.updates_whole_params:
-            features = {Feature.WHOLE_PARAMS: choice.name, Feature.TORCH_FORMAT: f"optimizer.{call}"}
+            features = {
+                Feature.WHOLE_PARAMS: choice.name,
+                Feature.TORCH_FORMAT: f"optimizer.{call}",
+            }
             check_compatible(self._model.config, features)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's own format; no collective.
 
-        On one rank `torch.save` writes it, and `torch.optim.AdamW` loads it. On several ranks its values are shards:
-        `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save` refuses them. `save(folder)` and
-        `full_state_dict()` are other ways.
+        On one rank `torch.save` writes it, and `torch.optim.AdamW` loads it. On several ranks its
+        values are shards: `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save`
+        refuses them. `save(folder)` and `full_state_dict()` are other ways.
         """
         self._check_torchs_format("state_dict()")
         self._model.gather.finish()
@@ -96,10 +113,12 @@ class StateCalls(ProtectedCalls, Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: takes a state in torch's format, of `state_dict()`, `full_state_dict()` or an optimizer of torch.
+        """Collective: takes a state in torch's format, of `state_dict()`, `full_state_dict()` or an
+        optimizer of torch.
 
         Raises:
-            CheckpointError: on all ranks, where one of them cannot take its state; nothing is changed then.
+            CheckpointError: on all ranks, where one of them cannot take its state; nothing is
+                changed then.
         """
         self._check_torchs_format("load_state_dict()")
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -116,16 +135,18 @@ class StateCalls(ProtectedCalls, Optimizer):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
-        """Collective: the whole state in torch's format on rank 0, gathered param by param; empty on the others."""
+        """Collective: the whole state in torch's format on rank 0, gathered param by param; empty
+        on the others."""
         self._check_torchs_format("full_state_dict()")
         self._model.bring_up_to_date()
         return full_state_dict(self._torch_params())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collective: until the next step or load, `state_dict()` on rank 0 is `full_state_dict()`, for `torch.save`.
+        """Collective: until the next step or load, `state_dict()` on rank 0 is `full_state_dict()`,
+        for `torch.save`.
 
-        For frameworks that save `state_dict()` of rank 0 alone. Some of them call this by themselves, as they do for
-        `torch.distributed.optim.ZeroRedundancyOptimizer`.
+        For frameworks that save `state_dict()` of rank 0 alone. Some of them call this by
+        themselves, as they do for `torch.distributed.optim.ZeroRedundancyOptimizer`.
 
         Args:
             to: 0; no other rank of the data-parallel group can have it.
@@ -134,7 +155,9 @@ class StateCalls(ProtectedCalls, Optimizer):
             ConfigError: another rank.
         """
         if to != 0:
-            raise ConfigError(refusal("to", to, "be 0", "Leave it out, and call torch.save on rank 0"))
+            raise ConfigError(
+                refusal("to", to, "be 0", "Leave it out, and call torch.save on rank 0")
+            )
         whole = self.full_state_dict()
         self._consolidated = whole.get("state")
 
@@ -153,16 +176,22 @@ class StateCalls(ProtectedCalls, Optimizer):
         self._saver.save(Path(folder), self._model.whole())
 
     def _check_folder(self, folder: Path) -> None:
-        """Refuses a folder in which another process group of the job saves, which would be replaced."""
+        """Refuses a folder in which another process group of the job saves, which would be
+        replaced."""
         group = self._model.everyone
         if group.rank == 0 and group.size < Group.of(None).size and is_checkpoint(folder):
             first = read_manifest(folder).about.get(FIRST_RANK, group.global_rank(0))
             if first != group.global_rank(0):
                 got, rule = f"that of the process group of rank {first}", "be of one process group"
-                raise CheckpointError(refusal(f"checkpoint {folder}", got, rule, "Give each group a folder of its own"))
+                raise CheckpointError(
+                    refusal(
+                        f"checkpoint {folder}", got, rule, "Give each group a folder of its own"
+                    )
+                )
 
     def finish_saving(self) -> None:
-        """Collective: waits for a save in the background (`async_save`); raises what went wrong in it."""
+        """Collective: waits for a save in the background (`async_save`); raises what went wrong in
+        it."""
         self._saver.finish()
 
     @torch.no_grad()
@@ -170,7 +199,8 @@ class StateCalls(ProtectedCalls, Optimizer):
         """Collective: takes what `save` wrote, at this or any other size, and gathers the params.
 
         Args:
-            folder: of the checkpoint, the same on all ranks; also one of other software that has these param names.
+            folder: of the checkpoint, the same on all ranks; also one of other software that has
+                these param names.
 
         Raises:
             CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
@@ -178,7 +208,9 @@ class StateCalls(ProtectedCalls, Optimizer):
         """
         self._begin_load()
         if self._model.waiting and is_checkpoint(Path(folder)):
-            self._grow_to_saved(raise_together(lambda: read_manifest(Path(folder)), self._model.everyone, "load"))
+            self._grow_to_saved(
+                raise_together(lambda: read_manifest(Path(folder)), self._model.everyone, "load")
+            )
         load_any(Path(folder), self._model.whole(), self._model.everyone)
         self._end_load()
 
@@ -186,20 +218,36 @@ class StateCalls(ProtectedCalls, Optimizer):
         super().protect(step, lambda: {"state": state(), "beside": self._changed_untrained()})
 
     def _changed_untrained(self) -> dict[str, Tensor]:
-        """Buffers, whose changes torch's norms do not count, and frozen params that were changed since a start."""
+        """Buffers, whose changes torch's norms do not count, and frozen params that were changed
+        since a start."""
         found = untrained_tensors(self._model.chunks)
-        is_new = {name: self._versions.get(name) != tensor._version for name, tensor in found.items()}
-        return {name: each for name, each in found.items() if is_new[name] or not isinstance(each, Parameter)}
+        is_new = {
+            name: self._versions.get(name) != tensor._version for name, tensor in found.items()
+        }
+        return {
+            name: each
+            for name, each in found.items()
+            if is_new[name] or not isinstance(each, Parameter)
+        }
 
     @torch.no_grad()
     def resume(self, newer_than: int = -1) -> Resumed | None:
         resumed, found = super().resume(newer_than), untrained_tensors(self._model.chunks)
         if resumed is not None:
             saved = resumed.state["beside"]
-            is_cut_otherwise = not resumed.is_same_size and self._model.data.size != self._model.everyone.size
-            if saved and (is_cut_otherwise or any(saved[name].shape != found[name].shape for name in saved)):
-                got, rule = "buffers of a model that is cut otherwise", "be of this model at these sizes"
-                raise CheckpointError(refusal("snapshot", got, rule, "Start at the sizes of the run before"))
+            is_cut_otherwise = (
+                not resumed.is_same_size and self._model.data.size != self._model.everyone.size
+            )
+            if saved and (
+                is_cut_otherwise or any(saved[name].shape != found[name].shape for name in saved)
+            ):
+                got, rule = (
+                    "buffers of a model that is cut otherwise",
+                    "be of this model at these sizes",
+                )
+                raise CheckpointError(
+                    refusal("snapshot", got, rule, "Start at the sizes of the run before")
+                )
             for name, tensor in saved.items():
                 found[name].copy_(tensor)
             resumed = replace(resumed, state=resumed.state["state"])

@@ -1,13 +1,16 @@
-"""Params that torch's DistributedDataParallel (DDP) has as well: frameworks wrap a model in it without being asked.
+"""Params that torch's DistributedDataParallel (DDP) has as well: frameworks wrap a model in it
+without being asked.
 
-[Note: gradients under DDP] DDP averages `param.grad` over all ranks before backward ends, so it is the gradient of
-the model, which clipping by torch or by a framework may read and change. It stays torch's own tensor, in the param's
-dtype as DDP demands, and the step copies it into the grad buffer and reduces it like any other gradient: the average
-of equal values is the same value, and a change that a user made on all ranks alike is kept. That costs a reduce-scatter
-and the memory of the gradients twice more: a model that is not wrapped is trained in less memory and time.
+[Note: gradients under DDP] DDP averages `param.grad` over all ranks before backward ends, so it is
+the gradient of the model, which clipping by torch or by a framework may read and change. It stays
+torch's own tensor, in the param's dtype as DDP demands, and the step copies it into the grad buffer
+and reduces it like any other gradient: the average of equal values is the same value, and a change
+that a user made on all ranks alike is kept. That costs a reduce-scatter and the memory of the
+gradients twice more: a model that is not wrapped is trained in less memory and time.
 
-DDP averages only what a forward pass through it has prepared, outside its `no_sync()`. After any other backward torch's
-own optimizer would use each rank's own gradients, and the params of the ranks would differ: refused on all of them.
+DDP averages only what a forward pass through it has prepared, outside its `no_sync()`. After any
+other backward torch's own optimizer would use each rank's own gradients, and the params of the
+ranks would differ: refused on all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ _PREPARES = "_distopt_prepares"
 
 
 class _AllDDP:
-    """All instances of DistributedDataParallel of this process; nothing is watched before the first optimizer."""
+    """All instances of DistributedDataParallel of this process; nothing is watched before the first
+    optimizer."""
 
     def __init__(self) -> None:
         self.models: WeakSet[DistributedDataParallel] = WeakSet()
@@ -54,7 +58,8 @@ class _AllDDP:
 
 
 def _before_forward(model: Module, _: Any) -> None:
-    """Notes that averaging is prepared. It is compiled along with the model, so it only sets an attribute."""
+    """Notes that averaging is prepared. It is compiled along with the model, so it only sets an
+    attribute."""
     if torch.is_grad_enabled():
         setattr(model, _PREPARES, model.require_backward_grad_sync)
 
@@ -67,7 +72,8 @@ class DDPWatch:
 
     def __init__(self, *, overlaps: bool) -> None:
         self._overlaps = overlaps  # whether the optimizer itself reduces gradients in backward
-        #: By the id of a param, all instances that have it: one that was dropped may exist until Python collects it.
+        #: By the id of a param, all instances that have it: one that was dropped may exist until
+        #: Python collects it.
         self._models_of: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
         self._count = 0
         #: The same for the params to whose gradients backward has added since the last step.
@@ -94,15 +100,20 @@ class DDPWatch:
         """What was wrong with the backward passes since the last step; asked before a step."""
         if not self.used:
             return None
-        if not all(any(getattr(model(), _PREPARES, False) for model in models) for models in self.used.values()):
+        if not all(
+            any(getattr(model(), _PREPARES, False) for model in models)
+            for models in self.used.values()
+        ):
             return LayoutError(
-                "A model is in DistributedDataParallel, which did not average its gradients. Call the wrapped model "
-                "outside of its no_sync() for the last backward of a step, or do not wrap the model."
+                "A model is in DistributedDataParallel, which did not average its gradients. Call "
+                "the wrapped model outside of its no_sync() for the last backward of a step, or do "
+                "not wrap the model."
             )
         if self._overlaps:
             return ConfigError(
-                "overlap_grad_reduce is True for a model in DistributedDataParallel, which averages gradients by "
-                "itself. Leave overlap_grad_reduce out, or do not wrap the model."
+                "overlap_grad_reduce is True for a model in DistributedDataParallel, which "
+                "averages gradients by itself. Leave overlap_grad_reduce out, or do not wrap the "
+                "model."
             )
         return None
 

@@ -31,7 +31,13 @@ from megatron_distopt.hosts.base import (
 )
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.report import announce, describe, sharded_over
-from megatron_distopt.hosts.torch.model import ModelPlan, ShardedModel, check_trained, name_groups, plan_sets
+from megatron_distopt.hosts.torch.model import (
+    ModelPlan,
+    ShardedModel,
+    check_trained,
+    name_groups,
+    plan_sets,
+)
 from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
 from megatron_distopt.hosts.torch.params import is_updated
 from megatron_distopt.layout import Placement
@@ -43,7 +49,12 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precis
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.given import check_new
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
-from megatron_distopt.optimizer.owners.sharded_muon import Matrices, adopt_muon, is_muon, matrices_in
+from megatron_distopt.optimizer.owners.sharded_muon import (
+    Matrices,
+    adopt_muon,
+    is_muon,
+    matrices_in,
+)
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import StepPlan
 
@@ -69,10 +80,12 @@ def distribute(
     broadcast_buffers: bool = True,
     **options: Any,
 ) -> TorchDistributedOptimizer:
-    """Collective: moves the model's params into contiguous buffers and returns their distributed optimizer.
+    """Collective: moves the model's params into contiguous buffers and returns their distributed
+    optimizer.
 
-    Gradients are averaged over the ranks in `step()`, so the model is not wrapped in DistributedDataParallel. All ranks
-    start from the params and module buffers that the group's rank 0 has.
+    Gradients are averaged over the ranks in `step()`, so the model is not wrapped in
+    DistributedDataParallel. All ranks start from the params and module buffers that the group's
+    rank 0 has.
 
     Examples:
         >>> import torch, torch.distributed as dist, megatron_distopt
@@ -89,22 +102,25 @@ def distribute(
         >>> dist.destroy_process_group()
 
     Args:
-        model: one module, or several whose params are optimized together; on its device, in its dtypes.
-        optimizer: any element-wise optimizer of torch's or of your own over params of the model, not yet stepped. Its
-            groups are used; those of its params that are frozen train once they are not. Also `torch.optim.Muon`, and
-            a list of it and an Adam of torch's for the params that are no matrices. Without one, an Adam with decoupled
-            weight decay over the whole model, or what the config says.
+        model: one module, or several whose params are optimized together; on its device, in its
+            dtypes.
+        optimizer: any element-wise optimizer of torch's or of your own over params of the model,
+            not yet stepped. Its groups are used; those of its params that are frozen train once
+            they are not. Also `torch.optim.Muon`, and a list of it and an Adam of torch's for the
+            params that are no matrices. Without one, an Adam with decoupled weight decay over the
+            whole model, or what the config says.
         config: options that torch has no name for.
         param_groups: as for `torch.optim`; only without an optimizer.
         process_group: data-parallel ranks, which hold the same params; all ranks where None.
-        stats_process_group: ranks that hold a part of the model, over which gradient statistics are added up;
-            `process_group` where None.
-        excluded_from_norm: by param name, whether this rank leaves it out of those statistics: True on all but one rank
-            for a param that several ranks of `stats_process_group` hold in addition to data parallelism.
-        placement: from a name and its param to where this rank's part lies in the whole model, for checkpoints of a
-            model that is cut over `stats_process_group`.
-        broadcast_buffers: whether module buffers that training changes (running statistics) follow rank 0 after each
-            step.
+        stats_process_group: ranks that hold a part of the model, over which gradient statistics are
+            added up; `process_group` where None.
+        excluded_from_norm: by param name, whether this rank leaves it out of those statistics: True
+            on all but one rank for a param that several ranks of `stats_process_group` hold in
+            addition to data parallelism.
+        placement: from a name and its param to where this rank's part lies in the whole model, for
+            checkpoints of a model that is cut over `stats_process_group`.
+        broadcast_buffers: whether module buffers that training changes (running statistics) follow
+            rank 0 after each step.
         options: fields of `DistOptConfig`, such as `clip_grad=1.0`.
 
     Raises:
@@ -127,25 +143,39 @@ def distribute(
         trained = _trained(named, torch_groups)
         check_trained(trained, merged)
         check_own_memory(named)
-        device = check_devices({param.device for param in trained.values()}, find_accelerator(merged.accelerator))
+        device = check_devices(
+            {param.device for param in trained.values()}, find_accelerator(merged.accelerator)
+        )
         if device.type == CPU and data.backend == "nccl":
-            rule, remedy = "carry tensors of the model's device", "Move the model to the GPU, or use backend 'gloo'"
-            raise ConfigError(refusal("process group", f"nccl for a model on {device}", rule, remedy))
+            rule, remedy = (
+                "carry tensors of the model's device",
+                "Move the model to the GPU, or use backend 'gloo'",
+            )
+            raise ConfigError(
+                refusal("process group", f"nccl for a model on {device}", rule, remedy)
+            )
         check_bucket_size(merged, data.size, "bucket_size=40_000_000")
         choice = _choose(given, merged, device, named, data)
         sets = plan_sets(trained, merged, data.size)
         check_offload([(each.layout, each.dtype) for each in sets], merged, device, choice)
         groups = name_groups(torch_groups, trained)
         for group in groups:
-            for name in group.names if choice.updates_whole_params or is_muons_group(group.options) else ():
+            for name in (
+                group.names if choice.updates_whole_params or is_muons_group(group.options) else ()
+            ):
                 _check_whole(placement(name, named[name]), choice.name)
         scale = make_loss_scale(merged, device)
-        step = StepPlan(groups, choice, merged, scale, lambda: everyone, data.size, excluded_from_norm)
+        step = StepPlan(
+            groups, choice, merged, scale, lambda: everyone, data.size, excluded_from_norm
+        )
         how = reduction_of(merged, named, [each.grad_dtype for each in sets])
-        plan = ModelPlan(chunks, named, torch_groups, sets, step, data, device, how, placement, broadcast_buffers)
+        plan = ModelPlan(
+            chunks, named, torch_groups, sets, step, data, device, how, placement, broadcast_buffers
+        )
         return plan, given
 
-    # The plan lives as long as the model, which must not keep the user's optimizers: they lead to ours.
+    # The plan lives as long as the model, which must not keep the user's optimizers: they lead to
+    # ours.
     plan, given = raise_together(planned, everyone)
     _compare(plan, everyone)
     own = plan.step.config
@@ -154,11 +184,16 @@ def distribute(
     if everyone.rank == 0:
         groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
         overlaps = {"grads": own.overlap_grad_reduce, "params": own.overlap_param_gather}
-        overlap = ", ".join(f"{what} {'overlapped' if is_on else 'not overlapped'}" for what, is_on in overlaps.items())
+        overlap = ", ".join(
+            f"{what} {'overlapped' if is_on else 'not overlapped'}"
+            for what, is_on in overlaps.items()
+        )
         more = [groups, f"overlap    {overlap}"]
         if not sharded.had_same_values:
             more.append("values     of params differed between ranks: all have those of rank 0 now")
-        announce(describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more))
+        announce(
+            describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more)
+        )
     return TorchDistributedOptimizer(sharded, plan.torch_groups, given)
 
 
@@ -168,17 +203,31 @@ def distribute(
 def _checked(
     model: Any, optimizer: Any, config: Any, param_groups: Any, options: Mapping[str, Any]
 ) -> tuple[list[Module], tuple[Optimizer, ...], DistOptConfig]:
-    """The modules, optimizers and config that were given; refuses what is of another kind, with the call to write."""
+    """The modules, optimizers and config that were given; refuses what is of another kind, with the
+    call to write."""
     chunks = [model] if isinstance(model, Module) else list(model)
     wrong = [each for each in chunks if not isinstance(each, Module)]
     if wrong or not chunks:
-        got = "its params" if wrong and isinstance(wrong[0], Parameter) else f"a {type(model).__name__}"
-        rule, remedy = "be a torch.nn.Module or a list of them", "Write distribute(model, optimizer)"
+        got = (
+            "its params"
+            if wrong and isinstance(wrong[0], Parameter)
+            else f"a {type(model).__name__}"
+        )
+        rule, remedy = (
+            "be a torch.nn.Module or a list of them",
+            "Write distribute(model, optimizer)",
+        )
         raise ConfigError(refusal("model", got, rule, remedy))
     if isinstance(optimizer, DistOptConfig) and config is None:
         optimizer, config = None, optimizer
     is_given = optimizer is not None
-    given = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,) if is_given else ()
+    given = (
+        tuple(optimizer)
+        if isinstance(optimizer, (list, tuple))
+        else (optimizer,)
+        if is_given
+        else ()
+    )
     if is_given and not given:
         remedy = "Write distribute(model, [torch.optim.Muon(...), torch.optim.AdamW(...)])"
         raise ConfigError(refusal("optimizer", "an empty list", "hold optimizers", remedy))
@@ -186,10 +235,16 @@ def _checked(
         _check_optimizer(each, is_alone=len(given) == 1)
     if config is not None and not isinstance(config, DistOptConfig):
         remedy = "Write distribute(model, optimizer, DistOptConfig(...))"
-        raise ConfigError(refusal("config", f"a {type(config).__name__}", "be a DistOptConfig", remedy))
+        raise ConfigError(
+            refusal("config", f"a {type(config).__name__}", "be a DistOptConfig", remedy)
+        )
     if is_given and param_groups is not None:
         remedy = "Give the groups to the optimizer's constructor"
-        raise ConfigError(refusal("param_groups", "given together with an optimizer", "be the optimizer's own", remedy))
+        raise ConfigError(
+            refusal(
+                "param_groups", "given together with an optimizer", "be the optimizer's own", remedy
+            )
+        )
     return chunks, given, with_options(config or DistOptConfig(), options)
 
 
@@ -197,39 +252,70 @@ def _check_optimizer(optimizer: Any, *, is_alone: bool) -> None:
     if not isinstance(optimizer, Optimizer):
         name = optimizer.__name__ if isinstance(optimizer, type) else "torch.optim.AdamW"
         remedy = f"Write distribute(model, {name}(model.parameters(), lr=...))"
-        got = f"the class {name}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
-        raise ConfigError(refusal("optimizer", got, "be a torch.optim.Optimizer or a DistOptConfig", remedy))
-    kinds = [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]
+        got = (
+            f"the class {name}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        )
+        raise ConfigError(
+            refusal("optimizer", got, "be a torch.optim.Optimizer or a DistOptConfig", remedy)
+        )
+    kinds = [
+        name
+        for name in vars(optimizer)
+        if name.startswith("_optimizer_") and name.endswith("_hooks")
+    ]
     if not is_alone and any(vars(optimizer)[name] for name in kinds):
         # Hooks of one of several optimizers would be called with another one.
-        got, rule = f"hooks of {type(optimizer).__name__}, one of several optimizers", "be of all params together"
+        got, rule = (
+            f"hooks of {type(optimizer).__name__}, one of several optimizers",
+            "be of all params together",
+        )
         remedy = "Register them on what distribute(...) returns"
         raise ConfigError(refusal("hooks", got, rule, remedy))
 
 
 def _check_unused(optimizer: Optimizer, config: DistOptConfig) -> None:
-    """Refuses options of an optimizer that is made here, where one was given; `adam` also chooses low precision's."""
+    """Refuses options of an optimizer that is made here, where one was given; `adam` also chooses
+    low precision's."""
     is_full, default = Precision.of(config).is_full, DistOptConfig()
     for name in _OF_OWN_OPTIMIZER if is_full else _OF_OWN_OPTIMIZER[1:]:
         if name in config.explicit and getattr(config, name) != getattr(default, name):
-            got, kind = f"{getattr(config, name)!r} together with an optimizer object", type(optimizer).__name__
-            remedy = f"Give it to the constructor of {kind} if that has it, or leave {name} or the optimizer out"
+            got, kind = (
+                f"{getattr(config, name)!r} together with an optimizer object",
+                type(optimizer).__name__,
+            )
+            remedy = (
+                f"Give it to the constructor of {kind} if that has it, or leave {name} or the "
+                "optimizer out"
+            )
             raise ConfigError(refusal(name, got, f"be left to {kind}", remedy))
 
 
 def _check_param(name: str, param: Parameter) -> None:
-    """Refuses a param of another optimizer of ours, and those that torch itself cannot treat as plain tensors."""
+    """Refuses a param of another optimizer of ours, and those that torch itself cannot treat as
+    plain tensors."""
     if is_updated(param):
         gc.collect()  # the optimizer may be gone but for a cycle
     if is_updated(param):
-        rule, remedy = "belong to one distributed optimizer", "Call release() on the other one first"
-        raise LayoutError(refusal(f"param {name!r}", "in another distributed optimizer", rule, remedy))
+        rule, remedy = (
+            "belong to one distributed optimizer",
+            "Call release() on the other one first",
+        )
+        raise LayoutError(
+            refusal(f"param {name!r}", "in another distributed optimizer", rule, remedy)
+        )
     if isinstance(param, UninitializedParameter):
         remedy = "Run one batch through the model before distribute(...)"
-        raise LayoutError(refusal(f"param {name!r}", "not initialized (a lazy module)", "have a shape", remedy))
+        raise LayoutError(
+            refusal(f"param {name!r}", "not initialized (a lazy module)", "have a shape", remedy)
+        )
     if is_traceable_wrapper_subclass(param):
-        got, rule = f"a {type(param.data).__name__}", "be a plain tensor, whole on every data-parallel rank"
-        remedy = "Take the model out of FSDP, tensor parallelism or quantization before distribute(...)"
+        got, rule = (
+            f"a {type(param.data).__name__}",
+            "be a plain tensor, whole on every data-parallel rank",
+        )
+        remedy = (
+            "Take the model out of FSDP, tensor parallelism or quantization before distribute(...)"
+        )
         raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))
 
 
@@ -237,29 +323,49 @@ def _check_param(name: str, param: Parameter) -> None:
 
 
 def _torch_groups(
-    optimizers: tuple[Optimizer, ...], given: Sequence[Mapping[str, Any]] | None, named: Mapping[str, Parameter]
+    optimizers: tuple[Optimizer, ...],
+    given: Sequence[Mapping[str, Any]] | None,
+    named: Mapping[str, Parameter],
 ) -> list[dict[str, Any]]:
     """The user's groups; one of the whole model, frozen params included, where there are none."""
     if given is None and optimizers:
-        # Of one optimizer the list itself, which may grow; of several the dicts, whose options schedulers write.
+        # Of one optimizer the list itself, which may grow; of several the dicts, whose options
+        # schedulers write.
         groups = optimizers[0].param_groups
-        groups = groups if len(optimizers) == 1 else [group for each in optimizers for group in each.param_groups]
+        groups = (
+            groups
+            if len(optimizers) == 1
+            else [group for each in optimizers for group in each.param_groups]
+        )
     else:
         groups = as_torch_groups(given if given is not None else [{"params": list(named.values())}])
-    known, seen = set(named.values()), Counter(param for group in groups for param in group["params"])
+    known, seen = (
+        set(named.values()),
+        Counter(param for group in groups for param in group["params"]),
+    )
     foreign = sum(param not in known for param in seen)
     if foreign:
-        remedy = "Call distribute([model, other_module], ...) with every module whose params the optimizer has"
-        raise LayoutError(refusal("param groups", f"{foreign} params that the model has not", "be of it", remedy))
+        remedy = (
+            "Call distribute([model, other_module], ...) with every module whose params the "
+            "optimizer has"
+        )
+        raise LayoutError(
+            refusal("param groups", f"{foreign} params that the model has not", "be of it", remedy)
+        )
     twice = [name for name, param in named.items() if seen[param] > 1]
     if twice:
         remedy = "Leave it out of one of them"
-        raise LayoutError(refusal(f"param {twice[0]!r}", "in 2 param groups", "be in at most 1", remedy))
+        raise LayoutError(
+            refusal(f"param {twice[0]!r}", "in 2 param groups", "be in at most 1", remedy)
+        )
     return groups
 
 
-def _trained(named: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]]) -> dict[str, Parameter]:
-    """The params that train: those in a group that are neither frozen nor empty. As in torch, others are left alone."""
+def _trained(
+    named: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Parameter]:
+    """The params that train: those in a group that are neither frozen nor empty. As in torch,
+    others are left alone."""
     grouped = {param for group in groups for param in group["params"]}
     return {
         name: param
@@ -269,16 +375,27 @@ def _trained(named: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]]
 
 
 def _choose(
-    given: Sequence[Optimizer], config: DistOptConfig, device: torch.device, named: Mapping[str, Parameter], data: Group
+    given: Sequence[Optimizer],
+    config: DistOptConfig,
+    device: torch.device,
+    named: Mapping[str, Parameter],
+    data: Group,
 ) -> InnerChoice:
     """The inner optimizer for what the user gave."""
-    params = TrainedParams({name: tuple(param.shape) for name, param in named.items()}, lambda name: data)
+    params = TrainedParams(
+        {name: tuple(param.shape) for name, param in named.items()}, lambda name: data
+    )
     if not given:
         return choose_inner(config, device.type, params)
     for each in given:
         check_new(each)
     if len(given) > 1 or is_muon(given[0]):
-        specs = {key: spec for each in given if is_muon(each) for key, spec in matrices_in(each, named).items()}
+        specs = {
+            key: spec
+            for each in given
+            if is_muon(each)
+            for key, spec in matrices_in(each, named).items()
+        }
         return adopt_muon(given, Matrices(specs, lambda name: data), config, device.type)
     return fused_instance(given[0], config, device.type) or adopt_instance(given[0], params, config)
 
@@ -287,19 +404,27 @@ def _check_whole(place: Placement, optimizer: str) -> None:
     if place.dim is not None:
         got = f"cut along dimension {place.dim}"
         rule = f"be whole on every data-parallel rank where {optimizer} updates it"
-        raise LayoutError(refusal(f"param {place.name!r}", got, rule, "Give it to AdamW, or train without cutting it"))
+        raise LayoutError(
+            refusal(
+                f"param {place.name!r}", got, rule, "Give it to AdamW, or train without cutting it"
+            )
+        )
 
 
 def _compare(plan: ModelPlan, everyone: Group) -> None:
-    """Collective: compares ranks, also in frozen params and module buffers, which all begin with alike."""
+    """Collective: compares ranks, also in frozen params and module buffers, which all begin with
+    alike."""
 
     def described(name: str, tensor: Tensor) -> str:
         return f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
     trained = {name: param for each in plan.sets for name, param in each.named.items()}
     buffers = [(each.layout, each.grad_dtype) for each in plan.sets]
-    compare_ranks(trained, plan.step, buffers, plan.data, may_be_empty=True)  # groups of frozen params
-    kinds = {name: "trained" if param.requires_grad else "frozen" for name, param in plan.named.items()}
+    # groups of frozen params
+    compare_ranks(trained, plan.step, buffers, plan.data, may_be_empty=True)
+    kinds = {
+        name: "trained" if param.requires_grad else "frozen" for name, param in plan.named.items()
+    }
     params = tuple(f"{described(name, param)}, {kinds[name]}" for name, param in plan.named.items())
     of_modules = tuple(described(*each) for chunk in plan.chunks for each in chunk.named_buffers())
     fields = [Field("params of the model", params), Field("module buffers", of_modules)]

@@ -1,14 +1,17 @@
-"""The all-gather of params after a step. Where it is overlapped, a read of a param waits for the param.
+"""The all-gather of params after a step. Where it is overlapped, a read of a param waits for the
+param.
 
-[Note: pending params] Params are read by modules, but also by a method that calls no module (`model.loss(x)`), by an
-exponential moving average, by `state_dict()`. So while a param is being gathered, the Parameter has another class, one
-with a `__torch_function__`: every operator of torch that Python code calls with it waits first. Kernels that other
-packages bind without torch's operators are not seen there; they are called by modules, which wait for their own params
-before `forward`. On a device a wait makes the current stream wait, and not the CPU, so the class stays until the gather
-has ended: every stream that reads the param waits for itself.
+[Note: pending params] Params are read by modules, but also by a method that calls no module
+(`model.loss(x)`), by an exponential moving average, by `state_dict()`. So while a param is being
+gathered, the Parameter has another class, one with a `__torch_function__`: every operator of torch
+that Python code calls with it waits first. Kernels that other packages bind without torch's
+operators are not seen there; they are called by modules, which wait for their own params before
+`forward`. On a device a wait makes the current stream wait, and not the CPU, so the class stays
+until the gather has ended: every stream that reads the param waits for itself.
 
-[Note: compiled models] torch.compile reads params in code that it generates. Its guards see that the class of a param
-has changed, and compile again; when that begins, all gathers are waited for, and from then on in `step()`.
+[Note: compiled models] torch.compile reads params in code that it generates. Its guards see that
+the class of a param has changed, and compile again; when that begins, all gathers are waited for,
+and from then on in `step()`.
 """
 
 from __future__ import annotations
@@ -29,9 +32,26 @@ from megatron_distopt.comm import Communicator
 #: Operators that read nothing of the values.
 _DESCRIBING = {
     vars(torch._C.TensorBase)["grad"].__set__,
-    *getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "_version"),
-    *(getattr(torch.Tensor, name) for name in ("size", "stride", "numel", "dim", "is_contiguous", "requires_grad_")),
-    *(getattr(torch.Tensor, name) for name in ("data_ptr", "element_size", "is_floating_point", "__hash__")),
+    *getters(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "_version",
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("size", "stride", "numel", "dim", "is_contiguous", "requires_grad_")
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("data_ptr", "element_size", "is_floating_point", "__hash__")
+    ),
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
 }
@@ -91,7 +111,8 @@ def _pending_class(usual: type[Parameter]) -> type[Parameter]:
 
 
 class ParamGather:
-    """Gathers the params of a model after a step; where that is overlapped, a read of one waits for it."""
+    """Gathers the params of a model after a step; where that is overlapped, a read of one waits for
+    it."""
 
     def __init__(self, communicator: Communicator, chunks: Sequence[Module]) -> None:
         self._communicator, self._chunks = communicator, chunks
@@ -106,7 +127,8 @@ class ParamGather:
             _gathers.add(self)
 
     def add(self, named: Mapping[str, Parameter]) -> None:
-        """Takes over further params, which the communicator gathers. Between two steps, on all ranks alike."""
+        """Takes over further params, which the communicator gathers. Between two steps, on all
+        ranks alike."""
         if not self._communicator.overlaps_params:
             return
         self._names |= {param: name for name, param in named.items()}
@@ -115,9 +137,12 @@ class ParamGather:
         self._remove_hooks()
         for module in {module: None for chunk in self._chunks for module in chunk.modules()}:
             own = [param for param in module.parameters(recurse=False) if param in self._names]
-            if own and not isinstance(module, torch.jit.ScriptModule):  # a script module takes no hooks
+            # a script module takes no hooks
+            if own and not isinstance(module, torch.jit.ScriptModule):
                 # In front of whatever else is hooked there, which may read params.
-                self._handles.append(module.register_forward_pre_hook(_BeforeForward(own), prepend=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(_BeforeForward(own), prepend=True)
+                )
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -130,13 +155,15 @@ class ParamGather:
         self._remove_hooks()
 
     def gather(self) -> None:
-        """Collective: gathers what the owners have updated; where that is overlapped, it is only begun."""
+        """Collective: gathers what the owners have updated; where that is overlapped, it is only
+        begun."""
         if self._usual:
             self.finish()
         self._communicator.gather()
         if not self._communicator.overlaps_params:
             return
-        # torch's compiler is watched once the program has imported it, because the import takes seconds.
+        # torch's compiler is watched once the program has imported it, because the import takes
+        # seconds.
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if handler is not None and _compiler_starts not in handler.start_callbacks:
             handler.register_start_callback(_compiler_starts)
@@ -173,7 +200,8 @@ class ParamGather:
 
 
 class _BeforeForward:
-    """Waits for a module's own params before its forward pass; a copy of the module waits for the same params."""
+    """Waits for a module's own params before its forward pass; a copy of the module waits for the
+    same params."""
 
     def __init__(self, params: Sequence[Parameter] = ()) -> None:
         self._params = params

@@ -1,11 +1,13 @@
-"""The gradients of a model from backward to the step: where they are, what they mean, and how they are reduced.
+"""The gradients of a model from backward to the step: where they are, what they mean, and how they
+are reduced.
 
-[Note: phases of a gradient] A rank's contributions are *local* until they are *reduced*: then its own shards hold the
-sum over ranks, and the rest of the buffer has no meaning. After the step `param.grad` stays, as in torch, until it is
-cleared. If it is not, the next backward adds to that gradient, as in torch. Before that, `_reopen` makes the buffer
-local again: it zeroes the elements that this rank does not own, and scales its sums so that the next reduction restores
-them. The same holds for a backward after `clip_grad_norm_` or `full_grad`. A *round* is the time from the first
-backward until a step is made or gradients are cleared.
+[Note: phases of a gradient] A rank's contributions are *local* until they are *reduced*: then its
+own shards hold the sum over ranks, and the rest of the buffer has no meaning. After the step
+`param.grad` stays, as in torch, until it is cleared. If it is not, the next backward adds to that
+gradient, as in torch. Before that, `_reopen` makes the buffer
+local again: it zeroes the elements that this rank does not own, and scales its sums so that the
+next reduction restores them. The same holds for a backward after `clip_grad_norm_` or `full_grad`.
+A *round* is the time from the first backward until a step is made or gradients are cleared.
 """
 
 from __future__ import annotations
@@ -46,19 +48,27 @@ class Phase(Enum):
 class Grads:
     """The grad buffers of one model on this rank, which a communicator reduces."""
 
-    def __init__(self, communicator: Communicator, loss_scale: LossScale, config: DistOptConfig) -> None:
-        self._communicator, self._loss_scale, self._data = communicator, loss_scale, communicator.group
+    def __init__(
+        self, communicator: Communicator, loss_scale: LossScale, config: DistOptConfig
+    ) -> None:
+        self._communicator, self._loss_scale, self._data = (
+            communicator,
+            loss_scale,
+            communicator.group,
+        )
         #: Whether every backward has to begin at a loss that `scaled` returned.
         self._needs_scaling = config.loss_scale not in (None, 1, 1.0)
         self._ddp = DDPWatch(overlaps=communicator.overlaps_grads)
         #: The gradient of each param, in the order of the buffers.
         self.slots: list[GradSlot] = []
         self._buffers: list[ShardedBuffer] = []
-        self._owned: dict[str, Span] = {}  # elements of a param; none of most params of a large model
+        # elements of a param; none of most params of a large model
+        self._owned: dict[str, Span] = {}
         self._handles: list[RemovableHandle] = []
         #: Params whose gradients others may not read; those without a slot have a hook, too.
         self._guarded: dict[Parameter, RemovableHandle | None] = {}
-        #: By name, what accumulates gradients into sums and is told to reopen them before; kept, or it has no hook.
+        #: By name, what accumulates gradients into sums and is told to reopen them before; kept, or
+        #: it has no hook.
         self._accumulators: dict[str, tuple[Node, RemovableHandle]] = {}
         #: Rounds so far, see [Note: phases of a gradient].
         self.num_rounds = 0
@@ -68,7 +78,8 @@ class Grads:
         self._was_reduced = False
         #: By slot, whether this rank has a gradient of it; as of the last reduction.
         self.present: list[bool] = []
-        #: Gradients of the round before that were not cleared, and a number for those still kept, see `_mark_of`.
+        #: Gradients of the round before that were not cleared, and a number for those still kept,
+        #: see `_mark_of`.
         self._kept: set[str] = set()
         self.kept = 0
         #: Gradients that have been zeroed in place since they were reduced.
@@ -77,18 +88,22 @@ class Grads:
         self._clip = 1.0
         #: Of the last step, whose sums stay in the buffers until the next backward.
         self._decision: StepDecision | None = None
-        #: Called after a round was dropped while its buckets were under way. Collective, as dropping it is.
+        #: Called after a round was dropped while its buckets were under way. Collective, as
+        #: dropping it is.
         self.on_drop: Callable[[], None] = lambda: None
         #: Errors of this rank that are to be raised on all ranks.
         self.complaints: list[DistOptError] = []
 
     def add(self, buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
-        """Takes over further params, which the communicator has already; between two steps, on all ranks alike."""
+        """Takes over further params, which the communicator has already; between two steps, on all
+        ranks alike."""
         self._buffers += buffers
         self.slots += slots
         self.present += [slot.param.grad is not None for slot in slots]
         for buffer in buffers:
-            self._owned |= {shard.name: shard.in_param for shard in owned_shards(buffer.layout, buffer.rank)}
+            self._owned |= {
+                shard.name: shard.in_param for shard in owned_shards(buffer.layout, buffer.rank)
+            }
         for slot in slots:
             before, after = partial(self._before, slot), partial(self._after, slot)
             with _unfrozen(slot.param):
@@ -113,7 +128,8 @@ class Grads:
                 self._guard(name, param, handle)
 
     def _guard(self, name: str, param: Parameter, handle: RemovableHandle | None) -> None:
-        """Shows gradients that are assigned to a param as those of backward, see [Note: param.grad]."""
+        """Shows gradients that are assigned to a param as those of backward, see [Note:
+        param.grad]."""
         if self._data.size > 1:
             if earlier := self._guarded.get(param):
                 earlier.remove()
@@ -140,7 +156,8 @@ class Grads:
         self._guarded.clear()
 
     def zeroing(self, name: str) -> None:
-        """Called before a gradient is zeroed in place, as `model.zero_grad(set_to_none=False)` does."""
+        """Called before a gradient is zeroed in place, as `model.zero_grad(set_to_none=False)`
+        does."""
         self._communicator.check_open(name)
         if self.phase is not Phase.LOCAL:
             self._zeroed.add(name)
@@ -180,7 +197,8 @@ class Grads:
         if self._communicator.overlaps_grads and self._communicator.is_reducing(slot.name):
             if isinstance(grad, LocalGrad):
                 self._communicator.check_open(slot.name)
-            self._drop_round()  # it was cleared without `clear`: by model.zero_grad() or param.grad = None
+            # it was cleared without `clear`: by model.zero_grad() or param.grad = None
+            self._drop_round()
         if self._ddp.has(slot.param):  # see [Note: gradients under DDP]
             slot.give_back()
             self._ddp.arrived(slot.param)
@@ -188,7 +206,8 @@ class Grads:
             return
         if grad is not slot.shown:
             self._kept.discard(slot.name)
-        # A gradient with a graph stays where it can be read and differentiated until the step takes it.
+        # A gradient with a graph stays where it can be read and differentiated until the step takes
+        # it.
         if self._data.size > 1 or grad is None or not grad.requires_grad:
             slot.take()
         if not self._communicator.is_paused:
@@ -204,11 +223,14 @@ class Grads:
         if (
             self.phase is Phase.STEPPED
             and self._needs_scaling
-            and (kept or any(not slot.is_missing and self._ddp.has(slot.param) for slot in self.slots))
+            and (
+                kept
+                or any(not slot.is_missing and self._ddp.has(slot.param) for slot in self.slots)
+            )
         ):
             raise ConfigError(
-                "Gradients were kept over a step under a loss scale, which may have changed in it. Call "
-                "optimizer.zero_grad() before backward."
+                "Gradients were kept over a step under a loss scale, which may have changed in it. "
+                "Call optimizer.zero_grad() before backward."
             )
         for buffer in self._buffers:
             divisor = self._divisor_of(buffer)
@@ -224,7 +246,8 @@ class Grads:
         self._accumulators.clear()
 
     def reduce(self) -> None:
-        """Collective: reduces gradients for the step; afterwards each rank's shards hold the sums."""
+        """Collective: reduces gradients for the step; afterwards each rank's shards hold the
+        sums."""
         if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
             self._take_grads(for_step=True)
         else:
@@ -241,7 +264,8 @@ class Grads:
         self.settle([flag > 0 for flag in flags.tolist()])
 
     def _reduce(self, *, for_step: bool) -> None:
-        """Collective: reduces gradients; before the step, those under DDP too become the buffer's."""
+        """Collective: reduces gradients; before the step, those under DDP too become the
+        buffer's."""
         try:
             if self.phase is not Phase.LOCAL:
                 self._reopen()
@@ -256,9 +280,11 @@ class Grads:
         self._zeroed.clear()
 
     def _take_grads(self, *, for_step: bool) -> None:
-        """Makes a missing gradient zero, and takes one that the user assigned, unless it is or is being reduced."""
+        """Makes a missing gradient zero, and takes one that the user assigned, unless it is or is
+        being reduced."""
         self.present, outside = [], []
-        with torch._C.DisableTorchFunctionSubclass():  # a LocalGrad asks Python before each of its attributes
+        # a LocalGrad asks Python before each of its attributes
+        with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:
                 grad = slot.param.grad
                 self.present.append(grad is not None)
@@ -269,16 +295,17 @@ class Grads:
             if self._communicator.is_reducing(slot.name):
                 if is_assigned:
                     self._complain(
-                        f"The grad of param {slot.name!r} was assigned or cleared after backward, when its bucket was "
-                        "under way. Clear gradients with optimizer.zero_grad(), or write overlap_grad_reduce=False."
+                        f"The grad of param {slot.name!r} was assigned or cleared after backward, "
+                        "when its bucket was under way. Clear gradients with "
+                        "optimizer.zero_grad(), or write overlap_grad_reduce=False."
                     )
             elif slot.is_missing:
                 slot.view.zero_()
             elif self.phase is Phase.REDUCED:
                 if is_assigned:
                     self._complain(
-                        f"The grad of param {slot.name!r} was assigned after clip_grad_norm_ or full_grad. Assign it "
-                        "first, or call optimizer.zero_grad() in between."
+                        f"The grad of param {slot.name!r} was assigned after clip_grad_norm_ or "
+                        "full_grad. Assign it first, or call optimizer.zero_grad() in between."
                     )
             elif for_step and self._ddp.has(slot.param):
                 slot.copy()
@@ -291,10 +318,13 @@ class Grads:
     def _is_local_somewhere(self) -> bool:
         """Collective: whether any rank has contributions that are not reduced.
 
-        All ranks must have cleared the same gradients since the last reduction: a sum needs the parts of all ranks.
+        All ranks must have cleared the same gradients since the last reduction: a sum needs the
+        parts of all ranks.
         """
         # By slot, whether `param.grad` is what the buffer holds, and not zeroed.
-        shown = [slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots]
+        shown = [
+            slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots
+        ]
         kept = self._mark() if self.phase is Phase.LOCAL else _mark_of(shown)
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
@@ -302,14 +332,15 @@ class Grads:
         local, total, squares = sums.tolist()
         if self._data.size * squares != total**2:
             self._complain(
-                "Gradients were cleared on some ranks after they were summed, by step(), clip_grad_norm_ or full_grad. "
-                "Clear gradients before, or on all ranks alike."
+                "Gradients were cleared on some ranks after they were summed, by step(), "
+                "clip_grad_norm_ or full_grad. Clear gradients before, or on all ranks alike."
             )
         return bool(local)
 
     @property
     def divisor(self) -> float:
-        """What the sums have to be divided by to give torch's `param.grad`; not in the phase LOCAL."""
+        """What the sums have to be divided by to give torch's `param.grad`; not in the phase
+        LOCAL."""
         return float(self._divisor_of(self._buffers[0]))
 
     def _divisor_of(self, buffer: ShardedBuffer) -> float | Tensor:
@@ -318,10 +349,15 @@ class Grads:
         if self._decision.action is not StepAction.UPDATE:
             return self._decision.unclipped * self._clip
         # Of 16-bit sums only an fp32 copy was divided.
-        return self._clip if buffer.grad.dtype == torch.float32 else self._decision.divisor * self._clip
+        return (
+            self._clip
+            if buffer.grad.dtype == torch.float32
+            else self._decision.divisor * self._clip
+        )
 
     def clip(self, divisor: float) -> None:
-        """Divides the sums: now if there is one rank, where users may read them, else in the step, by its divisor."""
+        """Divides the sums: now if there is one rank, where users may read them, else in the step,
+        by its divisor."""
         if self._data.size == 1:
             for buffer in self._buffers:
                 buffer.grad.div_(divisor)
@@ -334,7 +370,9 @@ class Grads:
             raise complaints[0]
 
     def _mark(self) -> int:
-        return _mark_of([slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots])
+        return _mark_of(
+            [slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots]
+        )
 
     def settle(self, is_active: Sequence[bool]) -> None:
         """Gives a param a gradient on every rank where it has one on any rank."""
@@ -343,7 +381,8 @@ class Grads:
                 slot.show()
 
     def end_round(self, decision: StepDecision) -> None:
-        """Ends the round after a step that was made or skipped; fp32 gradients that were given to it are divided."""
+        """Ends the round after a step that was made or skipped; fp32 gradients that were given to
+        it are divided."""
         self._decision, self._clip = decision, 1.0
         self.phase, self._was_reduced = Phase.STEPPED, False
         self._next_round()
@@ -354,11 +393,17 @@ class Grads:
         self._ddp.end_round()
 
     def averaged(self, slot: GradSlot) -> Tensor | None:
-        """Collective: a reduced gradient, divided: fp32 in the shape of the param; None where no rank has one."""
+        """Collective: a reduced gradient, divided: fp32 in the shape of the param; None where no
+        rank has one."""
         buffer = next(buffer for buffer in self._buffers if slot.name in buffer.layout.slot_of)
-        whole, owned = torch.zeros(slot.view.numel(), device=slot.view.device), self._owned.get(slot.name, Span(0, 0))
+        whole, owned = (
+            torch.zeros(slot.view.numel(), device=slot.view.device),
+            self._owned.get(slot.name, Span(0, 0)),
+        )
         if not slot.is_missing:
-            whole[owned.as_slice()] = slot.view.view(-1)[owned.as_slice()].float() / self._divisor_of(buffer)
+            whole[owned.as_slice()] = slot.view.view(-1)[
+                owned.as_slice()
+            ].float() / self._divisor_of(buffer)
         present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
         both = torch.cat([whole, present])
         sum_over(both, self._data)
@@ -396,6 +441,7 @@ def _unfrozen(param: Parameter) -> Iterator[None]:
 def _mark_of(is_kept: Sequence[bool]) -> int:
     """A checksum below 64 of which gradients were kept: 0 for none; two sets rarely have the same.
 
-    Ranks compare it through sums. It is small so that the sum of squares over thousands of ranks is exact in fp32.
+    Ranks compare it through sums. It is small so that the sum of squares over thousands of ranks is
+    exact in fp32.
     """
     return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0

@@ -1,8 +1,10 @@
-"""A model on this rank: its params, grads and optimizer state, and how further params are taken over.
+"""A model on this rank: its params, grads and optimizer state, and how further params are taken
+over.
 
-[Note: module buffers] Module buffers that training changes (the running statistics of a batch norm) follow the first
-rank. torch's DistributedDataParallel broadcasts all of them before each forward pass. Here those that change are
-broadcast after each step, so that every forward pass begins with the same values as there.
+[Note: module buffers] Module buffers that training changes (the running statistics of a batch norm)
+follow the first rank. torch's DistributedDataParallel broadcasts all of them before each forward
+pass. Here those that change are broadcast after each step, so that every forward pass begins with
+the same values as there.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 from megatron_distopt.optimizer.step import act_on_deferred_notice
 
-#: In what a manifest says about a run: the number in the job of the first of the ranks that saved together.
+#: In what a manifest says about a run: the number in the job of the first of the ranks that saved
+#: together.
 FIRST_RANK = "first_rank"
 
 
@@ -72,21 +75,27 @@ class ModelPlan:
 
     chunks: Sequence[Module]  # of the model
     named: Mapping[str, Parameter]  # every param of the model
-    torch_groups: list[dict[str, Any]]  # param groups with model params; the given optimizers' own dicts
+    # param groups with model params; the given optimizers' own dicts
+    torch_groups: list[dict[str, Any]]
     sets: tuple[ParamSet, ...]  # of params that train now
     step: StepPlan  # its groups have the names of params that train now
     data: Group  # ranks that hold the same params
     device: torch.device  # of all params that train
     how: Reduction  # of grads
-    placement: Callable[[str, Parameter], Placement]  # where this rank's part of a param lies in the whole model
+    # where this rank's part of a param lies in the whole model
+    placement: Callable[[str, Parameter], Placement]
     broadcast_buffers: bool  # whether module buffers that training changes follow the first rank
 
 
-def name_groups(groups: Sequence[Mapping[str, Any]], named: Mapping[str, Parameter]) -> list[ParamGroup]:
+def name_groups(
+    groups: Sequence[Mapping[str, Any]], named: Mapping[str, Parameter]
+) -> list[ParamGroup]:
     """The groups with the names of those of their params that are in `named`."""
     name_of = {param: name for name, param in named.items()}
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    names = [tuple(name_of[param] for param in group["params"] if param in name_of) for group in groups]
+    names = [
+        tuple(name_of[param] for param in group["params"] if param in name_of) for group in groups
+    ]
     return [ParamGroup(*each) for each in zip(options, names, strict=True)]
 
 
@@ -94,13 +103,17 @@ def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None
     """Refuses params that cannot be trained with a config."""
     if not named:
         remedy = "Unfreeze something, and give the optimizer params of this model"
-        raise LayoutError(refusal("model", "no trainable param in the optimizer", "have at least 1", remedy))
+        raise LayoutError(
+            refusal("model", "no trainable param in the optimizer", "have at least 1", remedy)
+        )
     check_dtypes(named, config)
     for name, param in named.items():
         check_grad_dtype(name, param, torch.float32 if config.grads_in_fp32 else param.dtype)
 
 
-def plan_sets(named: Mapping[str, Parameter], config: DistOptConfig, num_shards: int) -> tuple[ParamSet, ...]:
+def plan_sets(
+    named: Mapping[str, Parameter], config: DistOptConfig, num_shards: int
+) -> tuple[ParamSet, ...]:
     """Lays out one buffer for each dtype of the params."""
     sets = []
     for dtype in dict.fromkeys(param.dtype for param in named.values()):
@@ -110,20 +123,27 @@ def plan_sets(named: Mapping[str, Parameter], config: DistOptConfig, num_shards:
         if bucket_size is None and (config.overlap_grad_reduce or config.overlap_param_gather):
             bucket_size = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
         alignment = alignment_for(*astuple(Precision.of(config)), reduce_dtype=config.reduce_dtype)
-        layout = lay_out(specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment)
-        sets.append(ParamSet(members, layout, dtype, torch.float32 if config.grads_in_fp32 else dtype))
+        layout = lay_out(
+            specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment
+        )
+        sets.append(
+            ParamSet(members, layout, dtype, torch.float32 if config.grads_in_fp32 else dtype)
+        )
     return tuple(sets)
 
 
 class ShardedModel:
-    """The params, grads and optimizer state of a model on this rank; all ranks agree on its plan."""
+    """The params, grads and optimizer state of a model on this rank; all ranks agree on its
+    plan."""
 
-    waiting: dict[str, Parameter]  # those of the groups that have no state: frozen, empty or new; the same on all ranks
+    # those of the groups that have no state: frozen, empty or new; the same on all ranks
+    waiting: dict[str, Parameter]
 
     def __init__(self, plan: ModelPlan) -> None:
         config, chunks, data = plan.step.config, plan.chunks, plan.data
         self.config, self.device, self.chunks, self._plan = config, plan.device, chunks, plan
-        self.data, self.everyone = data, plan.step.stats_group()  # of the same params; of any part of the model
+        # of the same params; of any part of the model
+        self.data, self.everyone = data, plan.step.stats_group()
         self.placements: dict[str, Placement] = {}
         self.communicator = Communicator(
             data,
@@ -137,8 +157,11 @@ class ShardedModel:
         trained = {slot.param for slot in slots}
         outside = [param.data for param in plan.named.values() if param not in trained]
         outside += [buffer for chunk in chunks for buffer in chunk.buffers()]
-        sums = tuple(int(buffer.param.view(torch.uint8).sum()) for buffer in buffers if data.size > 1)
-        self.had_same_values = len(set(exchange(sums, data))) == 1  # what each rank drew for itself differs in sums
+        sums = tuple(
+            int(buffer.param.view(torch.uint8).sum()) for buffer in buffers if data.size > 1
+        )
+        # what each rank drew for itself differs in sums
+        self.had_same_values = len(set(exchange(sums, data))) == 1
         share_initial([*(buffer.param for buffer in buffers), *outside], data, plan.device)
         self.sharded = ShardedOptimizer(buffers, plan.step)
         self.communicator.count_updates = partial(count_updates, self.sharded.inner)
@@ -146,12 +169,18 @@ class ShardedModel:
         self._take_over(plan.sets, buffers, slots)
         with_buffers = {
             f"{number}.{name}": module
-            for number, chunk in enumerate(chunks if plan.broadcast_buffers and data.size > 1 else ())
+            for number, chunk in enumerate(
+                chunks if plan.broadcast_buffers and data.size > 1 else ()
+            )
             for name, module in chunk.named_modules()
             if module._buffers
         }
-        self.module_buffers = ModuleBuffers(with_buffers, data, plan.device) if with_buffers else None
-        self.protection = protection_of(config, self.whole, self.everyone, self.device, self.bring_up_to_date)
+        self.module_buffers = (
+            ModuleBuffers(with_buffers, data, plan.device) if with_buffers else None
+        )
+        self.protection = protection_of(
+            config, self.whole, self.everyone, self.device, self.bring_up_to_date
+        )
         #: Called around each step and after a load.
         self.hooks = hooks_of(self.protection, config, self.whole, self.everyone)
 
@@ -159,8 +188,13 @@ class ShardedModel:
 
     def _allocate(self, sets: Iterable[ParamSet]) -> tuple[list[ShardedBuffer], list[GradSlot]]:
         def shown(name: str, view: Tensor) -> Tensor:
-            """What `param.grad` will be; on one rank the gradient itself, see [Note: param.grad]."""
-            return view.detach() if self.data.size == 1 else LocalGrad.of(view, name, self.grads.zeroing)
+            """What `param.grad` will be; on one rank the gradient itself, see [Note:
+            param.grad]."""
+            return (
+                view.detach()
+                if self.data.size == 1
+                else LocalGrad.of(view, name, self.grads.zeroing)
+            )
 
         buffers, slots = [], list[GradSlot]()
         for each in sets:
@@ -170,10 +204,14 @@ class ShardedModel:
             slots += of_set
         return buffers, slots
 
-    def _take_over(self, sets: Sequence[ParamSet], buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]) -> None:
+    def _take_over(
+        self, sets: Sequence[ParamSet], buffers: Sequence[ShardedBuffer], slots: Sequence[GradSlot]
+    ) -> None:
         for each in sets:
             self.params.add(each.named)
-            self.placements |= {name: self._plan.placement(name, param) for name, param in each.named.items()}
+            self.placements |= {
+                name: self._plan.placement(name, param) for name, param in each.named.items()
+            }
         self.params.learn_groups()
         self.communicator.add(buffers, buffers)
         self.grads.add(buffers, slots)
@@ -183,12 +221,17 @@ class ShardedModel:
     def find_waiting(self) -> None:
         members = {param for group in self._plan.torch_groups for param in group["params"]}
         waiting = members - {slot.param for slot in self.grads.slots}
-        self.waiting = {name: param for name, param in named_params(self.chunks).items() if param in waiting}
+        self.waiting = {
+            name: param for name, param in named_params(self.chunks).items() if param in waiting
+        }
         self.grads.guard(self.waiting)
 
     def newcomers(self) -> list[str]:
-        """Names of params in a group that have no state and a gradient: they were frozen or empty before."""
-        return [name for name, param in self.waiting.items() if param.grad is not None and param.numel()]
+        """Names of params in a group that have no state and a gradient: they were frozen or empty
+        before."""
+        return [
+            name for name, param in self.waiting.items() if param.grad is not None and param.numel()
+        ]
 
     def admit(self) -> None:
         """Collective: takes over the newcomers of any rank, which train from now on."""
@@ -199,18 +242,28 @@ class ShardedModel:
                 self.grow(self.newcomers())
 
     def grow_to(self, saved: Iterable[str]) -> None:
-        """Collective: gives frozen params a state that is about to be loaded, for when they are unfrozen."""
+        """Collective: gives frozen params a state that is about to be loaded, for when they are
+        unfrozen."""
         names = {without_wrappers(name) for name in saved}
-        self.grow([name for name, p in self.waiting.items() if without_wrappers(name) in names and p.numel()])
+        self.grow(
+            [
+                name
+                for name, p in self.waiting.items()
+                if without_wrappers(name) in names and p.numel()
+            ]
+        )
 
     def grow(self, names: Iterable[str]) -> None:
-        """Collective: trains further params from now on, wherever one rank has named them; refuses before a change."""
+        """Collective: trains further params from now on, wherever one rank has named them; refuses
+        before a change."""
         wanted = {name for named in exchange(list(names), self.data) for name in named}
         added = {name: param for name, param in reversed(self.waiting.items()) if name in wanted}
         raise_together(lambda: check_trained(added, self.config) if added else None, self.everyone)
         sets = plan_sets(added, self.config, self.data.size)
         specs = tuple(str(spec_of(name, param)) for name, param in added.items())
-        raise_together(lambda: compare([Field("params that begin to train", specs)], self.data), self.everyone)
+        raise_together(
+            lambda: compare([Field("params that begin to train", specs)], self.data), self.everyone
+        )
         buffers, slots = self._allocate(sets)
         share_initial([buffer.param for buffer in buffers], self.data, self.device)
         self.sharded.extend(buffers, name_groups(self._plan.torch_groups, added))
@@ -219,12 +272,19 @@ class ShardedModel:
     def whole(self) -> WholeModel:
         resting = (name for names in self._resting().values() for name in names)
         frozen = frozenset([*named_params(self.chunks), *resting]) - self.placements.keys()
-        sizes = {"ranks": self.everyone.size, "data_parallel": self.data.size, FIRST_RANK: self.everyone.global_rank(0)}
-        return WholeModel([self.share()], frozen=frozen, about={"host": "any torch module", **sizes})
+        sizes = {
+            "ranks": self.everyone.size,
+            "data_parallel": self.data.size,
+            FIRST_RANK: self.everyone.global_rank(0),
+        }
+        return WholeModel(
+            [self.share()], frozen=frozen, about={"host": "any torch module", **sizes}
+        )
 
     @torch.no_grad()
     def bring_up_to_date(self, *, is_read: bool = True) -> None:
-        """Collective: brings the state up to date before it is read, or replaced where `is_read` is false."""
+        """Collective: brings the state up to date before it is read, or replaced where `is_read` is
+        false."""
         if self.protection is not None:
             self.protection.wait_for_copy()
         self.gather.finish()
@@ -234,11 +294,18 @@ class ShardedModel:
     def share(self) -> Share:
         self.sharded.check_has_params("save or load")
         excluded = self._plan.step.excluded_from_norm
-        return Share(self.sharded, self.placements, lambda name: not excluded(name), self._resting())
+        return Share(
+            self.sharded, self.placements, lambda name: not excluded(name), self._resting()
+        )
 
     def _resting(self) -> dict[int, tuple[str, ...]]:
-        """By group the params without state; a name of its own where it has no params, as its options are kept, too."""
-        both = zip(name_groups(self._plan.torch_groups, self.waiting), self.sharded.plan.groups, strict=True)
+        """By group the params without state; a name of its own where it has no params, as its
+        options are kept, too."""
+        both = zip(
+            name_groups(self._plan.torch_groups, self.waiting),
+            self.sharded.plan.groups,
+            strict=True,
+        )
         return {
             number: waiting.names or (f"param group {number}",)
             for number, (waiting, trained) in enumerate(both)
@@ -267,25 +334,35 @@ class ModuleBuffers:
         self.learn([name for name, module in norms.items() if module.track_running_stats])
 
     def begun(self) -> list[str]:
-        """Modules whose buffers have changed for the first time, or have another shape now; the ranks may differ."""
+        """Modules whose buffers have changed for the first time, or have another shape now; the
+        ranks may differ."""
         looks, seen = self._changing, self._seen
         return [
             name
             for name, module in self._modules.items()
-            if (looks[name] != _described(module) if name in looks else seen[name] != _seen_in(module))
+            if (
+                looks[name] != _described(module)
+                if name in looks
+                else seen[name] != _seen_in(module)
+            )
         ]
 
     def learn(self, begun: Sequence[str]) -> None:
-        """Collective: from now on these modules' buffers are broadcast, whichever rank has named them."""
+        """Collective: from now on these modules' buffers are broadcast, whichever rank has named
+        them."""
         named = {name for names in exchange(list(begun), self._data) for name in names}
         self._changing |= {name: _described(self._modules[name]) for name in sorted(named)}
-        looks = tuple(f"{name}: {look}" for name in sorted(self._changing) for look in self._changing[name])
+        looks = tuple(
+            f"{name}: {look}" for name in sorted(self._changing) for look in self._changing[name]
+        )
         compare([Field("module buffers that training changes", looks)], self._data)
 
     @torch.no_grad()
     def sync(self) -> None:
         """Collective: every rank has the values of the first one."""
-        tensors = [tensor for name in sorted(self._changing) for tensor in _tensors_of(self._modules[name])]
+        tensors = [
+            tensor for name in sorted(self._changing) for tensor in _tensors_of(self._modules[name])
+        ]
         share_initial(tensors, self._data, self._device)
 
 
@@ -298,5 +375,6 @@ def _described(module: Module) -> tuple[str, ...]:
 
 
 def _seen_in(module: Module) -> tuple[tuple[int, int], ...]:
-    """By buffer its identity and version: what changes one is a new tensor, or an operation in place."""
+    """By buffer its identity and version: what changes one is a new tensor, or an operation in
+    place."""
     return tuple((id(buffer), buffer._version) for buffer in _tensors_of(module))

@@ -1,4 +1,5 @@
-"""The optimizer that `distribute` returns: the calls of `torch.optim.Optimizer` around the sharded step."""
+"""The optimizer that `distribute` returns: the calls of `torch.optim.Optimizer` around the sharded
+step."""
 
 from __future__ import annotations
 
@@ -31,19 +32,24 @@ from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_
 
 
 class TorchDistributedOptimizer(StateCalls):
-    """A `torch.optim.Optimizer` whose state is sharded over the data-parallel ranks. Made by `distribute`.
+    """A `torch.optim.Optimizer` whose state is sharded over the data-parallel ranks. Made by
+    `distribute`.
 
-    `param_groups` hold the params of the model, and their options are live, as in torch. A param without a gradient on
-    any rank is left alone; one with a gradient on some ranks is updated with the average over all of them.
+    `param_groups` hold the params of the model, and their options are live, as in torch. A param
+    without a gradient on any rank is left alone; one with a gradient on some ranks is updated with
+    the average over all of them.
 
     Attributes:
-        last_step: what the last `step()` did: whether it updated, the norm of the gradient, its zeros. None before it.
+        last_step: what the last `step()` did: whether it updated, the norm of the gradient, its
+            zeros. None before it.
         sharded: updates what this rank owns.
 
     Example: see `megatron_distopt.distribute`.
     """
 
-    def __init__(self, model: ShardedModel, groups: list[dict[str, Any]], given: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, model: ShardedModel, groups: list[dict[str, Any]], given: Sequence[Optimizer]
+    ) -> None:
         self._model, self._given = model, given
         # Of several optimizers none, as torch would put them into the groups of the others.
         defaults = [each.defaults for each in given] or [model.sharded.inner.defaults]
@@ -53,7 +59,8 @@ class TorchDistributedOptimizer(StateCalls):
         for group in groups:
             group.pop(LOSS_SCALE, None)
         if isinstance(model.sharded.loss_scale, DynamicLossScale):
-            groups[0][LOSS_SCALE] = model.sharded.loss_scale.state  # torch's flattened format has what groups have
+            # torch's flattened format has what groups have
+            groups[0][LOSS_SCALE] = model.sharded.loss_scale.state
         self.last_step: StepDecision | None = None
         model.grads.on_drop = partial(announce_drop, model)
         self._saver = Saver(model.config, model.everyone)
@@ -79,9 +86,10 @@ class TorchDistributedOptimizer(StateCalls):
             What the closure returned; None without one. `last_step` says what was done.
 
         Raises:
-            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise".
-            LayoutError, ConfigError, RanksDisagreeError: on all ranks, where params, groups or gradients are not as
-                they have to be on one of them. The params are as before.
+            NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is
+                "raise".
+            LayoutError, ConfigError, RanksDisagreeError: on all ranks, where params, groups or
+                gradients are not as they have to be on one of them. The params are as before.
         """
         loss = None
         if closure is not None:
@@ -106,7 +114,8 @@ class TorchDistributedOptimizer(StateCalls):
                 param.grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Collective: trains further params of the model, which were frozen, new, or in no group so far.
+        """Collective: trains further params of the model, which were frozen, new, or in no group so
+        far.
 
         Args:
             param_group: as for `torch.optim`.
@@ -119,17 +128,28 @@ class TorchDistributedOptimizer(StateCalls):
             super().add_param_group(param_group)
             return
         if isinstance(self._model.sharded.inner, InParts):
-            features = {Feature.WHOLE_PARAMS: self.sharded.plan.choice.name, Feature.ADDED_GROUP: "add_param_group()"}
+            features = {
+                Feature.WHOLE_PARAMS: self.sharded.plan.choice.name,
+                Feature.ADDED_GROUP: "add_param_group()",
+            }
             check_compatible(self._model.config, features)
         (group,) = as_torch_groups([param_group])
         self._consolidated = None
         model = self._model
-        described = raise_together(lambda: self._check_added(group), model.everyone, "add_param_group")
+        described = raise_together(
+            lambda: self._check_added(group), model.everyone, "add_param_group"
+        )
         raise_together(lambda: compare([described], model.data), model.everyone, "add_param_group")
         super().add_param_group(group)
         model.find_waiting()
         added = name_groups([group], model.waiting)[0].names
-        model.grow([name for name in added if model.waiting[name].requires_grad and model.waiting[name].numel()])
+        model.grow(
+            [
+                name
+                for name in added
+                if model.waiting[name].requires_grad and model.waiting[name].numel()
+            ]
+        )
 
     def _check_added(self, group: Mapping[str, Any]) -> Field:
         """Checks a further group; returns what all ranks must add alike."""
@@ -137,12 +157,22 @@ class TorchDistributedOptimizer(StateCalls):
         foreign = sum(param not in name_of for param in group["params"])
         if foreign:
             remedy = "Register their module in the model first, or call distribute(...) for it"
-            raise LayoutError(refusal("param group", f"{foreign} params that the model has not", "be of it", remedy))
-        if {param for each in self.param_groups for param in each["params"]}.intersection(group["params"]):
+            raise LayoutError(
+                refusal(
+                    "param group", f"{foreign} params that the model has not", "be of it", remedy
+                )
+            )
+        if {param for each in self.param_groups for param in each["params"]}.intersection(
+            group["params"]
+        ):
             remedy = "Edit the options of the group that it is in"
-            raise LayoutError(refusal("param group", "a param that is in another one", "have new params", remedy))
+            raise LayoutError(
+                refusal("param group", "a param that is in another one", "have new params", remedy)
+            )
         options = (f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
-        return Field("param group that is added", (*options, *(name_of[param] for param in group["params"])))
+        return Field(
+            "param group that is added", (*options, *(name_of[param] for param in group["params"]))
+        )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise not_copied("copied")
@@ -158,19 +188,22 @@ class TorchDistributedOptimizer(StateCalls):
         return measure_memory(self.sharded)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, buckets are not reduced: with `overlap_grad_reduce`, for all but the last backward of a step."""
+        """Within it, buckets are not reduced: with `overlap_grad_reduce`, for all but the last
+        backward of a step."""
         return self._model.communicator.no_sync()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on, in fp32: a 16-bit loss would overflow when it is scaled."""
+        """The loss to call `backward` on, in fp32: a 16-bit loss would overflow when it is
+        scaled."""
         return self._model.grads.scaled(loss.float() * self.sharded.loss_scale.scale.squeeze())
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Collective: clips the gradient of the whole model, as `torch.nn.utils.clip_grad_norm_` does undistributed.
+        """Collective: clips the gradient of the whole model, as `torch.nn.utils.clip_grad_norm_`
+        does undistributed.
 
-        To be called between the last backward and `step()`. `DistOptConfig(clip_grad=...)` does the same within the
-        step.
+        To be called between the last backward and `step()`. `DistOptConfig(clip_grad=...)` does the
+        same within the step.
 
         Args:
             max_norm: largest L2 norm of the averaged gradient.
@@ -181,13 +214,19 @@ class TorchDistributedOptimizer(StateCalls):
 
         Raises:
             ConfigError: another norm, or a `max_norm` that is not a positive number.
-            LayoutError: gradients were cleared on some ranks and kept on others, or assigned after they were summed.
+            LayoutError: gradients were cleared on some ranks and kept on others, or assigned after
+                they were summed.
         """
         if norm_type != 2.0:
-            remedy = "Leave norm_type out, or compute another norm from optimizer.full_grad(param): see docs/torch.md"
+            remedy = (
+                "Leave norm_type out, or compute another norm from optimizer.full_grad(param): see "
+                "docs/torch.md"
+            )
             raise ConfigError(refusal("norm_type", norm_type, "be 2.0", remedy))
         if not float(max_norm) > 0:
-            raise ConfigError(refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)"))
+            raise ConfigError(
+                refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)")
+            )
         model = self._model
         model.admit()
         reduce_ahead(model)
@@ -218,16 +257,21 @@ class TorchDistributedOptimizer(StateCalls):
             has_grad = any(exchange(param.grad is not None, model.data))
             return torch.zeros(param.shape, device=param.device) if has_grad else None
         if slot is None:
-            rule, remedy = "be in a param group", "Unfreeze it and call optimizer.add_param_group({'params': [param]})"
-            raise LayoutError(refusal("param", "one that this optimizer does not update", rule, remedy))
+            rule, remedy = (
+                "be in a param group",
+                "Unfreeze it and call optimizer.add_param_group({'params': [param]})",
+            )
+            raise LayoutError(
+                refusal("param", "one that this optimizer does not update", rule, remedy)
+            )
         reduce_ahead(model)
         return model.grads.averaged(slot)
 
     def finish_param_gather(self) -> None:
         """Waits until all params are there; of use with `overlap_param_gather` alone.
 
-        Only for code that reads params without an operator of torch's, such as another package's kernel; all other
-        reads wait by themselves.
+        Only for code that reads params without an operator of torch's, such as another package's
+        kernel; all other reads wait by themselves.
         """
         self._model.gather.finish()
 
@@ -241,8 +285,8 @@ class TorchDistributedOptimizer(StateCalls):
     def release(self) -> None:
         """Ends this optimizer: the params stay what they are and may be given to another one.
 
-        Their gradients are torch's own again. On several ranks those that were summed are dropped, as each rank has a
-        part of them.
+        Their gradients are torch's own again. On several ranks those that were summed are dropped,
+        as each rank has a part of them.
         """
         self._end()
 
@@ -259,8 +303,8 @@ def _redirect(given: Optimizer, ours: TorchDistributedOptimizer, *, is_alone: bo
 
     def refused(name: str, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"{name} of {type(given).__name__} was called on one of several optimizers. Call {name} of what "
-            "distribute(...) returned."
+            f"{name} of {type(given).__name__} was called on one of several optimizers. Call "
+            f"{name} of what distribute(...) returned."
         )
 
     given.state.clear()
@@ -270,20 +314,26 @@ def _redirect(given: Optimizer, ours: TorchDistributedOptimizer, *, is_alone: bo
         ours._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
         ours._optimizer_step_post_hooks = given._optimizer_step_post_hooks
     else:
-        hooks = [name for name in dir(Optimizer) if name.startswith("register_") and name.endswith("_hook")]
+        hooks = [
+            name
+            for name in dir(Optimizer)
+            if name.startswith("register_") and name.endswith("_hook")
+        ]
         calls = {name: partial(refused, name) for name in (*_CALLS, *hooks)}
     for name, call in calls.items():
-        call._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's schedulers look for it
+        # torch's schedulers look for it
+        call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         setattr(given, name, call)
 
 
 class _StateElsewhere(MutableMapping[Any, Any]):
-    """In the place of the state of an optimizer that was given: a method of its class that uses it would do nothing."""
+    """In the place of the state of an optimizer that was given: a method of its class that uses it
+    would do nothing."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise AccessError(
-            "The state of an optimizer was used after it was given to distribute. Use the optimizer that "
-            "distribute(...) returned."
+            "The state of an optimizer was used after it was given to distribute. Use the "
+            "optimizer that distribute(...) returned."
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse

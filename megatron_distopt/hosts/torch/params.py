@@ -1,10 +1,10 @@
 """The params between two steps: what a user did to them, found out before the next step.
 
-[Note: weights changed by the user] An fp32 param is its own main param. Of a 16-bit one the main param has to follow,
-so its changes have to be seen: torch counts in-place operations (`_version`), but not those on `param.data`, which is
-an alias with a count of its own. So while there are 16-bit params under an optimizer, `Parameter.data` notes who was
-asked for it (hosts/between_steps.py). Only where either says that something may have changed the values are compared,
-element by element.
+[Note: weights changed by the user] An fp32 param is its own main param. Of a 16-bit one the main
+param has to follow, so its changes have to be seen: torch counts in-place operations (`_version`),
+but not those on `param.data`, which is an alias with a count of its own. So while there are 16-bit
+params under an optimizer, `Parameter.data` notes who was asked for it (hosts/between_steps.py).
+Only where either says that something may have changed the values are compared, element by element.
 """
 
 from __future__ import annotations
@@ -43,18 +43,22 @@ class TrainedParam(PlacedParam):
 
     __slots__ = ("__weakref__", "aliases", "homes", "is_short", "version")
 
-    def __init__(self, name: str, param: Parameter, homes: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+    def __init__(
+        self, name: str, param: Parameter, homes: Sequence[tuple[Mapping[str, Any], str]]
+    ) -> None:
         super().__init__(name, param)
         #: The `_parameters` of the modules that have it, each with the name there.
         self.homes = tuple(homes)
-        #: Of fewer than 32 bits, so that it has a main param of its own, which has to follow changes of the values.
+        #: Of fewer than 32 bits, so that it has a main param of its own, which has to follow
+        #: changes of the values.
         self.is_short = param.dtype != torch.float32
         #: Tensors through which the values may be changed.
         self.aliases: list[ReferenceType[Tensor]] = []
         self.forget()
 
     def forget(self) -> None:
-        """Takes its values as they are now for known. An alias that still exists may be written to later."""
+        """Takes its values as they are now for known. An alias that still exists may be written to
+        later."""
         self.version = self.param._version
         self.aliases = [alias for alias in self.aliases if alias() is not None]
 
@@ -63,23 +67,31 @@ class TrainedParam(PlacedParam):
 
 
 class Params:
-    """All params that an optimizer updates, as the user's modules have them, and the options of their groups."""
+    """All params that an optimizer updates, as the user's modules have them, and the options of
+    their groups."""
 
     def __init__(
-        self, chunks: Sequence[Module], groups: Sequence[MutableMapping[str, Any]], sharded: ShardedOptimizer
+        self,
+        chunks: Sequence[Module],
+        groups: Sequence[MutableMapping[str, Any]],
+        sharded: ShardedOptimizer,
     ) -> None:
         self._chunks, self._groups, self._sharded = chunks, groups, sharded
         self._params: list[TrainedParam] = []
-        #: Of those of 16 bits, names of those whose values have to be compared also where no change was seen.
+        #: Of those of 16 bits, names of those whose values have to be compared also where no change
+        #: was seen.
         self._doubtful: frozenset[str] = frozenset()
-        #: Names of those whose values may have changed since `forget`, as `_collect` has found them so far.
+        #: Names of those whose values may have changed since `forget`, as `_collect` has found them
+        #: so far.
         self._changed: frozenset[str] = frozenset()
         self.options = GroupOptions(groups, sharded.inner)
         self._members: list[list[int]] = []
 
     def learn_groups(self) -> None:
         """Notes that groups which are not known yet have the right params and options."""
-        self._members += [list(map(id, group["params"])) for group in self._groups[len(self._members) :]]
+        self._members += [
+            list(map(id, group["params"])) for group in self._groups[len(self._members) :]
+        ]
         self.options.learn()
 
     @property
@@ -110,23 +122,26 @@ class Params:
         return homes
 
     def follow(self, *, is_read: bool = True, before_step: bool = False) -> None:
-        """Takes over what the user did to params and options since the last step, so that the state belongs to them.
+        """Takes over what the user did to params and options since the last step, so that the state
+        belongs to them.
 
-        `is_read`: main params are used as they are, so that changes which they cannot follow are refused. A load makes
-        such changes known, unless it fails. `before_step`: params that were doubted are compared as well.
-        """
+        `is_read`: main params are used as they are, so that changes which they cannot follow are
+        refused. A load makes such changes known, unless it fails. `before_step`: params that were
+        doubted are compared as well."""
         changed = self._collect()
         lost = self._lost() if changed and is_read else ()
         if lost:
             raise LayoutError(
-                f"Param {lost[0]!r} with main_params_dtype='remainder' was written to, or its .data read, between two "
-                "steps. Call optimizer.reload_model_params() after you have changed weights, and read them by "
-                "detach(); or write main_params_dtype='float32'."
+                f"Param {lost[0]!r} with main_params_dtype='remainder' was written to, or its "
+                ".data read, between two steps. Call optimizer.reload_model_params() after you "
+                "have changed weights, and read them by detach(); or write "
+                "main_params_dtype='float32'."
             )
         if [list(map(id, group["params"])) for group in self._groups] != self._members:
             raise LayoutError(
-                "The param_groups have other params than they were given. Call optimizer.add_param_group(...) for "
-                "more, and param.requires_grad_(False) for fewer."
+                "The param_groups have other params than they were given. Call "
+                "optimizer.add_param_group(...) for more, and param.requires_grad_(False) for "
+                "fewer."
             )
         self.options.exchange()
         if before_step and self._doubtful:
@@ -139,15 +154,25 @@ class Params:
             self.forget_followed()
 
     def _lost(self) -> list[str]:
-        """Names of changed params of which a main param cannot know how, in the order of the main params."""
-        unknowing = [flat for flat in self._sharded.flat_params if not flat.can_tell_changes] if self._changed else []
-        return [shard.name for flat in unknowing for shard in flat.plan.shards if shard.name in self._changed]
+        """Names of changed params of which a main param cannot know how, in the order of the main
+        params."""
+        unknowing = (
+            [flat for flat in self._sharded.flat_params if not flat.can_tell_changes]
+            if self._changed
+            else []
+        )
+        return [
+            shard.name
+            for flat in unknowing
+            for shard in flat.plan.shards
+            if shard.name in self._changed
+        ]
 
     def _collect(self) -> frozenset[str]:
         """Brings params back into the buffers that have left them.
 
-        Returns names of the 16-bit params whose values may have changed since the last `forget`: a call that was
-        refused in between has not made them known.
+        Returns names of the 16-bit params whose values may have changed since the last `forget`: a
+        call that was refused in between has not made them known.
         """
         left, is_replaced, changed = [], False, self._changed
         for trained in self._params:
@@ -169,16 +194,17 @@ class Params:
         return changed
 
     def _look_for_replaced(self) -> None:
-        """Refuses replaced params. One that left its module without a successor trains no more, as in torch."""
+        """Refuses replaced params. One that left its module without a successor trains no more, as
+        in torch."""
         homes, ours = self._homes(), {each.param for each in self._params}
         new = {(id(held), key) for param in homes.keys() - ours for held, key in homes[param]}
         for trained in self._params:
             if any(held.get(key) is not trained.param for held, key in trained.homes):
                 if any((id(held), key) in new for held, key in trained.homes):
                     raise LayoutError(
-                        f"Param {trained.name!r} was replaced by another Parameter, which no optimizer has. Write "
-                        "param.copy_(...) or load_state_dict(...) without assign=True, or build the optimizer "
-                        "afterwards."
+                        f"Param {trained.name!r} was replaced by another Parameter, which no "
+                        "optimizer has. Write param.copy_(...) or load_state_dict(...) without "
+                        "assign=True, or build the optimizer afterwards."
                     )
                 trained.homes = tuple(homes.get(trained.param, ()))
 
@@ -189,17 +215,20 @@ class Params:
         self.forget()
 
     def forget(self, unknown: Collection[str] = ()) -> None:
-        """Takes all values as they are now for known, but for those of `unknown` params that may have changed."""
+        """Takes all values as they are now for known, but for those of `unknown` params that may
+        have changed."""
         self._changed &= frozenset(unknown)
         for trained in self._short:
             trained.forget()
 
     def forget_followed(self) -> None:
-        """Takes values as they are now for known, but for changes that main params know nothing about."""
+        """Takes values as they are now for known, but for changes that main params know nothing
+        about."""
         self.forget(self._lost())
 
     def doubt(self) -> None:
-        """Has all values compared before the next step: main params were loaded, the model perhaps not."""
+        """Has all values compared before the next step: main params were loaded, the model perhaps
+        not."""
         self._doubtful = frozenset(each.name for each in self._short)
 
 
@@ -212,27 +241,37 @@ def _is_fixed(value: Any) -> bool:
 
 
 class GroupOptions:
-    """The options of the user's param groups and of the inner optimizer's, which follow each other."""
+    """The options of the user's param groups and of the inner optimizer's, which follow each
+    other."""
 
     def __init__(self, groups: Sequence[MutableMapping[str, Any]], inner: Optimizer) -> None:
         self._groups, self._inner = groups, inner
         #: What both have held last, by group.
         self._last: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._crc: int | None = None  # of all options of the user's groups; None where one was written
+        # of all options of the user's groups; None where one was written
+        self._crc: int | None = None
         self._in_place: list[Any] = []  # options that may change in place
         self._stamps: list[str] = []  # of these, when the checksum was made
 
     def learn(self) -> None:
         """Takes the options of further groups for known."""
         for number in range(len(self._last), len(self._groups)):
-            self._last.append((option_values(self._groups[number]), option_values(self._inner.param_groups[number])))
+            self._last.append(
+                (
+                    option_values(self._groups[number]),
+                    option_values(self._inner.param_groups[number]),
+                )
+            )
         self._crc = None
 
     def exchange(self) -> None:
-        """Takes over what the user has written since the last call, and shows the user what the inner optimizer has,
-        which may count there, or a load. Where both have written an option, it is the user's.
+        """Takes over what the user has written since the last call, and shows the user what the
+        inner optimizer has, which may count there, or a load. Where both have written an option, it
+        is the user's.
         """
-        for number, (theirs, ours) in enumerate(zip(self._groups, self._inner.param_groups, strict=True)):
+        for number, (theirs, ours) in enumerate(
+            zip(self._groups, self._inner.param_groups, strict=True)
+        ):
             of_user, of_inner = self._last[number]
             removed, written = of_user.keys() - theirs.keys(), changed_options(theirs, of_user)
             for key in removed:
@@ -244,23 +283,35 @@ class GroupOptions:
                 self._last[number], self._crc = (option_values(theirs), option_values(ours)), None
 
     def checksum(self, salt: int, modulus: int) -> int:
-        """The same on all ranks that have the same options; others that have the same have not with another salt.
+        """The same on all ranks that have the same options; others that have the same have not with
+        another salt.
 
-        It costs nothing where options have not changed, and asks no device for the value of a tensor that was not
-        written to.
+        It costs nothing where options have not changed, and asks no device for the value of a
+        tensor that was not written to.
         """
         if self._crc is None:
             values = [value for group in self._groups for value in option_values(group).values()]
             self._in_place = [value for value in values if not _is_fixed(value)]
         stamps = [_text(value, waits=False) for value in self._in_place]
         if self._crc is None or stamps != self._stamps:
-            self._crc, self._stamps = zlib.crc32(repr(sorted(self.described().items())).encode()), stamps
+            self._crc, self._stamps = (
+                zlib.crc32(repr(sorted(self.described().items())).encode()),
+                stamps,
+            )
         return zlib.crc32(b"%d %d" % (self._crc, salt)) % modulus
 
     def described(self) -> dict[str, str]:
         """All options as texts that ranks can compare."""
-        numbered = [(number, *each) for number, of_group in enumerate(self._groups) for each in of_group.items()]
-        return {f"{key} of param group {number}": _text(value) for number, key, value in numbered if key != "params"}
+        numbered = [
+            (number, *each)
+            for number, of_group in enumerate(self._groups)
+            for each in of_group.items()
+        ]
+        return {
+            f"{key} of param group {number}": _text(value)
+            for number, key, value in numbered
+            if key != "params"
+        }
 
 
 def _text(value: Any, *, waits: bool = True) -> str:
@@ -274,5 +325,7 @@ def _text(value: Any, *, waits: bool = True) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(text, value))}]"
     if torch.is_tensor(value):
-        return f"tensor {value.tolist() if waits or value.device.type == CPU else (id(value), value._version)}"
+        if waits or value.device.type == CPU:
+            return f"tensor {value.tolist()}"
+        return f"tensor {(id(value), value._version)}"
     return repr(value) if isinstance(value, _FIXED) else type(value).__name__

@@ -1,8 +1,10 @@
-"""One step of a model: settle -> reduce -> measure -> decide -> update -> gather. Read `step_model` from top to bottom.
+"""One step of a model: settle -> reduce -> measure -> decide -> update -> gather. Read `step_model`
+from top to bottom.
 
-[Note: census] In the all-reduce of the gradient statistics the ranks also tell each other which params have a gradient,
-in which round of gradients they are, and whether one of them has something to raise or to learn. So all of them act on
-it in the same step, and it costs no collective of its own.
+[Note: census] In the all-reduce of the gradient statistics the ranks also tell each other which
+params have a gradient, in which round of gradients they are, and whether one of them has something
+to raise or to learn. So all of them act on it in the same step, and it costs no collective of its
+own.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ from megatron_distopt.optimizer.step import (
     update,
 )
 
-#: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as well.
+#: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as
+#: well.
 _MODULUS = 64
-#: Numbers of a census that all ranks sum; the same with those that only ranks with the same params sum. Then follows
-#: for each param whether the rank has a gradient of it.
+#: Numbers of a census that all ranks sum; the same with those that only ranks with the same params
+#: sum. Then follows for each param whether the rank has a gradient of it.
 _COMMON_NUMEL, HEAD_NUMEL = 6, 10
 
 
 @torch.no_grad()
 def step_model(model: ShardedModel) -> StepDecision:
-    """Collective: one step of the model; what it raises is raised on all ranks, and the params are as before."""
+    """Collective: one step of the model; what it raises is raised on all ranks, and the params are
+    as before."""
     settle(model)
     model.grads.reduce()
     for hook in model.hooks:
@@ -51,7 +55,8 @@ def step_model(model: ShardedModel) -> StepDecision:
     (decision,) = decide([model.sharded], measured, model.everyone, divisors=[model.grads.divisor])
     is_updated = decision.action is StepAction.UPDATE
     if is_updated and not all(model.grads.present):
-        # A param with a gradient on some rank gets one everywhere; one without a gradient on any is left alone.
+        # A param with a gradient on some rank gets one everywhere; one without a gradient on any is
+        # left alone.
         is_active = [value > 0 for value in census[HEAD_NUMEL:].tolist()]  # waits for the device
         model.grads.settle(is_active)
         if not all(is_active):
@@ -71,7 +76,8 @@ def step_model(model: ShardedModel) -> StepDecision:
 
 
 def reduce_ahead(model: ShardedModel) -> None:
-    """Collective: reduces gradients before the step, for calls that read them; raises what a step would, everywhere."""
+    """Collective: reduces gradients before the step, for calls that read them; raises what a step
+    would, everywhere."""
     settle(model)
     model.grads.reduce_ahead()
     complaints = torch.tensor([float(len(model.grads.complaints))], device=model.device)
@@ -81,7 +87,8 @@ def reduce_ahead(model: ShardedModel) -> None:
 
 
 def settle(model: ShardedModel) -> None:
-    """Takes over what the user did to params and groups since the last step; what is wrong is raised in the step."""
+    """Takes over what the user did to params and groups since the last step; what is wrong is
+    raised in the step."""
     if model.sharded.averages is not None:
         model.sharded.check_has_params("step")
     if model.protection is not None:
@@ -96,10 +103,11 @@ def settle(model: ShardedModel) -> None:
 
 
 def _measure(model: ShardedModel) -> tuple[MainGrads, GradStats | DeferredCheck, Tensor]:
-    """Collective: gradients, their statistics, and the census of all ranks, in one all-reduce where every rank holds
-    the whole model.
+    """Collective: gradients, their statistics, and the census of all ranks, in one all-reduce where
+    every rank holds the whole model.
 
-    A param that may begin to train has to be known at once; if one does, all are measured once more.
+    A param that may begin to train has to be known at once; if one does, all are measured once
+    more.
     """
     measure_with = measure_now if model.waiting else measure
     while True:
@@ -114,7 +122,8 @@ def _measure(model: ShardedModel) -> tuple[MainGrads, GradStats | DeferredCheck,
 
 
 def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
-    """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be summed over ranks."""
+    """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be
+    summed over ranks."""
     grads = model.grads
     number, kept = (2 * grads.num_rounds + is_dropped) % _MODULUS, grads.kept
     # The sum of squares over 4,096 ranks is exact.
@@ -123,7 +132,16 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     newcomers = len(model.newcomers()) if model.waiting else 0
     begun = 0 if model.module_buffers is None else len(model.module_buffers.begun())
     alike = kept, kept**2, options, options**2
-    numbers = [number, number**2, len(grads.complaints), newcomers, begun, 0, *alike, *grads.present]
+    numbers = [
+        number,
+        number**2,
+        len(grads.complaints),
+        newcomers,
+        begun,
+        0,
+        *alike,
+        *grads.present,
+    ]
     census = torch.tensor(numbers, dtype=model.sharded.stats_dtype)
     return census.to(model.device, non_blocking=True)
 
@@ -144,10 +162,11 @@ def _notice(model: ShardedModel, census: Tensor) -> Notice:
 
 
 def _act_on(model: ShardedModel, head: Sequence[float]) -> None:
-    """Does what the ranks have told each other; collective where something is not as in every other step.
+    """Does what the ranks have told each other; collective where something is not as in every other
+    step.
 
-    `head` has the sums of the first numbers of the census. Ranks have said the same number where the mean of its
-    squares is the square of its mean.
+    `head` has the sums of the first numbers of the census. Ranks have said the same number where
+    the mean of its squares is the square of its mean.
     """
     rounds, squares, complaints, newcomers, begun, elsewhere, *alike = map(int, head)
     _check_rounds(model, rounds, squares)
@@ -162,7 +181,8 @@ def _act_on(model: ShardedModel, head: Sequence[float]) -> None:
 
 
 def _difference(model: ShardedModel, alike: Any) -> Any:
-    """Above 0 where ranks with the same params differ, from the sums of what they have kept and of their options."""
+    """Above 0 where ranks with the same params differ, from the sums of what they have kept and of
+    their options."""
     kept, squares_of_kept, options, squares_of_options = alike
     size = model.data.size
     return size * squares_of_kept - kept**2 + size * squares_of_options - options**2
@@ -170,28 +190,32 @@ def _difference(model: ShardedModel, alike: Any) -> Any:
 
 def _check_alike(model: ShardedModel) -> None:
     """Collective: raises on all ranks that have the same params where they differ."""
-    kept, said = zip(*exchange((model.grads.kept, model.params.options.described()), model.data), strict=True)
+    kept, said = zip(
+        *exchange((model.grads.kept, model.params.options.described()), model.data), strict=True
+    )
     if len(set(kept)) > 1:
         odd, other = map(model.data.global_rank, _two_that_differ(kept))
         raise RanksDisagreeError(
-            f"Gradients were cleared on rank {odd} otherwise than on rank {other} after they were summed. Call "
-            "optimizer.zero_grad() on all ranks, or on none."
+            f"Gradients were cleared on rank {odd} otherwise than on rank {other} after they were "
+            "summed. Call optimizer.zero_grad() on all ranks, or on none."
         )
     for option in {key: None for of_rank in said for key in of_rank}:
         values = [of_rank.get(option, "nothing") for of_rank in said]
         if len(set(values)) > 1:
             odd, other = _two_that_differ(values)
             raise RanksDisagreeError(
-                f"The {option} is {values[odd]} on rank {model.data.global_rank(odd)} and {values[other]} on rank "
-                f"{model.data.global_rank(other)}. Set it alike on all ranks, each of which updates a part of the "
-                "model: average what it is computed from, such as a loss, over ranks by torch.distributed.all_reduce."
+                f"The {option} is {values[odd]} on rank {model.data.global_rank(odd)} and "
+                f"{values[other]} on rank {model.data.global_rank(other)}. Set it alike on all "
+                "ranks, each of which updates a part of the model: average what it is computed "
+                "from, such as a loss, over ranks by torch.distributed.all_reduce."
             )
 
 
 def announce_drop(model: ShardedModel) -> None:
     """Collective: announces that the round ends without a step.
 
-    It is the collective of a step, so that a rank which makes a step meanwhile meets the others here.
+    It is the collective of a step, so that a rank which makes a step meanwhile meets the others
+    here.
     """
     census = census_of(model, is_dropped=True)
     sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
@@ -199,27 +223,33 @@ def announce_drop(model: ShardedModel) -> None:
 
 
 def _two_that_differ(said: Sequence[Any]) -> tuple[int, int]:
-    """Of what ranks said, a rank that said something unusual and one that said the usual; there are both."""
+    """Of what ranks said, a rank that said something unusual and one that said the usual; there are
+    both."""
     usual = max(dict.fromkeys(said), key=said.count)
     return next(rank for rank, each in enumerate(said) if each != usual), said.index(usual)
 
 
-def _check_rounds(model: ShardedModel, rounds: int, squares: int, *, is_dropped: bool = False) -> None:
-    """Checks that all ranks are in one round, from the sum of its numbers and that of their squares."""
+def _check_rounds(
+    model: ShardedModel, rounds: int, squares: int, *, is_dropped: bool = False
+) -> None:
+    """Checks that all ranks are in one round, from the sum of its numbers and that of their
+    squares."""
     group = model.everyone
     if group.size * squares == rounds**2:
         return
     said = exchange((model.grads.num_rounds, is_dropped), group)
     numbers = [number for number, _ in said]
     if len(set(numbers)) == 1:
-        ranks = ", ".join(str(group.global_rank(rank)) for rank, (_, dropped) in enumerate(said) if dropped)
+        ranks = ", ".join(
+            str(group.global_rank(rank)) for rank, (_, dropped) in enumerate(said) if dropped
+        )
         raise RanksDisagreeError(
-            f"A step was made on other ranks while rank {ranks} cleared the gradients of round {numbers[0] + 1}. Call "
-            "step() and zero_grad() on all ranks alike."
+            f"A step was made on other ranks while rank {ranks} cleared the gradients of round "
+            f"{numbers[0] + 1}. Call step() and zero_grad() on all ranks alike."
         )
     odd, usual = _two_that_differ(numbers)
     raise RanksDisagreeError(
-        f"In a step, rank {group.global_rank(odd)} is in round {numbers[odd] + 1} of gradients where rank "
-        f"{group.global_rank(usual)} is in {numbers[usual] + 1}. Call step() on all ranks after each backward, or on "
-        "none."
+        f"In a step, rank {group.global_rank(odd)} is in round {numbers[odd] + 1} of gradients "
+        f"where rank {group.global_rank(usual)} is in {numbers[usual] + 1}. Call step() on all "
+        "ranks after each backward, or on none."
     )

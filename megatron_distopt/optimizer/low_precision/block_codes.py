@@ -1,21 +1,25 @@
-"""Numbers in 8 and 16 bits: how a block of fp32 values is rounded to codes and one scale, and read back.
+"""Numbers in 8 and 16 bits: how a block of fp32 values is rounded to codes and one scale, and read
+back.
 
-[Note: block codes] 128 neighbouring values have one scale, a power of two, which is kept as the exponent of an fp32
-number (one byte). A value is divided by the scale, rounded to fp16, and the code is a part of its 16 bits: the sign,
-the lowest bits of its exponent and the highest of its mantissa. So steps are proportional to values over many octaves,
-and linear below. A power of two leaves mantissas as they are. What was read back is therefore rounded to itself, in a
-block with smaller values as well, and a checkpoint that is loaded in the same precision gives the same bits.
+[Note: block codes] 128 neighbouring values have one scale, a power of two, which is kept as the
+exponent of an fp32 number (one byte). A value is divided by the scale, rounded to fp16, and the
+code is a part of its 16 bits: the sign, the lowest bits of its exponent and the highest of its
+mantissa. So steps are proportional to values over many octaves, and linear below. A power of two
+leaves mantissas as they are. What was read back is therefore rounded to itself, in a block with
+smaller values as well, and a checkpoint that is loaded in the same precision gives the same bits.
 
-[Note: roots] Of a second moment the root is kept. It needs half the octaves, and is what Adam divides by. A value that
-is not zero never becomes zero, because Adam would divide by eps alone. Codes have 11 bits of mantissa at most, so the
-square of a root is exact in fp32, and so is the root of the square. Of other values the root is rounded to nearest, as
-by a GPU; MKL's root of fp32, which torch takes on a CPU, is an ulp off at times.
+[Note: roots] Of a second moment the root is kept. It needs half the octaves, and is what Adam
+divides by. A value that is not zero never becomes zero, because Adam would divide by eps alone.
+Codes have 11 bits of mantissa at most, so the square of a root is exact in fp32, and so is the root
+of the square. Of other values the root is rounded to nearest, as by a GPU; MKL's root of fp32,
+which torch takes on a CPU, is an ulp off at times.
 
-[Note: stochastic rounding] An exponential average with a decay of 0.999 changes by a thousandth at most where the
-gradient vanishes, less than half a step of bf16 or of 8 bits, so rounding to nearest would keep it up for ever. Second
-moments and bf16 main params are therefore rounded up or down at random, in proportion to what is cut off. The random
-bits are a function of an element's place among all elements of its buffer, padding left out, and the count of updates.
-So a run can be repeated to the bit, and they do not depend on ranks and buckets.
+[Note: stochastic rounding] An exponential average with a decay of 0.999 changes by a thousandth at
+most where the gradient vanishes, less than half a step of bf16 or of 8 bits, so rounding to nearest
+would keep it up for ever. Second moments and bf16 main params are therefore rounded up or down at
+random, in proportion to what is cut off. The random bits are a function of an element's place among
+all elements of its buffer, padding left out, and the count of updates. So a run can be repeated to
+the bit, and they do not depend on ranks and buckets.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class BlockCode:
 
     @property
     def largest(self) -> int:
-        """The largest exponent of a scale, so that it and its inverse are normal; blocks with larger values are NaN."""
+        """The largest exponent of a scale, so that it and its inverse are normal; blocks with
+        larger values are NaN."""
         return 2 * _BIAS - 16 + self.top
 
 
@@ -71,12 +76,15 @@ CODES = {
 
 
 def encode(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rounds fp32 values [blocks, 128], which are overwritten, to codes of that shape and exponents uint8 [blocks].
+    """Rounds fp32 values [blocks, 128], which are overwritten, to codes of that shape and exponents
+    uint8 [blocks].
 
-    `noise` is int16 of the same shape with random bits, to round at random; None to round to nearest.
+    `noise` is int16 of the same shape with random bits, to round at random; None to round to
+    nearest.
     """
     largest = values.abs().amax(1).view(torch.int32).clamp_(max=_INF)
-    # What lies above the largest code of an octave counts as the next octave, so that nothing is rounded out of range.
+    # What lies above the largest code of an octave counts as the next octave, so that nothing is
+    # rounded out of range.
     exponents = (largest + ((1 << (_MANTISSA - 10 + code.shift)) - 1)) >> _MANTISSA
     exponents = exponents.clamp_(_LEAST, _NAN)
     exponents = exponents.masked_fill_(exponents > code.largest, _NAN)
@@ -84,7 +92,9 @@ def encode(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> tupl
     bits = values.to(torch.float16).view(torch.int16)
     if code.shift:
         last = 1 << code.shift
-        bits.add_(last >> 1 if noise is None else noise.bitwise_and(last - 1)).bitwise_right_shift_(code.shift)
+        bits.add_(last >> 1 if noise is None else noise.bitwise_and(last - 1)).bitwise_right_shift_(
+            code.shift
+        )
         if code.has_short_exponent:
             bits = (bits & _MAGNITUDE8).bitwise_or_((bits >> 8).bitwise_and_(-0x80))
     return bits.to(code.storage), exponents.to(torch.uint8)
@@ -93,8 +103,8 @@ def encode(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> tupl
 def root_of(values: Tensor) -> Tensor:
     """The square root, rounded to nearest; see [Note: roots].
 
-    A root in float64 that is an ulp off still rounds to the right fp32 number: no root of an fp32 number is so near to
-    the middle of two others.
+    A root in float64 that is an ulp off still rounds to the right fp32 number: no root of an fp32
+    number is so near to the middle of two others.
     """
     return values.double().sqrt_().float() if values.device.type == CPU else values.sqrt()
 
@@ -103,7 +113,11 @@ def decode(codes: Tensor, exponents: Tensor, code: BlockCode) -> Tensor:
     """The fp32 values [blocks, 128] of what `encode` returned."""
     bits = codes.to(torch.int16)
     if code.has_short_exponent:
-        bits = (bits << 8).bitwise_and_(_SIGN16).bitwise_or_((bits & _MAGNITUDE8).bitwise_left_shift_(code.shift))
+        bits = (
+            (bits << 8)
+            .bitwise_and_(_SIGN16)
+            .bitwise_or_((bits & _MAGNITUDE8).bitwise_left_shift_(code.shift))
+        )
     elif code.shift:
         bits.bitwise_left_shift_(code.shift)
     wide = exponents.to(torch.int32)
@@ -124,7 +138,8 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
 
 
 def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
-    """31 random bits, int32 [numel], for neighbouring elements; the same whenever it is called with the same arguments.
+    """31 random bits, int32 [numel], for neighbouring elements; the same whenever it is called with
+    the same arguments.
 
     `count` is of updates, 0-D on the device of the result.
     Source: the constants of a 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).

@@ -1,8 +1,9 @@
 """Adam whose state is stored in other forms than fp32: read, updated and rounded back.
 
-torch's kernel updates fp32 values of one stretch after the other. A stretch is small enough to stay in the cache of a
-CPU in between, so memory is read and written once, in the forms in which the state is stored. With [Note: remainder]
-the result is that of fp32 state to the bit (tests/hosts/test_state_precision.py).
+torch's kernel updates fp32 values of one stretch after the other. A stretch is small enough to stay
+in the cache of a CPU in between, so memory is read and written once, in the forms in which the
+state is stored. With [Note: remainder] the result is that of fp32 state to the bit
+(tests/hosts/test_state_precision.py).
 """
 
 from __future__ import annotations
@@ -18,17 +19,28 @@ from torch import Tensor
 from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import has_torch_fused
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, FlatOptimizer, Groups
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import FULL, LowPrecisionTensor, Precision, stored_of
-from megatron_distopt.optimizer.low_precision.stored_values import ParamUpdate, PlainValues, RemainderValues
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
+    FULL,
+    LowPrecisionTensor,
+    Precision,
+    stored_of,
+)
+from megatron_distopt.optimizer.low_precision.stored_values import (
+    ParamUpdate,
+    PlainValues,
+    RemainderValues,
+)
 
-#: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and launches.
+#: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and
+#: launches.
 _STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 23
 _MOMENTS = _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 
 
 @dataclass(frozen=True, eq=False)
 class _Stretch:
-    """Some neighbouring elements of a flat param, fp32; the gradient is a view, the others may be copies."""
+    """Some neighbouring elements of a flat param, fp32; the gradient is a view, the others may be
+    copies."""
 
     update: ParamUpdate
     start: int
@@ -40,10 +52,12 @@ class _Stretch:
 
 
 class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
-    """Adam over flat params, fp32 1-D tensors in low precision or plain, with moments in any precision.
+    """Adam over flat params, fp32 1-D tensors in low precision or plain, with moments in any
+    precision.
 
-    Where torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's fused optimizers do.
-    State is stored in `precision` on devices of `device_type`, or everywhere where that is None; else it is fp32.
+    Where torch has a fused kernel for the device, it reads `grad_scale` and `found_inf` as torch's
+    fused optimizers do. State is stored in `precision` on devices of `device_type`, or everywhere
+    where that is None; else it is fp32.
     """
 
     rounds_itself = reads_tensors = True
@@ -61,11 +75,19 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         device_type: str | None = None,
     ) -> None:
         device_types = {param.device.type for group in params for param in group["params"]}
-        self._is_fused = all(map(has_torch_fused, device_types if device_type is None else {device_type}))
+        self._is_fused = all(
+            map(has_torch_fused, device_types if device_type is None else {device_type})
+        )
         # A group may name the kernel that it had before.
-        plain = [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in params]
-        super().__init__(plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self._is_fused)
-        for group in self.param_groups:  # torch's AdamW writes True, and the host's Adam reads it (offload.py)
+        plain = [
+            {key: value for key, value in group.items() if key not in IMPLEMENTATION}
+            for group in params
+        ]
+        super().__init__(
+            plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self._is_fused
+        )
+        # torch's AdamW writes True, and the host's Adam reads it (offload.py)
+        for group in self.param_groups:
             group["decoupled_weight_decay"] = decoupled
         self.decoupled, self.precision, self._device_type = decoupled, precision, device_type
 
@@ -74,7 +96,11 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         """Updates every param that has a gradient."""
         updates = list[ParamUpdate]()
         for index, group in enumerate(self.param_groups):
-            updates += [self._prepared(index, main, main.grad) for main in group["params"] if main.grad is not None]
+            updates += [
+                self._prepared(index, main, main.grad)
+                for main in group["params"]
+                if main.grad is not None
+            ]
         tensors = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         for index, group in enumerate(self.param_groups):
             members = [update for update in updates if update.group == index]
@@ -99,20 +125,26 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         state = self.state[main]
         if "step" not in state:
             # As torch does: where its fused kernel reads it, else on the CPU.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if self._is_fused else CPU)
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=main.device if self._is_fused else CPU
+            )
         for kind in _MOMENTS:
             self._bring_into_form(main, state, kind)
         stored, model = stored_of(main), self._models.get(main)
         if isinstance(stored, RemainderValues):
             stored.settle()
             model = None
-        elif isinstance(stored, PlainValues) and stored.tensor is not main:  # it is the model param itself
+        # it is the model param itself
+        elif isinstance(stored, PlainValues) and stored.tensor is not main:
             model = None
         first, second = (stored_of(state[kind]) for kind in _MOMENTS)
-        return ParamUpdate(self._places.get(main, 0), group, stored, first, second, grad, state["step"], model)
+        return ParamUpdate(
+            self._places.get(main, 0), group, stored, first, second, grad, state["step"], model
+        )
 
     def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
-        """Moments of which others have made plain tensors, as by loading them, go back into the form."""
+        """Moments of which others have made plain tensors, as by loading them, go back into the
+        form."""
         precision = self._precision_of(main)
         begin = precision.second if kind == _SECOND else precision.first
         known, stored = state.get(kind), stored_of(main)
@@ -123,7 +155,9 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
             is_in_form = stored_of(known) is stored.second
         else:
             dtype = precision.exp_avg_sq_dtype if kind == _SECOND else precision.exp_avg_dtype
-            is_in_form = isinstance(known, LowPrecisionTensor) or known.dtype == getattr(torch, dtype)
+            is_in_form = isinstance(known, LowPrecisionTensor) or known.dtype == getattr(
+                torch, dtype
+            )
         if not is_in_form:
             values = known.to(torch.float32, copy=True)
             state[kind] = begin(main).copy_(values)
@@ -136,17 +170,26 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         options["beta1"], options["beta2"] = group["betas"]
         torch._foreach_add_(steps, 1)
         for stretches in _gathered(updates):
-            parts = [[getattr(stretch, name) for stretch in stretches] for name in ("main", "grad", "first", "second")]
+            parts = [
+                [getattr(stretch, name) for stretch in stretches]
+                for name in ("main", "grad", "first", "second")
+            ]
             counts = [stretch.update.step for stretch in stretches]
             if self._is_fused:
-                kernel: Callable[..., None] = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+                kernel: Callable[..., None] = (
+                    torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+                )
                 kernel(*parts, [], counts, **options, **tensors)
             else:
                 before = [count - 1 for count in counts]  # it counts by itself
                 name = "adamw" if self.decoupled else "adam"
-                getattr(import_module(f"torch.optim.{name}"), name)(*parts, [], before, foreach=True, **options)
+                getattr(import_module(f"torch.optim.{name}"), name)(
+                    *parts, [], before, foreach=True, **options
+                )
             for stretch in stretches:
-                stretch.update.write(stretch.start, stretch.stop, stretch.main, stretch.first, stretch.second)
+                stretch.update.write(
+                    stretch.start, stretch.stop, stretch.main, stretch.first, stretch.second
+                )
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
@@ -155,7 +198,11 @@ def _gathered(updates: Iterable[ParamUpdate]) -> Iterator[list[_Stretch]]:
     """Stretches of about the same number of elements in all, for one call of the kernel."""
     gathered, numel = list[_Stretch](), 0
     for update in updates:
-        most = _STRETCH_ON_CPU * torch.get_num_threads() if update.grad.device.type == CPU else _STRETCH
+        most = (
+            _STRETCH_ON_CPU * torch.get_num_threads()
+            if update.grad.device.type == CPU
+            else _STRETCH
+        )
         start = 0
         while start < update.main.numel:
             stop = update.second.end_of_stretch(start, most)

@@ -1,10 +1,10 @@
-"""A tensor of fp32 values that are stored in another form: an operator reads the values, what it writes is rounded.
+"""A tensor of fp32 values that are stored in another form: an operator reads the values, what it
+writes is rounded.
 
-[Note: low-precision tensors] Checkpoints, hosts and digests read and write main params and moments as 1-D fp32
-tensors, cut them and view pieces of them. `LowPrecisionTensor` lets them: a view of it remembers what it is a view of,
-an operator gets fp32 values, and what an operator writes goes back into the form. Only low_precision_adam.py uses the
-form itself.
-"""
+[Note: low-precision tensors] Checkpoints, hosts and digests read and write main params and moments
+as 1-D fp32 tensors, cut them and view pieces of them. `LowPrecisionTensor` lets them: a view of it
+remembers what it is a view of, an operator gets fp32 values, and what an operator writes goes back
+into the form. Only low_precision_adam.py uses the form itself."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ _Viewing = tuple[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]]
 
 
 class LowPrecisionTensor(Tensor):
-    """fp32 values in another form; see [Note: low-precision tensors]. What is computed from it is a plain tensor."""
+    """fp32 values in another form; see [Note: low-precision tensors]. What is computed from it is a
+    plain tensor."""
 
     stored: StoredValues
     _span: Span  # which of the values
     _views: tuple[_Viewing, ...]  # what leads from those to this view, an operator after the other
-    is_model_param = False  # whether the values are the model param itself, which does not move with state
+    # whether the values are the model param itself, which does not move with state
+    is_model_param = False
 
     @staticmethod
     def __new__(
@@ -53,7 +55,10 @@ class LowPrecisionTensor(Tensor):
     ) -> LowPrecisionTensor:
         span = Span(0, stored.numel) if span is None else span
         made: LowPrecisionTensor = Tensor._make_wrapper_subclass(
-            cls, torch.Size([span.numel] if shape is None else shape), dtype=torch.float32, device=stored.device
+            cls,
+            torch.Size([span.numel] if shape is None else shape),
+            dtype=torch.float32,
+            device=stored.device,
         )
         made.stored, made._span, made._views = stored, span, tuple(views)
         return made
@@ -69,7 +74,8 @@ class LowPrecisionTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same values; one that others assign takes what is stored to its device, and its own values with it."""
+        """The same values; one that others assign takes what is stored to its device, and its own
+        values with it."""
         return self.detach()
 
     @data.setter
@@ -77,13 +83,20 @@ class LowPrecisionTensor(Tensor):
         if new.shape != self.shape or new.dtype != self.dtype:
             rule = f"stay {self.dtype} {list(self.shape)}, as it is stored"
             found = f"{new.dtype} {list(new.shape)}"
-            raise LayoutError(refusal("data of a low-precision tensor", found, rule, "Assign a copy on another device"))
-        if not isinstance(new, LowPrecisionTensor) and not torch.equal(values := self.values(), new.to(values.device)):
+            raise LayoutError(
+                refusal(
+                    "data of a low-precision tensor", found, rule, "Assign a copy on another device"
+                )
+            )
+        if not isinstance(new, LowPrecisionTensor) and not torch.equal(
+            values := self.values(), new.to(values.device)
+        ):
             self._write(new.to(self.stored.device))
         self.move_to(new.device)
 
     def move_to(self, device: torch.device) -> None:
-        """Moves what is stored, unless it is the model param; every tensor that shows the values follows."""
+        """Moves what is stored, unless it is the model param; every tensor that shows the values
+        follows."""
         if not self.is_model_param:
             self.stored.move(lambda part: part.to(device))
 
@@ -110,14 +123,22 @@ class LowPrecisionTensor(Tensor):
             values = stretch
         self.stored.write(start, stop, values)
 
-    def _viewed(self, view: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LowPrecisionTensor:
+    def _viewed(
+        self, view: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LowPrecisionTensor:
         shape = view(torch.empty(self.shape, device="meta"), *args, **kwargs)
         if not isinstance(shape, Tensor):
-            raise LayoutError(f"A low-precision tensor cannot have several views at once, as of {view}. {_CLONE}")
+            raise LayoutError(
+                f"A low-precision tensor cannot have several views at once, as of {view}. {_CLONE}"
+            )
         if not self._views and view is torch.ops.aten.slice.Tensor and _is_stretch(*args):
             start, stop, _ = slice(*args[1:]).indices(self._span.numel)
-            return LowPrecisionTensor(self.stored, Span(start, max(start, stop)).moved_by(self._span.start))
-        return LowPrecisionTensor(self.stored, self._span, [*self._views, (view, args, kwargs)], shape.shape)
+            return LowPrecisionTensor(
+                self.stored, Span(start, max(start, stop)).moved_by(self._span.start)
+            )
+        return LowPrecisionTensor(
+            self.stored, self._span, [*self._views, (view, args, kwargs)], shape.shape
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -126,9 +147,15 @@ class LowPrecisionTensor(Tensor):
         kwargs = kwargs or {}
         if func.is_view and isinstance(args[0], LowPrecisionTensor):
             return args[0]._viewed(func, args[1:], kwargs)
-        arguments = (argument for argument in tree_iter((args, kwargs)) if isinstance(argument, LowPrecisionTensor))
+        arguments = (
+            argument
+            for argument in tree_iter((args, kwargs))
+            if isinstance(argument, LowPrecisionTensor)
+        )
         values = {id(argument): argument.values() for argument in arguments}
-        plain_args, plain_kwargs = tree_map_only(LowPrecisionTensor, lambda tensor: values[id(tensor)], (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(
+            LowPrecisionTensor, lambda tensor: values[id(tensor)], (args, kwargs)
+        )
         result = func(*plain_args, **plain_kwargs)
         shown = {}  # by what the operator has written, the tensor whose values it is
         for tensor in tree_iter(_written(func, args, kwargs)):
@@ -146,7 +173,11 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     """The arguments that an operator writes to."""
     arguments = func._schema.arguments
     given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
-    written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    written = [
+        argument.name
+        for argument in arguments
+        if argument.alias_info and argument.alias_info.is_write
+    ]
     return [given[name] for name in written if name in given]
 
 
@@ -196,7 +227,8 @@ class Precision:
         return sum(MOMENT_NBYTES[form] + (form in WITH_SCALES) / BLOCK_NUMEL for form in forms)
 
     def main(self, model: Tensor) -> Tensor:
-        """A main param that begins as its 16-bit model param, 1-D, that of the param buffer itself."""
+        """A main param that begins as its 16-bit model param, 1-D, that of the param buffer
+        itself."""
         plain = PlainValues(model)
         if self.main_params_dtype == "remainder":
             low = zeros_in_phase(model.numel(), phase_of(plain), torch.int16, model.device)
@@ -213,14 +245,16 @@ class Precision:
         return _shown(stored_zeros(stored_of(main), self.exp_avg_dtype))
 
     def second(self, main: Tensor) -> Tensor:
-        """A second moment of zeros for a main param; it may hold bits of the main param, see [Note: remainder]."""
+        """A second moment of zeros for a main param; it may hold bits of the main param, see [Note:
+        remainder]."""
         stored = stored_of(main)
         if isinstance(stored, RemainderValues):
             return LowPrecisionTensor(stored.second).zero_()
         return self.second_to_fill(main)
 
     def second_to_fill(self, main: Tensor) -> Tensor:
-        """A second moment of zeros in memory of its own, also where the one in use holds bits of the main param."""
+        """A second moment of zeros in memory of its own, also where the one in use holds bits of
+        the main param."""
         return _shown(stored_zeros(stored_of(main), self.exp_avg_sq_dtype, is_second=True))
 
 
@@ -230,4 +264,8 @@ FULL = Precision()
 
 def _shown(stored: StoredValues) -> Tensor:
     """A plain tensor where operators may as well use it as it is."""
-    return stored.tensor if isinstance(stored, PlainValues) and not stored.has_ties else LowPrecisionTensor(stored)
+    return (
+        stored.tensor
+        if isinstance(stored, PlainValues) and not stored.has_ties
+        else LowPrecisionTensor(stored)
+    )

@@ -1,12 +1,14 @@
-"""How the state of a flat param is stored: plainly, as block codes, or as what a bf16 param lacks of its main param.
+"""How the state of a flat param is stored: plainly, as block codes, or as what a bf16 param lacks
+of its main param.
 
-[Note: remainder] An fp32 number is the bf16 number that it rounds to and a difference that 16 bits hold, counted in
-units of its last place: exact fp32 without a second copy of the upper half. One case does not fit: halfway between two
-bf16 numbers the difference is +2**15 or -2**15, by whichever of them is even, and both have the same 16 bits. The
-second moment is never negative, so its sign bit stores which of the two it is. (tests/hosts/test_state_precision.py)
+[Note: remainder] An fp32 number is the bf16 number that it rounds to and a difference that 16 bits
+hold, counted in units of its last place: exact fp32 without a second copy of the upper half. One
+case does not fit: halfway between two bf16 numbers the difference is +2**15 or -2**15, by whichever
+of them is even, and both have the same 16 bits. The second moment is never negative, so its sign
+bit stores which of the two it is. (tests/hosts/test_state_precision.py)
 
-Source: `store_param_remainders` of apex's DistributedFusedAdam and of TransformerEngine's FusedAdam, which round such a
-half up instead, so that their params differ from rounded fp32 ones.
+Source: `store_param_remainders` of apex's DistributedFusedAdam and of TransformerEngine's
+FusedAdam, which round such a half up instead, so that their params differ from rounded fp32 ones.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _LOWER, _HALF = 1 << 16, 1 << 15
 class StoredValues(ABC):
     """fp32 values, 1-D, in the form in which they are stored."""
 
-    is_read_in_place = False  # whether `read` returns a view, so that nothing needs to be written back
+    # whether `read` returns a view, so that nothing needs to be written back
+    is_read_in_place = False
     is_rounded_at_random = False  # by an update; see [Note: stochastic rounding] in block_codes.py
 
     @property
@@ -53,13 +56,15 @@ class StoredValues(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
-        """Some of the values, fp32 [stop - start]: a view where they are stored so, and else a copy."""
+        """Some of the values, fp32 [stop - start]: a view where they are stored so, and else a
+        copy."""
 
     @abstractmethod
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         """Rounds fp32 values [stop - start], which may be overwritten, to the form.
 
-        `noise` is int32 of the same shape, random and at least 0, to round at random; None to round to nearest.
+        `noise` is int32 of the same shape, random and at least 0, to round at random; None to round
+        to nearest.
         """
 
     def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
@@ -69,14 +74,17 @@ class StoredValues(ABC):
 
     @abstractmethod
     def part(self, start: int, stop: int) -> StoredValues:
-        """Some of the values, to be stored by themselves from now on; the whole is not to be used any more."""
+        """Some of the values, to be stored by themselves from now on; the whole is not to be used
+        any more."""
 
     @abstractmethod
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every part of the memory by what a function makes of it; tensors that show the values follow."""
+        """Replaces every part of the memory by what a function makes of it; tensors that show the
+        values follow."""
 
     def end_of_stretch(self, start: int, numel: int) -> int:
-        """Where a stretch of about `numel` values from `start` should end, so that no block is cut."""
+        """Where a stretch of about `numel` values from `start` should end, so that no block is
+        cut."""
         return min(start + numel, self.numel)
 
 
@@ -85,7 +93,8 @@ class PlainValues(StoredValues):
     """One number for each value, of any dtype."""
 
     tensor: Tensor  # 1-D
-    has_ties: bool = False  # the signs are not those of the values, which are at least 0; see [Note: remainder]
+    # the signs are not those of the values, which are at least 0; see [Note: remainder]
+    has_ties: bool = False
 
     def __post_init__(self) -> None:
         self.is_read_in_place = self.tensor.dtype == torch.float32 and not self.has_ties
@@ -124,7 +133,8 @@ class PlainValues(StoredValues):
 
 @dataclass(eq=False)
 class BlockValues(StoredValues):
-    """A code for each value and a scale for each block; see [Note: block codes] in block_codes.py."""
+    """A code for each value and a scale for each block; see [Note: block codes] in
+    block_codes.py."""
 
     codes: Tensor  # 1-D
     exponents: Tensor  # uint8 1-D, by block
@@ -136,7 +146,9 @@ class BlockValues(StoredValues):
     def __post_init__(self) -> None:
         self.is_rounded_at_random = self.is_root and self.code.shift > 0
         # The bit of a code that is its sign, and the others.
-        self._sign, self._magnitude = (0x80, 0x7F) if self.code.storage is torch.uint8 else (-0x8000, 0x7FFF)
+        self._sign, self._magnitude = (
+            (0x80, 0x7F) if self.code.storage is torch.uint8 else (-0x8000, 0x7FFF)
+        )
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -146,13 +158,16 @@ class BlockValues(StoredValues):
         codes, (blocks, head) = self.codes[start:stop], self._blocks(start, stop)
         if self.is_root:
             codes = codes & self._magnitude
-        values = decode(_padded(codes, head, len(blocks)), self.exponents[blocks.start : blocks.stop], self.code)
+        values = decode(
+            _padded(codes, head, len(blocks)), self.exponents[blocks.start : blocks.stop], self.code
+        )
         values = values.view(-1)[head : head + stop - start]
         return values.square_() if self.is_root else values
 
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         first, last = self._whole(start, stop)
-        if (first, last) != (start, stop):  # the scale of a block that is cut may become another one
+        # the scale of a block that is cut may become another one
+        if (first, last) != (start, stop):
             around = self.read(first, last)
             around[start - first : stop - first] = values
             self.write(first, last, around)
@@ -173,7 +188,9 @@ class BlockValues(StoredValues):
     def part(self, start: int, stop: int) -> BlockValues:
         blocks, head = self._blocks(start, stop)
         exponents = self.exponents[blocks.start : blocks.stop].clone()
-        return BlockValues(self.codes[start:stop], exponents, self.code, head, self.is_root, self.has_ties)
+        return BlockValues(
+            self.codes[start:stop], exponents, self.code, head, self.is_root, self.has_ties
+        )
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.codes, self.exponents = move(self.codes), move(self.exponents)
@@ -182,7 +199,9 @@ class BlockValues(StoredValues):
         return (self.codes[start:stop] & self._sign) != 0
 
     def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
-        self.codes[start:stop].bitwise_and_(self._magnitude).bitwise_or_(ties.to(self.codes.dtype) * self._sign)
+        self.codes[start:stop].bitwise_and_(self._magnitude).bitwise_or_(
+            ties.to(self.codes.dtype) * self._sign
+        )
 
     def end_of_stretch(self, start: int, numel: int) -> int:
         return self._whole(start, min(start + numel, self.numel))[1]
@@ -203,8 +222,9 @@ class BlockValues(StoredValues):
 class RemainderValues(StoredValues):
     """A bf16 param and what it lacks of its fp32 main param; see [Note: remainder].
 
-    Only a step may write the param. What others write to the main param, as by loading it, is held in fp32 until the
-    next step, so that it can be compared with the param until then, as every main param is.
+    Only a step may write the param. What others write to the main param, as by loading it, is held
+    in fp32 until the next step, so that it can be compared with the param until then, as every main
+    param is.
     """
 
     model: Tensor  # bf16 1-D, in the param buffer
@@ -219,7 +239,8 @@ class RemainderValues(StoredValues):
     def read(self, start: int, stop: int) -> Tensor:
         if self.held is not None:
             return self.held[start:stop]
-        model = self.model[start:stop].to(self.low.device)  # which may have moved away between two steps
+        # which may have moved away between two steps
+        model = self.model[start:stop].to(self.low.device)
         bits = _upper(model).add_(self.low[start:stop])
         return bits.add_(self.second.ties(start, stop), alpha=_LOWER).view(torch.float32)
 
@@ -244,7 +265,9 @@ class RemainderValues(StoredValues):
 
     def part(self, start: int, stop: int) -> RemainderValues:
         held = None if self.held is None else self.held[start:stop]
-        return RemainderValues(self.model[start:stop], self.low[start:stop], self.second.part(start, stop), held)
+        return RemainderValues(
+            self.model[start:stop], self.low[start:stop], self.second.part(start, stop), held
+        )
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.low, self.held = move(self.low), None if self.held is None else move(self.held)
@@ -272,7 +295,8 @@ class ParamUpdate:
         return self.main, self.first, self.second
 
     def write(self, start: int, stop: int, main: Tensor, first: Tensor, second: Tensor) -> None:
-        """Rounds fp32 values [stop - start] into the stored state, and those of the main param into the model param."""
+        """Rounds fp32 values [stop - start] into the stored state, and those of the main param into
+        the model param."""
         noise = None
         if self.main.is_rounded_at_random or self.second.is_rounded_at_random:
             noise = random_bits(self.place + start, stop - start, self.step.to(self.grad.device))
@@ -280,9 +304,11 @@ class ParamUpdate:
         self.second.update(start, stop, second, noise)
         if noise is not None and self.main.is_rounded_at_random:
             noise = noise >> 15  # other bits than those of the second moment
-        self.main.update(start, stop, main, noise)  # the last one: it may write the sign bits of the second moment
+        # the last one: it may write the sign bits of the second moment
+        self.main.update(start, stop, main, noise)
         if self.model is not None:
-            # What is stored is rounded, not what was computed, so that a checkpoint gives the same model param.
+            # What is stored is rounded, not what was computed, so that a checkpoint gives the same
+            # model param.
             self.model[start:stop].copy_(self.main.read(start, stop))
 
 
@@ -304,12 +330,19 @@ def _padded(values: Tensor, head: int, num_blocks: int) -> Tensor:
 def phase_of(stored: StoredValues) -> int:
     """What is allocated for every value begins so many values behind an address that is aligned.
 
-    See [Note: in phase] in main_params.py. Scales of blocks begin there as well, so that a vector is in one block. It
-    follows from the layout alone, not from addresses, because it decides which values have one scale.
+    See [Note: in phase] in main_params.py. Scales of blocks begin there as well, so that a vector
+    is in one block. It follows from the layout alone, not from addresses, because it decides which
+    values have one scale.
     """
     if isinstance(stored, RemainderValues):
-        stored = stored.second if isinstance(stored.second, BlockValues) else PlainValues(stored.model)
-    return stored.phase if isinstance(stored, BlockValues) else int(stored.parts[0].storage_offset()) % VECTOR_NUMEL
+        stored = (
+            stored.second if isinstance(stored.second, BlockValues) else PlainValues(stored.model)
+        )
+    return (
+        stored.phase
+        if isinstance(stored, BlockValues)
+        else int(stored.parts[0].storage_offset()) % VECTOR_NUMEL
+    )
 
 
 def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -320,7 +353,8 @@ def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.dev
 def stored_zeros(
     main: StoredValues, form: str, *, is_second: bool = False, has_ties: bool = False
 ) -> PlainValues | BlockValues:
-    """Zeros for each value of a main param; `form` is "float32", "bfloat16", or a name of `CODES`."""
+    """Zeros for each value of a main param; `form` is "float32", "bfloat16", or a name of
+    `CODES`."""
     numel, phase, device = main.numel, phase_of(main), main.device
     if form not in CODES:
         return PlainValues(zeros_in_phase(numel, phase, getattr(torch, form), device), has_ties)

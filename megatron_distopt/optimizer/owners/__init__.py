@@ -1,1 +1,2 @@
-"""Optimizers that need a matrix or a param whole: Muon, and classes of any kind. One rank owns each and updates it."""
+"""Optimizers that need a matrix or a param whole: Muon, and classes of any kind. One rank owns each
+and updates it."""

@@ -1,9 +1,9 @@
 """An optimizer object that a user gave: a new one over main params takes its place.
 
-The new one is built from its defaults and gets its attributes, as far as they are numbers, texts, functions or lists of
-them. What else the class keeps in attributes, such as lists of its params, it has made anew in the constructor. If that
-is of other kinds than in the object, the constructor had an argument that the defaults do not name, and the object is
-refused.
+The new one is built from its defaults and gets its attributes, as far as they are numbers, texts,
+functions or lists of them. What else the class keeps in attributes, such as lists of its params, it
+has made anew in the constructor. If that is of other kinds than in the object, the constructor had
+an argument that the defaults do not name, and the object is refused.
 """
 
 from __future__ import annotations
@@ -22,34 +22,58 @@ from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.inner import Build, Groups
 
 #: What torch keeps in an optimizer itself, and methods that a scheduler or we have replaced.
-_NOT_OF_CLASS = ("state", "param_groups", "defaults", "step", "zero_grad", "add_param_group", "load_state_dict")
-_NUMBERS_AND_TEXTS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+_NOT_OF_CLASS = (
+    "state",
+    "param_groups",
+    "defaults",
+    "step",
+    "zero_grad",
+    "add_param_group",
+    "load_state_dict",
+)
+_NUMBERS_AND_TEXTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    torch.dtype,
+    torch.device,
+)
 _COPIED = {*_NUMBERS_AND_TEXTS, FunctionType, BuiltinFunctionType}
 
 
 def check_new(instance: Optimizer) -> None:
     """Checks that an optimizer has no state, which would be lost."""
-    # A class that fills its state in the constructor has counts there that are zero, if only one for a group.
+    # A class that fills its state in the constructor has counts there that are zero, if only one
+    # for a group.
     states = [state for state in instance.state.values() if state and isinstance(state, Mapping)]
     steps = [state["step"] for state in states if "step" in state]
     if states and (not steps or any(float(step) != 0 for step in steps)):
         kind = type(instance)
         if any(state for state in _rebuilt(instance).state.values()):
             raise ConfigError(
-                f"{kind.__name__} has state before its first step, because its constructor makes it. So it cannot be "
-                "told whether the object was stepped or loaded since, and that would be lost. Name the class, "
-                f"DistOptConfig(optimizer='{kind.__module__}:{kind.__name__}'), or use torch.optim.AdamW."
+                f"{kind.__name__} has state before its first step, because its constructor makes "
+                "it. So it cannot be told whether the object was stepped or loaded since, and that "
+                "would be lost. Name the class, "
+                f"DistOptConfig(optimizer='{kind.__module__}:{kind.__name__}'), or use "
+                "torch.optim.AdamW."
             )
         raise ConfigError(
-            "The optimizer has state already, which would be lost: it was stepped or loaded before. Build the "
-            "distributed optimizer before the first step or load_state_dict."
+            "The optimizer has state already, which would be lost: it was stepped or loaded "
+            "before. Build the distributed optimizer before the first step or load_state_dict."
         )
 
 
 def accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """Those options that the constructor takes; all of them where it takes any keyword."""
     parameters = inspect.signature(chosen).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     return {name: value for name, value in options.items() if takes_any or name in parameters}
 
 
@@ -61,13 +85,15 @@ def _rebuilt(instance: Optimizer) -> Optimizer:
         return kind(groups, **accepted(kind, instance.defaults))
     except Exception as error:
         raise ConfigError(
-            f"{kind.__name__} cannot be built again from its defaults, as it has to be over sharded params "
-            f"({type(error).__name__}: {error}). Use another class, such as torch.optim.AdamW."
+            f"{kind.__name__} cannot be built again from its defaults, as it has to be over "
+            f"sharded params ({type(error).__name__}: {error}). Use another class, such as "
+            "torch.optim.AdamW."
         ) from error
 
 
 def build_alike(instance: Optimizer) -> Build:
-    """Builds what is like an object, which stays as it is and is not referred to, from its defaults.
+    """Builds what is like an object, which stays as it is and is not referred to, from its
+    defaults.
 
     Raises:
         ConfigError: it was built with arguments that its defaults do not name.
@@ -80,15 +106,17 @@ def build_alike(instance: Optimizer) -> Build:
             kinds = _leaf_types(own[name]) ^ _leaf_types(again.get(name))
             if kinds - _COPIED - {Tensor} or type(own[name]) is not type(again.get(name)):
                 raise ConfigError(
-                    f"Attribute {name!r} of {type(instance).__name__} is another one after it was built from its "
-                    f"defaults: {_names(own[name])} became {_names(again.get(name))}. Leave that argument of its "
-                    "constructor out."
+                    f"Attribute {name!r} of {type(instance).__name__} is another one after it was "
+                    f"built from its defaults: {_names(own[name])} became "
+                    f"{_names(again.get(name))}. Leave that argument of its constructor out."
                 )
     rebuild = partial(type(instance), **accepted(type(instance), instance.defaults))
     return partial(_build, rebuild, copied, instance.defaults)
 
 
-def _build(rebuild: Build, attributes: Mapping[str, Any], defaults: dict[str, Any], groups: Groups) -> Optimizer:
+def _build(
+    rebuild: Build, attributes: Mapping[str, Any], defaults: dict[str, Any], groups: Groups
+) -> Optimizer:
     built = rebuild(groups)
     vars(built).update(attributes)
     built.defaults = defaults

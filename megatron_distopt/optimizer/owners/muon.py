@@ -1,4 +1,5 @@
-"""Muon: momentum, orthogonalized matrix by matrix (Jordan et al., "Muon: An optimizer for hidden layers", 2024).
+"""Muon: momentum, orthogonalized matrix by matrix (Jordan et al., "Muon: An optimizer for hidden
+layers", 2024).
 
 With gradient G, momentum M, learning rate lr, decay wd and the Newton-Schulz iteration NS::
 
@@ -6,10 +7,11 @@ With gradient G, momentum M, learning rate lr, decay wd and the Newton-Schulz it
     D = G + momentum (M - G)          with Nesterov, else D = M
     W = W (1 - lr wd) - lr ratio NS(D)
 
-[Note: three parts of Muon] Only NS needs whole matrices. What comes before and after it is element-wise, so that a rank
-does it for its shards, in whatever order their elements lie. Between the parts an update is in the dtype in which NS
-takes it, so that a piece of it travels to another rank and back without being rounded once more: with torch's formula
-in bfloat16, 2 bytes an element. A step on shards is one on whole matrices, to the bit: test_flat_muon.py holds it.
+[Note: three parts of Muon] Only NS needs whole matrices. What comes before and after it is
+element-wise, so that a rank does it for its shards, in whatever order their elements lie. Between
+the parts an update is in the dtype in which NS takes it, so that a piece of it travels to another
+rank and back without being rounded once more: with torch's formula in bfloat16, 2 bytes an element.
+A step on shards is one on whole matrices, to the bit: test_flat_muon.py holds it.
 
 Formulas and their sources are in muon_options.py.
 """
@@ -29,7 +31,8 @@ from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuo
 
 
 def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) -> Tensor:
-    """The first part, element by element: moves the momentum in place, and returns what is orthogonalized.
+    """The first part, element by element: moves the momentum in place, and returns what is
+    orthogonalized.
 
     That has memory of its own, in the dtype in which it travels. The gradient stays as it is.
     """
@@ -39,10 +42,11 @@ def direction_of(grad: Tensor, momentum_buffer: Tensor, options: MuonOptions) ->
 
 
 def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
-    """The second part: roughly U V' of the singular value decomposition U S V', by a Newton-Schulz iteration.
+    """The second part: roughly U V' of the singular value decomposition U S V', by a Newton-Schulz
+    iteration.
 
-    The matrix is contiguous, in the dtype in which it travels, and may be changed. The result is not contiguous where
-    it has more rows than columns.
+    The matrix is contiguous, in the dtype in which it travels, and may be changed. The result is
+    not contiguous where it has more rows than columns.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if is_tall else matrix  # the products are of the shorter side
@@ -51,21 +55,31 @@ def orthogonalize(matrix: Tensor, options: MuonOptions) -> Tensor:
     return wide.T if is_tall else wide
 
 
-def newton_schulz(matrix: Tensor, options: MuonOptions, gram_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """The iteration alone, of a 2-D matrix with a norm of at most 1; `gram_of` multiplies one with its transpose."""
+def newton_schulz(
+    matrix: Tensor, options: MuonOptions, gram_of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The iteration alone, of a 2-D matrix with a norm of at most 1; `gram_of` multiplies one with
+    its transpose."""
     with options.matmuls():
         for a, b, c in options.coefficients:
             gram = gram_of(matrix)
-            matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+            matrix = torch.addmm(
+                matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a
+            )
     return matrix
 
 
 def orthogonalize_block(
-    update: Tensor, spec: MatrixSpec, block: MatrixBlock, orthogonalize_one: Callable[[Tensor], Tensor]
+    update: Tensor,
+    spec: MatrixSpec,
+    block: MatrixBlock,
+    orthogonalize_one: Callable[[Tensor], Tensor],
 ) -> None:
-    """Orthogonalizes each matrix of a block of a param, 1-D [block.in_param.numel] and contiguous, in place.
+    """Orthogonalizes each matrix of a block of a param, 1-D [block.in_param.numel] and contiguous,
+    in place.
 
-    `orthogonalize_one` is `orthogonalize` with options, or the same for a matrix that other ranks have parts of.
+    `orthogonalize_one` is `orthogonalize` with options, or the same for a matrix that other ranks
+    have parts of.
     """
     if len(block.shapes) == 1:
         matrices: Sequence[Tensor] = [update.view(block.shapes[0])]
@@ -74,12 +88,16 @@ def orthogonalize_block(
     else:
         matrices = torch.split(update.view(spec.rows, spec.repeats, -1), list(spec.sizes), dim=2)
     for matrix, shape in zip(matrices, block.shapes, strict=True):
-        # As contiguous as a param of its own: a product of other strides may add up in another order.
+        # As contiguous as a param of its own: a product of other strides may add up in another
+        # order.
         matrix.copy_(orthogonalize_one(matrix.reshape(shape).contiguous()).reshape(matrix.shape))
 
 
-def apply_update(main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span, options: MuonOptions) -> None:
-    """The third part, element by element: decays a stretch of a param in place, and adds its update.
+def apply_update(
+    main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span, options: MuonOptions
+) -> None:
+    """The third part, element by element: decays a stretch of a param in place, and adds its
+    update.
 
     Both are 1-D [in_param.numel]; the update may be changed.
     """
@@ -89,21 +107,27 @@ def apply_update(main: Tensor, update: Tensor, spec: MatrixSpec, in_param: Span,
         options.add(update, main, shapes[0])
         return
     for piece in spec.pieces(in_param):
-        stretch, inside = piece.in_param.relative_to(in_param.start).as_slice(), piece.inside.as_slices()
+        stretch, inside = (
+            piece.in_param.relative_to(in_param.start).as_slice(),
+            piece.inside.as_slices(),
+        )
         target, source = (each[stretch].view(piece.sizes)[inside] for each in (main, update))
         options.add(source, target, shapes[piece.matrix])
 
 
 class Muon(Optimizer):
-    """Muon for whole params: `torch.optim.Muon` to the bit, and it knows params that consist of several matrices.
+    """Muon for whole params: `torch.optim.Muon` to the bit, and it knows params that consist of
+    several matrices.
 
-    One thing differs: without Nesterov and with bfloat16 gradients torch 2.13 orthogonalizes the momentum in its own
-    memory, so that the next step continues from the orthogonalized one. Here the momentum stays.
+    One thing differs: without Nesterov and with bfloat16 gradients torch 2.13 orthogonalizes the
+    momentum in its own memory, so that the next step continues from the orthogonalized one. Here
+    the momentum stays.
 
     Args:
-        params: as for any optimizer of torch; each contiguous and of two dimensions, or more where it holds a stack of
-            matrices.
-        matrices: of those params that are not one matrix for each pair of indices before their last two dimensions.
+        params: as for any optimizer of torch; each contiguous and of two dimensions, or more where
+            it holds a stack of matrices.
+        matrices: of those params that are not one matrix for each pair of indices before their last
+            two dimensions.
         options: of all groups that do not say otherwise.
 
     Raises:
@@ -118,7 +142,10 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], matrices: Mapping[Tensor, MatrixSpec] | None = None, **options: Any
+        self,
+        params: Iterable[Any],
+        matrices: Mapping[Tensor, MatrixSpec] | None = None,
+        **options: Any,
     ) -> None:
         self._matrices = dict(matrices or {})
         super().__init__(params, dict(vars(TorchMuonOptions(**options))))
@@ -157,7 +184,9 @@ class Muon(Optimizer):
     def _update(self, param: Tensor, options: MuonOptions) -> None:
         grad, spec, state = param.grad, self._matrices[param], self.state[param]
         if grad is None or grad.is_sparse or torch.is_complex(grad):
-            raise LayoutError("A gradient for Muon is not dense and real. Use AdamW for this param.")
+            raise LayoutError(
+                "A gradient for Muon is not dense and real. Use AdamW for this param."
+            )
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         update = direction_of(grad, state["momentum_buffer"], options).view(-1)
@@ -170,13 +199,14 @@ class Muon(Optimizer):
 def _spec_of(param: Tensor, known: MatrixSpec | None) -> MatrixSpec:
     if param.dim() < 2 or not param.is_contiguous():
         raise LayoutError(
-            f"A param of Muon has shape {tuple(param.shape)} and strides {param.stride()}. It must be contiguous with "
-            "at least two dimensions. Use AdamW for it, or call contiguous() on its data."
+            f"A param of Muon has shape {tuple(param.shape)} and strides {param.stride()}. It must "
+            "be contiguous with at least two dimensions. Use AdamW for it, or call contiguous() on "
+            "its data."
         )
     known = known or MatrixSpec.of(ParamSpec("param", param.numel(), tuple(param.shape)))
     if known.numel != param.numel():
         raise LayoutError(
-            f"A param of Muon has {param.numel()} elements and its matrices have {known.numel}. Give its own rows and "
-            "columns."
+            f"A param of Muon has {param.numel()} elements and its matrices have {known.numel}. "
+            "Give its own rows and columns."
         )
     return known

@@ -1,11 +1,13 @@
-"""The options of Muon in a param group, and the two formulas that they stand for: torch's and megatron-core's.
+"""The options of Muon in a param group, and the two formulas that they stand for: torch's and
+megatron-core's.
 
-The formulas differ in what is rounded when: torch rounds a direction to bfloat16 and divides it by its norm then;
-megatron-core divides in fp32 first. So a direction travels between ranks in the dtype that its formula divides it in.
-Each step of megatron-core's iteration has coefficients of its own.
+The formulas differ in what is rounded when: torch rounds a direction to bfloat16 and divides it by
+its norm then; megatron-core divides in fp32 first. So a direction travels between ranks in the
+dtype that its formula divides it in. Each step of megatron-core's iteration has coefficients of its
+own.
 
-Source: `torch.optim.Muon` of torch 2.13; `TensorParallelMuon` of megatron-core 0.19 with `OrthogonalizedOptimizer` and
-`newton_schulz` of the package emerging_optimizers (August 2026).
+Source: `torch.optim.Muon` of torch 2.13; `TensorParallelMuon` of megatron-core 0.19 with
+`OrthogonalizedOptimizer` and `newton_schulz` of the package emerging_optimizers (August 2026).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _LR_RATIOS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
 }
-#: Only groups of Muon have the first, and of those only groups with megatron-core's formula the second.
+#: Only groups of Muon have the first, and of those only groups with megatron-core's formula the
+#: second.
 _MARK, _MEGATRONS_MARK = "ns_steps", "coefficient_type"
 
 
@@ -75,15 +78,17 @@ class TorchMuonOptions(_SharedOptions):
     Raises:
         ConfigError: an option has a value that cannot work.
 
-    >>> TorchMuonOptions().factor((8, 2)), TorchMuonOptions(adjust_lr_fn="match_rms_adamw").factor((25, 4))
-    (2.0, 1.0)
+    >>> TorchMuonOptions().factor((8, 2))
+    2.0
+    >>> TorchMuonOptions(adjust_lr_fn="match_rms_adamw").factor((25, 4))
+    1.0
     """
 
     ns_coefficients: Coefficients = _COEFFICIENTS  # a, b and c of the iteration
     eps: float = 1e-7  # the least norm that a matrix is divided by
-    #: How the learning rate depends on the shape; "original", also where None: sqrt(max(1, rows / columns)), or
-    #: "match_rms_adamw": 0.2 sqrt(max(rows, columns)), with which an update is as large as one of AdamW (Liu et al.,
-    #: "Muon is Scalable for LLM Training", 2025, section 2.2).
+    #: How the learning rate depends on the shape; "original", also where None: sqrt(max(1, rows /
+    #: columns)), or "match_rms_adamw": 0.2 sqrt(max(rows, columns)), with which an update is as
+    #: large as one of AdamW (Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2).
     adjust_lr_fn: str | None = None
 
     source: ClassVar[str] = "torch_muon"  # for people
@@ -95,7 +100,11 @@ class TorchMuonOptions(_SharedOptions):
         if len(self.ns_coefficients) != 3:
             raise _refused("ns_coefficients", self.ns_coefficients, "be three numbers")
         if self.adjust_lr_fn is not None and self.adjust_lr_fn not in _LR_RATIOS:
-            raise _refused("adjust_lr_fn", repr(self.adjust_lr_fn), f"be one of {', '.join(_LR_RATIOS)}, or None")
+            raise _refused(
+                "adjust_lr_fn",
+                repr(self.adjust_lr_fn),
+                f"be one of {', '.join(_LR_RATIOS)}, or None",
+            )
 
     @property
     def coefficients(self) -> Sequence[Coefficients]:
@@ -108,7 +117,8 @@ class TorchMuonOptions(_SharedOptions):
         return norm
 
     def normalized(self, matrix: Tensor, norm: Tensor) -> Tensor:
-        """What the iteration begins with; in place. `norm` is that of the matrix, or of the one it is a part of."""
+        """What the iteration begins with; in place. `norm` is that of the matrix, or of the one it
+        is a part of."""
         return matrix.div_(norm.to(matrix.dtype).clamp(min=self.eps))
 
     def matmuls(self) -> AbstractContextManager[None]:
@@ -116,7 +126,8 @@ class TorchMuonOptions(_SharedOptions):
         return nullcontext()
 
     def factor(self, shape: tuple[int, int]) -> float:
-        """What an update is multiplied by beside the learning rate, for a matrix of so many rows and columns."""
+        """What an update is multiplied by beside the learning rate, for a matrix of so many rows
+        and columns."""
         return _LR_RATIOS[self.adjust_lr_fn or "original"](*shape)
 
     def decay(self, main: Tensor) -> None:
@@ -127,8 +138,9 @@ class TorchMuonOptions(_SharedOptions):
         target.add_(update, alpha=-(self._lr * self.factor(shape)))
 
 
-#: Those of megatron-core, by step. Figures: Jordan et al. ("simple"); modded-nanogpt ("quintic"); Amsel et al.,
-#: arXiv:2505.16932 ("polar_express"); flash-newton-schulz ("aol"); DeepSeek-V4 ("deepseekv4").
+#: Those of megatron-core, by step. Figures: Jordan et al. ("simple"); modded-nanogpt ("quintic");
+#: Amsel et al., arXiv:2505.16932 ("polar_express"); flash-newton-schulz ("aol"); DeepSeek-V4
+#: ("deepseekv4").
 _SETS: Mapping[str, Sequence[Coefficients]] = {
     "simple": (_COEFFICIENTS,),
     "quintic": (
@@ -148,7 +160,12 @@ _SETS: Mapping[str, Sequence[Coefficients]] = {
         (1.8564, -1.2132, 0.3568),
         (1.8750, -1.2500, 0.3750),
     ),
-    "aol": ((4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169)),
+    "aol": (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ),
     "deepseekv4": (*(_COEFFICIENTS,) * 8, (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)),
 }
 #: After their last set these go on with it; the others begin again.
@@ -158,7 +175,8 @@ _SCALES: Mapping[str, Callable[[int, int], float]] = {
     "shape_scaling": lambda rows, cols: math.sqrt(max(1, rows / cols)),
     "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
 }
-#: The first one computes the products in bfloat16, the others in fp32 as torch.set_float32_matmul_precision has it.
+#: The first one computes the products in bfloat16, the others in fp32 as
+#: torch.set_float32_matmul_precision has it.
 _PRECISIONS = ("medium", "high", "highest")
 #: That a matrix is divided by.
 _LEAST_NORM = 1e-15
@@ -185,7 +203,11 @@ class MegatronMuonOptions(_SharedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in ((_MEGATRONS_MARK, _SETS), ("scale_mode", _SCALES), ("matmul_precision", _PRECISIONS)):
+        for name, known in (
+            (_MEGATRONS_MARK, _SETS),
+            ("scale_mode", _SCALES),
+            ("matmul_precision", _PRECISIONS),
+        ):
             if getattr(self, name) not in known:
                 raise _refused(name, repr(getattr(self, name)), f"be one of {', '.join(known)}")
         if self.ns_steps < 1:
@@ -200,7 +222,11 @@ class MegatronMuonOptions(_SharedOptions):
         """
         sets = _SETS[self.coefficient_type]
         is_last_repeated = self.coefficient_type in _REPEAT_LAST
-        return tuple(islice(chain(sets, repeat(sets[-1])) if is_last_repeated else cycle(sets), self.ns_steps))
+        return tuple(
+            islice(
+                chain(sets, repeat(sets[-1])) if is_last_repeated else cycle(sets), self.ns_steps
+            )
+        )
 
     def norm_of(self, matrix: Tensor) -> Tensor:
         """In fp32."""

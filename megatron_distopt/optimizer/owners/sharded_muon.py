@@ -1,16 +1,18 @@
-"""Muon as the inner optimizer: for matrices that ranks have pieces of, with an Adam for all other params, or alone.
+"""Muon as the inner optimizer: for matrices that ranks have pieces of, with an Adam for all other
+params, or alone.
 
-Both are one inner optimizer, so that a step has one gradient norm and one decision, and a checkpoint holds all state.
-Which of the two updates a param group is seen from its options. A rank does the two element-wise parts of Muon on its
-shards, and between them orthogonalizes the matrices that it owns: see [Note: three parts of Muon] in muon.py and
-[Note: rounds of travel] in exchange.py.
+Both are one inner optimizer, so that a step has one gradient norm and one decision, and a
+checkpoint holds all state. Which of the two updates a param group is seen from its options. A rank
+does the two element-wise parts of Muon on its shards, and between them orthogonalizes the matrices
+that it owns: see [Note: three parts of Muon] in muon.py and [Note: rounds of travel] in
+exchange.py.
 
-[Note: matrices over tensor-parallel ranks] Of such a matrix every rank of a group has a part, and owns it in its own
-data-parallel group. Either every rank gathers the whole matrix, orthogonalizes it and keeps its part: the result is
-that of one rank with the whole matrix, to the bit. Or every rank multiplies its part, and the products of the cut
-dimension are added up over the ranks, in fp32: no rank does work twice, and sums have another order. megatron-core
-calls the two "duplicated" and "distributed"; its "blockwise" takes the part of a rank for a matrix of its own.
-"""
+[Note: matrices over tensor-parallel ranks] Of such a matrix every rank of a group has a part, and
+owns it in its own data-parallel group. Either every rank gathers the whole matrix, orthogonalizes
+it and keeps its part: the result is that of one rank with the whole matrix, to the bit. Or every
+rank multiplies its part, and the products of the cut dimension are added up over the ranks, in
+fp32: no rank does work twice, and sums have another order. megatron-core calls the two "duplicated"
+and "distributed"; its "blockwise" takes the part of a rank for a matrix of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ from megatron_distopt.layout import MatrixCut, MatrixOwner, MatrixSpec, OwnerPla
 from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_instance
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues, choose_owners, exchange
+from megatron_distopt.optimizer.owners.exchange import (
+    OwnedBuffer,
+    ShardValues,
+    choose_owners,
+    exchange,
+)
 from megatron_distopt.optimizer.owners.muon import (
     Muon,
     apply_update,
@@ -56,12 +63,15 @@ class Matrices:
     """The matrices of a model, and the ranks that have pieces of them."""
 
     specs: Mapping[str, MatrixSpec]  # of all params that Muon may update, by name
-    group_of: Callable[[str], Group]  # from that name to the data-parallel ranks over which the param is sharded
-    cut_over: Callable[[str], Group | None] = lambda name: None  # to the tensor-parallel ranks that share it
+    # from that name to the data-parallel ranks over which the param is sharded
+    group_of: Callable[[str], Group]
+    # to the tensor-parallel ranks that share it
+    cut_over: Callable[[str], Group | None] = lambda name: None
 
 
 def is_muon(optimizer: object) -> bool:
-    """Whether it is `torch.optim.Muon` itself, which older releases of torch do not have, or our own class."""
+    """Whether it is `torch.optim.Muon` itself, which older releases of torch do not have, or our
+    own class."""
     return type(optimizer) in (Muon, getattr(torch.optim, "Muon", Muon))
 
 
@@ -79,14 +89,17 @@ def matrix_of(name: str, param: Tensor) -> MatrixSpec:
     """The matrix that a param is; it has to have two dimensions."""
     if param.dim() != 2:
         raise LayoutError(
-            f"Muon updates params of two dimensions, and {name!r} has shape {list(param.shape)}. Give it to an AdamW "
-            f"beside Muon: {WITH_MUON}."
+            f"Muon updates params of two dimensions, and {name!r} has shape {list(param.shape)}. "
+            f"Give it to an AdamW beside Muon: {WITH_MUON}."
         )
     return MatrixSpec.of(ParamSpec(name, param.numel(), tuple(param.shape)))
 
 
-def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptConfig, device_type: str) -> InnerChoice:
-    """The inner optimizer for `torch.optim.Muon` or our own class, and an Adam of torch's with it; both new.
+def adopt_muon(
+    given: Sequence[Optimizer], matrices: Matrices, config: DistOptConfig, device_type: str
+) -> InnerChoice:
+    """The inner optimizer for `torch.optim.Muon` or our own class, and an Adam of torch's with it;
+    both new.
 
     Raises:
         ConfigError: other optimizers, or options of the config that Muon does not serve.
@@ -96,15 +109,20 @@ def adopt_muon(given: Sequence[Optimizer], matrices: Matrices, config: DistOptCo
     is_other_adam = all(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in others)
     if len(muons) != 1 or len(others) > 1 or not is_other_adam:
         raise ConfigError(
-            f"The optimizers are {' and '.join(type(each).__name__ for each in given) or 'none'}. Give one optimizer, "
-            f"or Muon with an AdamW or Adam of torch's for params that are no matrices: write {WITH_MUON}."
+            f"The optimizers are {' and '.join(type(each).__name__ for each in given) or 'none'}. "
+            "Give one optimizer, or Muon with an AdamW or Adam of torch's for params that are no "
+            f"matrices: write {WITH_MUON}."
         )
     if config.updates != "auto":
-        raise ConfigError(f"updates is {config.updates!r}, and Muon updates matrices. Leave it out.")
+        raise ConfigError(
+            f"updates is {config.updates!r}, and Muon updates matrices. Leave it out."
+        )
     for group in muons[0].param_groups:
         options_of(group)
     rest = [fused_instance(each, config, device_type) or adopt_instance(each) for each in others]
-    defaults = tuple(f"Muon's {name}={value!r}" for name, value in sorted(muons[0].defaults.items()))
+    defaults = tuple(
+        f"Muon's {name}={value!r}" for name, value in sorted(muons[0].defaults.items())
+    )
     return choose_muon(rest[0] if rest else None, matrices, config, ("Muon was given",), defaults)
 
 
@@ -116,12 +134,15 @@ def choose_muon(
     defaults: tuple[str, ...] = (),
     source: str = TorchMuonOptions.source,
 ) -> InnerChoice:
-    """Muon for param groups with its options, and another inner optimizer for the others, if there are some."""
+    """Muon for param groups with its options, and another inner optimizer for the others, if there
+    are some."""
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     build = partial(MuonAndAdam, rest=None if rest is None else rest.build, matrices=matrices)
     if rest is None:
         return InnerChoice(source, build, why, defaults)
-    return InnerChoice(f"{source} and {rest.name}", build, (*why, *rest.why), (*defaults, *rest.defaults))
+    return InnerChoice(
+        f"{source} and {rest.name}", build, (*why, *rest.why), (*defaults, *rest.defaults)
+    )
 
 
 class MuonAndAdam(InParts):
@@ -132,7 +153,9 @@ class MuonAndAdam(InParts):
         self._matrices, self.owners = matrices, list[OwnerPlan]()
         others = [group for group in groups if not is_muons_group(group)]
         # A rank may have no params for one of them, and torch refuses an empty list of groups.
-        self._muon = FlatMuon([group for group in groups if is_muons_group(group)] or [{"params": []}])
+        self._muon = FlatMuon(
+            [group for group in groups if is_muons_group(group)] or [{"params": []}]
+        )
         self._rest = rest(others or [{"params": []}]) if rest is not None else None
         parts = [self._muon] if self._rest is None else [self._muon, self._rest]
         groups_of = {part: iter(part.param_groups) for part in parts}
@@ -145,7 +168,10 @@ class MuonAndAdam(InParts):
         return self._muon if is_muons_group(group) or self._rest is None else self._rest
 
     def hold(
-        self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
+        self,
+        buffers: Sequence[ShardedBuffer],
+        flat_params: Sequence[FlatParam],
+        groups: Sequence[ParamGroup],
     ) -> None:
         """Chooses the owners of new buffers, and tells Muon what its flat params are pieces of."""
         of_muon = [group.names for group in groups if is_muons_group(group.options)]
@@ -165,11 +191,12 @@ class MuonAndAdam(InParts):
 class FlatMuon(Optimizer):
     """Muon whose params are flat, fp32 1-D: pieces of matrices that other ranks have the rest of.
 
-    `step` is collective over the groups of the buffers, also on a rank without params; every rank has as many param
-    groups. Options that a group lacks are the defaults of its formula.
+    `step` is collective over the groups of the buffers, also on a rank without params; every rank
+    has as many param groups. Options that a group lacks are the defaults of its formula.
     """
 
-    #: Names of params that are not updated in the next step, and are in those after it; the same on all ranks.
+    #: Names of params that are not updated in the next step, and are in those after it; the same on
+    #: all ranks.
     left_out: frozenset[str] = frozenset()
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -182,12 +209,20 @@ class FlatMuon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({**vars(formula_of(param_group)()), **param_group})
 
-    def bind(self, buffers: Sequence[OwnedBuffer], group_of: Mapping[str, int], matrices: Matrices) -> None:
-        """Says what the params are pieces of: buffers, in the same order on all ranks, and by name of every matrix
-        param, whether this rank has a piece of it or not, the number of its param group.
+    def bind(
+        self, buffers: Sequence[OwnedBuffer], group_of: Mapping[str, int], matrices: Matrices
+    ) -> None:
+        """Says what the params are pieces of: buffers, in the same order on all ranks, and by name
+        of every matrix param, whether this rank has a piece of it or not, the number of its param
+        group.
         """
         self._buffers, self._group_of, self._specs = tuple(buffers), dict(group_of), matrices.specs
-        cut = [name for each in buffers for name in each.plan.owners_of if matrices.specs[name].cut is not None]
+        cut = [
+            name
+            for each in buffers
+            for name in each.plan.owners_of
+            if matrices.specs[name].cut is not None
+        ]
         self._cut_over = {name: matrices.cut_over(name) for name in cut}
 
     @torch.no_grad()
@@ -207,7 +242,9 @@ class FlatMuon(Optimizer):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(flat.main)
                 of_flat = options[flat.plan.shards[0].name]
-                directions.append((flat, direction_of(flat.main.grad, state["momentum_buffer"], of_flat)))
+                directions.append(
+                    (flat, direction_of(flat.main.grad, state["momentum_buffer"], of_flat))
+                )
         updates = ShardValues(
             [(flat.plan.in_buffer, direction) for flat, direction in directions],
             lambda name: options[name].travel_dtype,
@@ -215,7 +252,8 @@ class FlatMuon(Optimizer):
 
         def orthogonalize_on_owner(owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
             spec, of_param = self._specs[owner.name], options[owner.name]
-            # Ranks with the other parts own them in their own groups and come here in the same order.
+            # Ranks with the other parts own them in their own groups and come here in the same
+            # order.
             group = self._cut_over.get(owner.name)
             one = partial(orthogonalize, options=of_param)
             if spec.cut is not None and group is not None:
@@ -225,12 +263,18 @@ class FlatMuon(Optimizer):
         exchange(buffer, [updates], orthogonalize_on_owner, self.left_out)
         for flat, _ in directions:
             for shard in flat.plan.shards:
-                part, spec = flat.main[flat.plan.in_flat_param(shard).as_slice()], self._specs[shard.name]
-                apply_update(part, updates.of(shard.in_buffer), spec, shard.in_param, options[shard.name])
+                part, spec = (
+                    flat.main[flat.plan.in_flat_param(shard).as_slice()],
+                    self._specs[shard.name],
+                )
+                apply_update(
+                    part, updates.of(shard.in_buffer), spec, shard.in_param, options[shard.name]
+                )
 
 
 def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:
-    """Collective over tensor-parallel ranks: `orthogonalize` for a matrix of which each has an equal part.
+    """Collective over tensor-parallel ranks: `orthogonalize` for a matrix of which each has an
+    equal part.
 
     Returns this rank's part of the result; see [Note: matrices over tensor-parallel ranks].
     """
@@ -241,7 +285,11 @@ def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group:
     own.copy_(part.view(-1))
     all_gather(bucket, own, group)
     parts = [_in_pieces(each.view(part.shape), cut, 1) for each in bucket.chunk(cut.size)]
-    joined = torch.cat(parts, dim=cut.dim + 1).reshape(cut.whole((part.shape[0], part.shape[1]))).contiguous()
+    joined = (
+        torch.cat(parts, dim=cut.dim + 1)
+        .reshape(cut.whole((part.shape[0], part.shape[1])))
+        .contiguous()
+    )
     whole = orthogonalize(joined, options)
     return _in_pieces(whole, cut, cut.size).select(cut.dim + 1, group.rank).reshape(part.shape)
 

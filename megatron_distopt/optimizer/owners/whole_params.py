@@ -1,17 +1,19 @@
-"""Optimizers of any class that updates each param as a whole, as the inner optimizer: every param has one owner.
+"""Optimizers of any class that updates each param as a whole, as the inner optimizer: every param
+has one owner.
 
-Such a class needs all elements of a param at a time, and keeps for it what it likes: Adafactor rows and columns, SOAP
-and Shampoo preconditioners. Nobody but the class knows how to cut that. So the owner of a param (layout/owners.py)
-keeps its state, whole. In a step it receives main param and gradient, each fp32, and sends the main param back.
+Such a class needs all elements of a param at a time, and keeps for it what it likes: Adafactor rows
+and columns, SOAP and Shampoo preconditioners. Nobody but the class knows how to cut that. So the
+owner of a param (layout/owners.py) keeps its state, whole. In a step it receives main param and
+gradient, each fp32, and sends the main param back.
 
-[Note: an optimizer a param] The optimizer of a param sees one step for every step of the run, as if the model had no
-other param. So also a class that counts in its param group counts right, and one that looks across params is found out
-by the trial in trial.py. Main param and gradient are there while it steps: the param has memory of its own no longer
-than that.
+[Note: an optimizer a param] The optimizer of a param sees one step for every step of the run, as if
+the model had no other param. So also a class that counts in its param group counts right, and one
+that looks across params is found out by the trial in trial.py. Main param and gradient are there
+while it steps: the param has memory of its own no longer than that.
 
-[Note: state as JSON] A file needs no pickle. A state is written as tensors, named by their place in it such as "GG.0",
-and JSON that says how it is built: every value is an object with one key, which is its kind.
-"""
+[Note: state as JSON] A file needs no pickle. A state is written as tensors, named by their place in
+it such as "GG.0", and JSON that says how it is built: every value is an object with one key, which
+is its kind."""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ from megatron_distopt.errors import AccessError, CheckpointError
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan
 from megatron_distopt.optimizer.inner import Build, Groups, InParts, changed_options, option_values
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
-from megatron_distopt.optimizer.owners.exchange import OwnedBuffer, ShardValues, choose_owners, exchange
+from megatron_distopt.optimizer.owners.exchange import (
+    OwnedBuffer,
+    ShardValues,
+    choose_owners,
+    exchange,
+)
 
 #: Kinds of the JSON.
 _TENSOR, _ENTRIES, _LIST, _TUPLE, _PLAIN = "tensor", "entries", "list", "tuple", "plain"
@@ -39,9 +46,12 @@ _STATE, _GROUP = "state", "group"
 
 
 class OwnedParam:
-    """A param that this rank updates as a whole, by an optimizer that `build` makes from a group with its options."""
+    """A param that this rank updates as a whole, by an optimizer that `build` makes from a group
+    with its options."""
 
-    def __init__(self, shape: Sequence[int], device: torch.device, build: Build, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, shape: Sequence[int], device: torch.device, build: Build, options: Mapping[str, Any]
+    ) -> None:
         self._shape, self._device, self._build = tuple(shape), device, build
         self.begin(options)
 
@@ -54,9 +64,11 @@ class OwnedParam:
 
     @torch.no_grad()
     def step(self, main: Tensor, grad: Tensor | None, options: Mapping[str, Any]) -> None:
-        """One step of the optimizer, which changes `main`, fp32 1-D, in place; it may change `grad`, which is like it.
+        """One step of the optimizer, which changes `main`, fp32 1-D, in place; it may change
+        `grad`, which is like it.
 
-        `grad` is None where the param has none in this step; `options` are those of the param group as they are now.
+        `grad` is None where the param has none in this step; `options` are those of the param group
+        as they are now.
         """
         now = option_values(options)
         # What the class itself has written into its group stays.
@@ -74,7 +86,9 @@ class OwnedParam:
     def _let_go(self) -> None:
         """A shape without memory takes the place of the values."""
         self._param.grad = None
-        self._param.data = torch.zeros((), dtype=torch.float32, device=self._device).expand(self._shape)
+        self._param.data = torch.zeros((), dtype=torch.float32, device=self._device).expand(
+            self._shape
+        )
 
     @property
     def has_state(self) -> bool:
@@ -83,19 +97,28 @@ class OwnedParam:
     def _written(self) -> dict[str, Any]:
         """What the class has written into its param group, beside options."""
         known = {**self.optimizer.defaults, **self._options}
-        return {key: value for key, value in option_values(self.optimizer.param_groups[0]).items() if key not in known}
+        return {
+            key: value
+            for key, value in option_values(self.optimizer.param_groups[0]).items()
+            if key not in known
+        }
 
     def split(self) -> tuple[Any, dict[str, Tensor]]:
-        """All that is kept, as JSON and tensors: [Note: state as JSON]. A CheckpointError where no file can hold it."""
+        """All that is kept, as JSON and tensors: [Note: state as JSON]. A CheckpointError where no
+        file can hold it."""
         tensors: dict[str, Tensor] = {}
         kept = {_STATE: dict(self.optimizer.state.get(self._param, {})), _GROUP: self._written()}
         return _split(kept, "", tensors), tensors
 
-    def join(self, description: Any, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
-        """Takes back what `split` returned; tensors are not copied where they are on the right device.
+    def join(
+        self, description: Any, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
+    ) -> None:
+        """Takes back what `split` returned; tensors are not copied where they are on the right
+        device.
 
         Raises:
-            KeyError, TypeError, ValueError, RuntimeError: they do not belong together; nothing has changed.
+            KeyError, TypeError, ValueError, RuntimeError: they do not belong together; nothing has
+                changed.
         """
         kept = _join(description, tensors, self._device)
         state, written = dict(kept[_STATE]), dict(kept[_GROUP])
@@ -112,27 +135,36 @@ class OwnedParam:
 
 def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if torch.is_tensor(value):
-        about = {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "on_host": value.device.type == "cpu"}
+        about = {
+            "shape": list(value.shape),
+            "dtype": dtype_name(value.dtype),
+            "on_host": value.device.type == "cpu",
+        }
         if not value.numel():
             return {_TENSOR: about}
-        if not value.is_contiguous():  # as files hold it, and a product of other strides rounds otherwise
+        # as files hold it, and a product of other strides rounds otherwise
+        if not value.is_contiguous():
             about["strides"] = list(torch.empty_like(value, device="meta").stride())
         name = path.replace("/", "|")
         while name in tensors:
             name += "'"
-        tensors[name] = value.detach() if value.dim() else value.detach().view(1)  # files have none of 0 dimensions
+        # files have none of 0 dimensions
+        tensors[name] = value.detach() if value.dim() else value.detach().view(1)
         return {_TENSOR: {"name": name, **about}}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
         below = f"{path}." if path else ""
-        return {_ENTRIES: [[key, _split(part, f"{below}{key}", tensors)] for key, part in value.items()]}
+        return {
+            _ENTRIES: [[key, _split(part, f"{below}{key}", tensors)] for key, part in value.items()]
+        }
     if isinstance(value, (list, tuple)):
         parts = [_split(part, f"{path}.{number}", tensors) for number, part in enumerate(value)]
         return {_TUPLE if isinstance(value, tuple) else _LIST: parts}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {_PLAIN: value}
     raise CheckpointError(
-        f"The optimizer keeps a {type(value).__name__} in {path!r} of its state, which fits into no checkpoint. State "
-        "must consist of tensors, numbers and texts, in lists and in dicts by name. Use another class."
+        f"The optimizer keeps a {type(value).__name__} in {path!r} of its state, which fits into "
+        "no checkpoint. State must consist of tensors, numbers and texts, in lists and in dicts by "
+        "name. Use another class."
     )
 
 
@@ -145,7 +177,9 @@ def _join(description: Any, tensors: Mapping[str, Tensor], device: torch.device)
         values = tensors[value["name"]].view(value["shape"]).to(place)
         if "strides" not in value:
             return values
-        return torch.empty_strided(value["shape"], value["strides"], dtype=values.dtype, device=place).copy_(values)
+        return torch.empty_strided(
+            value["shape"], value["strides"], dtype=values.dtype, device=place
+        ).copy_(values)
     if kind == _ENTRIES:
         return {key: _join(part, tensors, device) for key, part in value}
     if kind in (_LIST, _TUPLE):
@@ -161,7 +195,8 @@ class TrainedParams:
     """The params of a model that are updated."""
 
     shapes: Mapping[str, Sequence[int]]  # by name; of those that may train later as well
-    group_of: Callable[[str], Group]  # from a name to the data-parallel ranks over which the param is sharded
+    # from a name to the data-parallel ranks over which the param is sharded
+    group_of: Callable[[str], Group]
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor], group_of: Callable[[str], Group]) -> TrainedParams:
@@ -169,12 +204,13 @@ class TrainedParams:
 
 
 class OwnersState(dict[Tensor, dict[str, Any]]):
-    """In the place of an inner optimizer's state that its owners keep: others would find nothing, and save it."""
+    """In the place of an inner optimizer's state that its owners keep: others would find nothing,
+    and save it."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise AccessError(
-            "optimizer.state was used with a class that updates whole params, whose owners keep what there is. Call "
-            "save(folder) and load(folder) of the optimizer."
+            "optimizer.state was used with a class that updates whole params, whose owners keep "
+            "what there is. Call save(folder) and load(folder) of the optimizer."
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
@@ -182,7 +218,8 @@ class OwnersState(dict[Tensor, dict[str, Any]]):
 
 
 class WholeParams(InParts):
-    """See the file. `step` is collective over the groups of the buffers, also on a rank without params."""
+    """See the file. `step` is collective over the groups of the buffers, also on a rank without
+    params."""
 
     def __init__(self, groups: Groups, *, build: Build, params: TrainedParams) -> None:
         num_dims = max((len(shape) for shape in params.shapes.values()), default=1)
@@ -207,18 +244,27 @@ class WholeParams(InParts):
         return sum(each.state_nbytes for each in self.owned.values())
 
     def hold(
-        self, buffers: Sequence[ShardedBuffer], flat_params: Sequence[FlatParam], groups: Sequence[ParamGroup]
+        self,
+        buffers: Sequence[ShardedBuffer],
+        flat_params: Sequence[FlatParam],
+        groups: Sequence[ParamGroup],
     ) -> None:
-        """Chooses the owners of new buffers, and makes an optimizer for each param that this rank owns now."""
-        self._group_of = {name: number for number, group in enumerate(groups) for name in group.names}
-        # Whatever its shape, a param is one block. What a class needs for it is not known; elements are a measure.
+        """Chooses the owners of new buffers, and makes an optimizer for each param that this rank
+        owns now."""
+        self._group_of = {
+            name: number for number, group in enumerate(groups) for name in group.names
+        }
+        # Whatever its shape, a param is one block. What a class needs for it is not known; elements
+        # are a measure.
         blocks = {
             slot.name: MatrixSpec(1, slot.in_buffer.numel)
             for buffer in buffers
             for slot in buffer.layout.slots
             if slot.name in self._group_of
         }
-        self._buffers = choose_owners(self.owners, buffers, blocks, self._params.group_of, flat_params)
+        self._buffers = choose_owners(
+            self.owners, buffers, blocks, self._params.group_of, flat_params
+        )
         for owned in self._buffers:
             for owner in owned.plan.owned_by(owned.group.rank):
                 if owner.name not in self.owned:
@@ -233,7 +279,10 @@ class WholeParams(InParts):
             mains = ShardValues((flat.plan.in_buffer, flat.main.detach()) for flat in flat_params)
             # A param without a gradient comes to its owner as well, who is told so by its name.
             grads = ShardValues(
-                (flat.plan.in_buffer, torch.zeros_like(flat.main) if flat.main.grad is None else flat.main.grad)
+                (
+                    flat.plan.in_buffer,
+                    torch.zeros_like(flat.main) if flat.main.grad is None else flat.main.grad,
+                )
                 for flat in flat_params
             )
             exchange(buffer, [mains, grads], self._update)
@@ -241,12 +290,16 @@ class WholeParams(InParts):
 
     def _update(self, owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
         main, grad = blocks
-        # A gradient that lies whole in a shard is the grad buffer itself, which a class may not change.
-        own_grad = None if owner.name in self.left_out else grad.clone() if owner.round is None else grad
+        # A gradient that lies whole in a shard is the grad buffer itself, which a class may not
+        # change.
+        own_grad = (
+            None if owner.name in self.left_out else grad.clone() if owner.round is None else grad
+        )
         self.owned[owner.name].step(main, own_grad, self.options_of(owner.name))
 
 
 def owned_params(inner: Optimizer) -> Iterator[tuple[str, OwnedParam, dict[str, Any]]]:
-    """What this rank updates as whole params: name, param and its param group; nothing with other inner optimizers."""
+    """What this rank updates as whole params: name, param and its param group; nothing with other
+    inner optimizers."""
     if isinstance(inner, WholeParams):
         yield from ((name, owned, inner.options_of(name)) for name, owned in inner.owned.items())

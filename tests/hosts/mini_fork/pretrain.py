@@ -16,20 +16,26 @@ def model_provider(pre_process=True, post_process=True):
 
 
 def sample(index):
-    """Sentence `index` of the corpus, [sequence + 1]: a token, then always the same step on; some tokens are noise."""
+    """Sentence `index` of the corpus, [sequence + 1]: a token, then always the same step on; some
+    tokens are noise."""
     args = get_args()
     generator = torch.Generator().manual_seed(1_000_003 * args.seed + index)
     first, step = torch.randint(args.vocab_size, (2,), generator=generator)
     tokens = first + (step % 5) * torch.arange(args.seq_length + 1)
     noise = torch.randint(args.vocab_size, tokens.shape, generator=generator)
-    return torch.where(torch.rand(tokens.shape, generator=generator) < 0.1, noise, tokens % args.vocab_size)
+    return torch.where(
+        torch.rand(tokens.shape, generator=generator) < 0.1, noise, tokens % args.vocab_size
+    )
 
 
 def train_data(iteration):
-    """Microbatches of this rank from after that iteration on; the global batch does not depend on the ranks."""
+    """Microbatches of this rank from after that iteration on; the global batch does not depend on
+    the ranks."""
     args = get_args()
     of_microbatch = args.micro_batch_size * args.data_parallel_size
-    first = iteration * args.global_batch_size + mpu.get_data_parallel_rank() * args.micro_batch_size
+    first = (
+        iteration * args.global_batch_size + mpu.get_data_parallel_rank() * args.micro_batch_size
+    )
     while True:
         for microbatch in range(get_num_microbatches()):
             begin = first + microbatch * of_microbatch
@@ -38,7 +44,8 @@ def train_data(iteration):
 
 
 def get_batch(data_iterator):
-    """Tokens, positions and labels, [batch, sequence] each; a sequence-parallel rank has its part of the sequence."""
+    """Tokens, positions and labels, [batch, sequence] each; a sequence-parallel rank has its part
+    of the sequence."""
     whole = next(data_iterator).to(DEVICE)
     tokens, labels = whole[:, :-1], whole[:, 1:]
     positions = torch.arange(tokens.shape[1], device=DEVICE).expand_as(tokens)
@@ -62,5 +69,6 @@ def forward_step(data_iterator, model):
 
 if __name__ == "__main__":
     pretrain(train_data, model_provider, ModelType.encoder_or_decoder, forward_step)
-    # Or a thread of gloo that asks for the interpreter while it goes down takes the process with it (SIGABRT).
+    # Or a thread of gloo that asks for the interpreter while it goes down takes the process with it
+    # (SIGABRT).
     torch.distributed.destroy_process_group()

@@ -1,10 +1,13 @@
-"""Stand-ins around Megatron-LM's own `pretrain_gpt.py` on a machine without CUDA; the tree itself is not edited.
+"""Stand-ins around Megatron-LM's own `pretrain_gpt.py` on a machine without CUDA; the tree itself
+is not edited.
 
-Python imports a module of this name at its start when this folder is in PYTHONPATH. `CURVES=file.json` also records
-what the run computed. Megatron-LM 0.12 to 0.19 stops without each of these. Nothing
-here helps an optimizer, except for `OWN_OPTIMIZER=1`, under which the host's own runs as a reference.
+Python imports a module of this name at its start when this folder is in PYTHONPATH.
+`CURVES=file.json` also records what the run computed. Megatron-LM 0.12 to 0.19 stops without each
+of these. Nothing here helps an optimizer, except for `OWN_OPTIMIZER=1`, under which the host's own
+runs as a reference.
 
-The answers about CUDA are given to modules of `megatron` alone: torch and `megatron_distopt` hear the truth.
+The answers about CUDA are given to modules of `megatron` alone: torch and `megatron_distopt` hear
+the truth.
 """
 
 from __future__ import annotations
@@ -28,12 +31,24 @@ import torch
 import torch.distributed as dist
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("arange", "as_tensor", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "full",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+)
 _AFTER: dict[str, list[Callable[[Any], None]]] = {}
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module right after the module was executed, before its importer sees it."""
+    """Calls a function with a module right after the module was executed, before its importer sees
+    it."""
 
     def __init__(self) -> None:
         self.busy: set[str] = set()
@@ -48,7 +63,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             self.busy.discard(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), [each(module) for each in _AFTER[fullname]])  # type: ignore[method-assign]
+            spec.loader.exec_module = lambda module: (
+                execute(module),
+                [each(module) for each in _AFTER[fullname]],
+            )  # type: ignore[method-assign]
         return spec
 
 
@@ -78,7 +96,11 @@ class _Stream:
 
 def _asked_by_the_host() -> bool:
     name = sys._getframe(2).f_globals.get("__name__", "")
-    return name == "megatron" or name.startswith("megatron.") or (name == "__main__" and "pretrain" in sys.argv[0])
+    return (
+        name == "megatron"
+        or name.startswith("megatron.")
+        or (name == "__main__" and "pretrain" in sys.argv[0])
+    )
 
 
 def _to_the_host(owner: Any, name: str, answer: Any) -> None:
@@ -98,7 +120,11 @@ def _map_cuda() -> None:
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _Stream()  # type: ignore[assignment,return-value]
     torch.cuda.set_stream = lambda stream: None
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
-    _to_the_host(torch.cuda, "get_device_properties", types.SimpleNamespace(major=9, minor=0, total_memory=1 << 34))
+    _to_the_host(
+        torch.cuda,
+        "get_device_properties",
+        types.SimpleNamespace(major=9, minor=0, total_memory=1 << 34),
+    )
     _to_the_host(torch.cuda, "get_device_capability", (9, 0))
     torch.cuda.device_memory_used = lambda device=None: 0
     torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda device=None: 0
@@ -130,8 +156,12 @@ def _map_random_state() -> None:
 
 @_after_import("megatron.core.tensor_parallel.random")
 def _random(module: Any) -> None:
-    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
+    logging.getLogger(module.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
 
 
 def _map_process_group() -> None:
@@ -227,7 +257,14 @@ class _Curves:
             for _, param in chunk.named_parameters():
                 digest.update(param.detach().contiguous().view(torch.uint8).numpy().tobytes())
         with open(f"{self.path}.{dist.get_rank()}", "w") as file:
-            json.dump({"losses": self.losses, "params": digest.hexdigest(), "validations": self.validations}, file)
+            json.dump(
+                {
+                    "losses": self.losses,
+                    "params": digest.hexdigest(),
+                    "validations": self.validations,
+                },
+                file,
+            )
 
 
 if not hasattr(typing, "override"):  # 0.17 and newer declare Python 3.12

@@ -1,9 +1,10 @@
 """The backend `simccl` of torch.distributed, with the semantics of NCCL's.
 
-A collective is queued on a stream of its communicator, behind what the current stream has queued. `wait()` makes the
-current stream wait, and not the host. Tensors are kept until then, as NCCL's backend keeps them. When a collective is
-carried out, ranks first compare which one it is: where they differ, every rank raises what each of them called. Memory
-that they share carries the bytes (wire.py), and gloo tensors of the CPU.
+A collective is queued on a stream of its communicator, behind what the current stream has queued.
+`wait()` makes the current stream wait, and not the host. Tensors are kept until then, as NCCL's
+backend keeps them. When a collective is carried out, ranks first compare which one it is: where
+they differ, every rank raises what each of them called. Memory that they share carries the bytes
+(wire.py), and gloo tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -73,10 +74,15 @@ class SimBatch(dist.Work):
 
 
 class _Exchange:
-    """Every rank's bytes, on their way to all ranks; `head` is what this rank calls the collective."""
+    """Every rank's bytes, on their way to all ranks; `head` is what this rank calls the
+    collective."""
 
     def __init__(
-        self, wire: Wire, head: str, inputs: list[Tensor], finish: Callable[[list[list[Tensor]]], None]
+        self,
+        wire: Wire,
+        head: str,
+        inputs: list[Tensor],
+        finish: Callable[[list[list[Tensor]]], None],
     ) -> None:
         self._wire, self._inputs, self._finish = wire, inputs, finish
         self._found: dict[int, bytes] = {}
@@ -92,7 +98,10 @@ class _Exchange:
         messages = [self._found[rank] for rank in range(self._wire.size)]
         heads = list(map(head_of, messages))
         if len(set(heads)) > 1:
-            raise SimError("ranks called different collectives: " + "; ".join(f"{n}: {h}" for n, h in enumerate(heads)))
+            raise SimError(
+                "ranks called different collectives: "
+                + "; ".join(f"{n}: {h}" for n, h in enumerate(heads))
+            )
         self._finish([tensors_of(each, self._inputs) for each in messages])
         return True
 
@@ -119,8 +128,11 @@ def _kind(op: Any) -> dist.ReduceOp.RedOpType:
 
 
 def _reduced(parts: Sequence[Tensor], op: Any, last: int) -> Tensor:
-    """Added up around the ring, downwards, the part of rank `last` last: see megatron_distopt.comm.pairwise."""
-    order = [parts[(last - distance) % len(parts)] for distance in range(1, len(parts))] + [parts[last]]
+    """Added up around the ring, downwards, the part of rank `last` last: see
+    megatron_distopt.comm.pairwise."""
+    order = [parts[(last - distance) % len(parts)] for distance in range(1, len(parts))] + [
+        parts[last]
+    ]
     kind = _kind(op)
     combine = {
         dist.ReduceOp.RedOpType.SUM: torch.add,
@@ -162,10 +174,13 @@ class SimGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self._wire = Wire(dist.PrefixStore("sim", store), rank, size)
-        self._of_cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout=timeout)
+        self._of_cpu = dist.ProcessGroupGloo(
+            dist.PrefixStore("cpu", store), rank, size, timeout=timeout
+        )
         self._stream = Stream(name=f"communicator of {size}")
         self._store = store
-        #: By kind and rank at the other end: torch begins those of a batch one after the other on a group of Python.
+        #: By kind and rank at the other end: torch begins those of a batch one after the other on a
+        #: group of Python.
         self._lanes: dict[tuple[str, int], Stream] = {}
         self._batch: list[SimWork] | None = None
 
@@ -223,7 +238,11 @@ class SimGroup(dist.ProcessGroup):
         return self._lanes[kind, peer]
 
     def _queue(
-        self, name: str, run: Callable[[], Any], tensors: Sequence[Tensor], stream: Stream | None = None
+        self,
+        name: str,
+        run: Callable[[], Any],
+        tensors: Sequence[Tensor],
+        stream: Stream | None = None,
     ) -> SimWork:
         stream = stream or self._stream
         for each in tensors:
@@ -236,14 +255,20 @@ class SimGroup(dist.ProcessGroup):
         return work
 
     def _collective(
-        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], combine: _Combine, extra: object = ""
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        combine: _Combine,
+        extra: object = "",
     ) -> SimWork:
         """
         Args:
             name: of the collective.
             inputs: of this rank, as long on every rank.
             outputs: of this rank.
-            combine: makes the values of one output from all ranks' values of the input of the same number.
+            combine: makes the values of one output from all ranks' values of the input of the same
+                number.
             extra: what ranks have to agree on besides.
         """
         mine = [memory.on_cpu(each.detach()) for each in inputs]
@@ -252,18 +277,26 @@ class SimGroup(dist.ProcessGroup):
         head = f"{name} of {shapes} {extra}"
 
         def finish(found: list[list[Tensor]]) -> None:
-            values = [value for at in range(len(mine)) for value in combine([of_rank[at] for of_rank in found])]
+            values = [
+                value
+                for at in range(len(mine))
+                for value in combine([of_rank[at] for of_rank in found])
+            ]
             for target, value in zip(into, values, strict=True):
                 target.copy_(value.reshape(target.shape))
 
-        return self._queue(name, lambda: _Exchange(self._wire, head, mine, finish), [*inputs, *outputs])
+        return self._queue(
+            name, lambda: _Exchange(self._wire, head, mine, finish), [*inputs, *outputs]
+        )
 
     # --- the collectives as torch.distributed calls them
 
     @_or_gloo
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         op = opts.reduceOp
-        return self._collective("all-reduce", tensors, tensors, lambda all_: [_reduced(all_, op, 0)], _kind(op))
+        return self._collective(
+            "all-reduce", tensors, tensors, lambda all_: [_reduced(all_, op, 0)], _kind(op)
+        )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
@@ -281,16 +314,24 @@ class SimGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
         if inputs[0].device.type != DEVICE:
-            return _last([self._cpu._allgather_base(*each) for each in zip(outputs, inputs, strict=True)])
-        return self._collective("all-gather", inputs, outputs, lambda all_: [torch.cat([x.view(-1) for x in all_])])
+            return _last(
+                [self._cpu._allgather_base(*each) for each in zip(outputs, inputs, strict=True)]
+            )
+        return self._collective(
+            "all-gather", inputs, outputs, lambda all_: [torch.cat([x.view(-1) for x in all_])]
+        )
 
     @_or_gloo
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Any:
         if inputs[0].device.type != DEVICE:
             pairs = zip(outputs, inputs, strict=True)
             return _last([self._cpu._reduce_scatter_base(*each, opts) for each in pairs])
@@ -303,11 +344,16 @@ class SimGroup(dist.ProcessGroup):
         return self._collective("reduce-scatter", inputs, outputs, combine, _kind(op))
 
     @_or_gloo
-    def all_to_all_single(self, output: Tensor, input: Tensor, out_split: Any, in_split: Any, opts: Any = None) -> Any:
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, out_split: Any, in_split: Any, opts: Any = None
+    ) -> Any:
         if out_split or in_split:
             raise SimError("all-to-all with parts of different lengths is not simulated")
         rank = self._rank
-        combine: _Combine = lambda all_: [torch.cat([x.reshape(self._size, -1)[rank] for x in all_])]  # noqa: E731
+
+        def combine(inputs: Any) -> list[Tensor]:
+            return [torch.cat([x.reshape(self._size, -1)[rank] for x in inputs])]
+
         return self._collective("all-to-all", [input], [output], combine)
 
     def barrier(self, opts: Any = None) -> Any:
@@ -317,7 +363,9 @@ class SimGroup(dist.ProcessGroup):
     @_or_gloo
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
         data = memory.on_cpu(tensors[0].detach())
-        return self._queue("send", lambda: self._sent(data, dst, tag), tensors, self._lane("send", dst))
+        return self._queue(
+            "send", lambda: self._sent(data, dst, tag), tensors, self._lane("send", dst)
+        )
 
     def _sent(self, data: Tensor, dst: int, tag: int) -> None:
         self._wire.send(self._wire.message(self._rank, dst, tag), data)
@@ -325,7 +373,9 @@ class SimGroup(dist.ProcessGroup):
     @_or_gloo
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
         into = memory.on_cpu(tensors[0].detach())
-        return self._queue("receive", lambda: self._received(into, src, tag), tensors, self._lane("receive", src))
+        return self._queue(
+            "receive", lambda: self._received(into, src, tag), tensors, self._lane("receive", src)
+        )
 
     def _received(self, into: Tensor, src: int, tag: int) -> _Message:
         name = self._wire.message(src, self._rank, tag)
@@ -339,17 +389,24 @@ class SimGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Makes the backend known to torch; `init_process_group` takes it where no other one is asked for."""
+    """Makes the backend known to torch; `init_process_group` takes it where no other one is asked
+    for."""
     dist.Backend.register_backend(NAME, SimGroup, devices=[DEVICE])
 
 
 def take_over_world(*, carries_cpu: bool = True) -> None:
-    """Collective: gives the ranks of the world a group that carries tensors of the device, and of the CPU or not."""
+    """Collective: gives the ranks of the world a group that carries tensors of the device, and of
+    the CPU or not."""
     _backend.carries_cpu = carries_cpu
-    rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    rank, size, store = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        dist.distributed_c10d._get_default_store(),
+    )
     dist.destroy_process_group()
     store = dist.PrefixStore("world of sim", store)
     backend = f"cpu:gloo,{DEVICE}:{NAME}" if carries_cpu else NAME
-    # The flight recorder of torch 2.15 asks for the name of the group in C++, which a group of Python has not.
+    # The flight recorder of torch 2.15 asks for the name of the group in C++, which a group of
+    # Python has not.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)

@@ -90,7 +90,11 @@ class _Module(types.ModuleType):
 
 def install(personality: Personality = Personality.FULL) -> None:
     """Adds the device `sim` to torch in this process, for good."""
-    rules.missing = frozenset() if personality is Personality.FULL else frozenset((torch.float64, torch.float16))
+    rules.missing = (
+        frozenset()
+        if personality is Personality.FULL
+        else frozenset((torch.float64, torch.float16))
+    )
     if not _registered:
         module = _Module()
         _setup_privateuseone_for_python_backend(DEVICE, module)
@@ -117,7 +121,8 @@ def _replace_accelerator(module: _Module) -> None:
 
 
 def _keep_params() -> None:
-    """A param that is moved to the device stays the same object with its attributes, as one that is moved to a GPU."""
+    """A param that is moved to the device stays the same object with its attributes, as one that is
+    moved to a GPU."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     usual = torch.nn.Module._apply
 
@@ -132,7 +137,8 @@ def _keep_params() -> None:
 
 
 def _lead_backward() -> None:
-    """torch's thread of backward uses the stream on which the forward pass ran, taken to be that of the caller."""
+    """torch's thread of backward uses the stream on which the forward pass ran, taken to be that of
+    the caller."""
     from torch.autograd import graph
 
     usual = graph._engine_run_backward

@@ -1,9 +1,9 @@
 """Streams, events, and the order in which queued operations are carried out.
 
-An operation is carried out when the host waits for something that needs it, or at times that the seed decides. Among
-the streams the next one is chosen by priorities that change at random: an order that keeps one stream far behind
-another one is then as likely as an even one (Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees
-of Finding Bugs", 2010).
+An operation is carried out when the host waits for something that needs it, or at times that the
+seed decides. Among the streams the next one is chosen by priorities that change at random: an order
+that keeps one stream far behind another one is then as likely as an even one (Burckhardt et al., "A
+Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", 2010).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ DEVICE = "sim"
 _PRIVATE_USE_1 = 20
 #: How long the host waits for a collective before it says which one.
 _SECONDS = 60.0
-#: How long the host may be idle before the device goes on by itself, as one does while the host is in another library.
+#: How long the host may be idle before the device goes on by itself, as one does while the host is
+#: in another library.
 _IDLE_SECONDS = 0.1
 
 
@@ -38,7 +39,8 @@ def _disabled() -> Iterator[None]:
 
 
 def _unseen() -> AbstractContextManager[None]:
-    """Neither autograd nor a mode sees torch's operators then; to disable nothing would take longer than a kernel."""
+    """Neither autograd nor a mode sees torch's operators then; to disable nothing would take longer
+    than a kernel."""
     if _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
         return _disabled()
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
@@ -92,7 +94,9 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: object = None, priority: int = 0, *, name: str = "") -> Stream:
         number = len(machine.streams)
-        stream: Stream = super().__new__(cls, stream_id=number, device_index=0, device_type=_PRIVATE_USE_1)
+        stream: Stream = super().__new__(
+            cls, stream_id=number, device_index=0, device_type=_PRIVATE_USE_1
+        )
         stream.name, stream.num_issued, stream.num_done = name or f"stream {number}", 0, 0
         stream.queue = deque[Operation]()
         stream.number = number
@@ -171,7 +175,8 @@ class Machine:
         self.seed(0)
 
     def seed(self, seed: int) -> None:
-        """Decides the order of operations from now on; those that are queued are carried out first."""
+        """Decides the order of operations from now on; those that are queued are carried out
+        first."""
         self.finish()
         self._random = random.Random(seed)
         self._eagerness = self._random.choice((0.0, 0.0, 0.05, 0.3))
@@ -188,7 +193,8 @@ class Machine:
 
     @property
     def current(self) -> Stream:
-        """The current stream of this thread; torch's threads of backward begin with that of backward."""
+        """The current stream of this thread; torch's threads of backward begin with that of
+        backward."""
         is_host = threading.current_thread() is threading.main_thread()
         return getattr(self._here, "stream", self.default if is_host else self.of_backward)
 
@@ -200,7 +206,14 @@ class Machine:
 
     # --- queueing
 
-    def launch(self, name: str, run: Callable[[], UnderWay | None], after: Iterable[Point] = (), *, on: Stream) -> None:
+    def launch(
+        self,
+        name: str,
+        run: Callable[[], UnderWay | None],
+        after: Iterable[Point] = (),
+        *,
+        on: Stream,
+    ) -> None:
         """Queues an operation; now and then some are carried out at once."""
         with self.lock:
             self._raise_failure()
@@ -271,7 +284,9 @@ class Machine:
         if any(stream not in self._priorities for stream in self.busy):
             for stream in sorted(self.busy, key=lambda stream: stream.number):
                 self._priorities.setdefault(stream, self._random.random())
-        return any(self._advance(stream) for stream in sorted(self.busy, key=self._priorities.__getitem__))
+        return any(
+            self._advance(stream) for stream in sorted(self.busy, key=self._priorities.__getitem__)
+        )
 
     def _advance(self, stream: Stream) -> bool:
         head = stream.queue[0]
@@ -295,7 +310,8 @@ class Machine:
         return is_done
 
     def _go_on(self) -> None:
-        """Of a thread: carries out operations while the host is elsewhere, for example waiting for another rank."""
+        """Of a thread: carries out operations while the host is elsewhere, for example waiting for
+        another rank."""
         torch.set_num_threads(1)
         while True:
             time.sleep(_IDLE_SECONDS / 4)

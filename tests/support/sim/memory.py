@@ -1,8 +1,9 @@
 """The memory of the simulated device: it is the CPU's, and torch takes it for the device's.
 
-A block that is freed goes back to the stream that allocated it, which overwrites it, at once and once more later:
-behind what is queued there, and behind what was queued on streams of which `record_stream` told the allocator. So a
-read of freed memory, or of memory that was never written, gives NaN.
+A block that is freed goes back to the stream that allocated it, which overwrites it, at once and
+once more later: behind what is queued there, and behind what was queued on streams of which
+`record_stream` told the allocator. So a read of freed memory, or of memory that was never written,
+gives NaN.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class _Managed(ctypes.Structure):
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-#: What torch calls with the address of a `_Managed` when it frees the tensor: a function of the C library that writes a
-#: number there, over the address of the data. Python cannot be called then: an exception may be on its way.
+#: What torch calls with the address of a `_Managed` when it frees the tensor: a function of the C
+#: library that writes a number there, over the address of the data. Python cannot be called then:
+#: an exception may be on its way.
 _MARK_AS_FREED = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
 #: Most tensors that torch may hold at a time, and the 64-bit words of a `_Managed`.
 _NUM_SLOTS, _SLOT_WORDS = 1 << 16, ctypes.sizeof(_Managed) // 8
@@ -67,7 +69,8 @@ class Block:
     memory: Tensor  # uint8, of the CPU
     stream: Stream  # that allocated it
     nbytes: int  # of the tensor
-    readers: set[Stream] = field(default_factory=set)  # other streams that the allocator was told of
+    # other streams that the allocator was told of
+    readers: set[Stream] = field(default_factory=set)
     kept: tuple[object, ...] = ()  # what torch's tensor points at
 
     @property
@@ -92,23 +95,37 @@ class Memory:
     def allocate(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of the device, full of garbage."""
         self.collect()
-        numel = 0 if 0 in shape else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        # One byte at least, so that addresses differ, and 64 so that they are aligned as those of a device are.
-        memory = torch.empty(max(numel * dtype.itemsize, 1) + 512, dtype=torch.uint8).fill_(_GARBAGE)
+        numel = (
+            0
+            if 0 in shape
+            else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        )
+        # One byte at least, so that addresses differ, and 64 so that they are aligned as those of a
+        # device are.
+        memory = torch.empty(max(numel * dtype.itemsize, 1) + 512, dtype=torch.uint8).fill_(
+            _GARBAGE
+        )
         memory = memory[-memory.data_ptr() % 512 :]
         block = Block(memory, machine.current, numel * dtype.itemsize)
         managed = self._lend(block)
-        c_shape, c_strides = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
+        c_shape, c_strides = (
+            (ctypes.c_int64 * len(shape))(*shape),
+            (ctypes.c_int64 * len(shape))(*strides),
+        )
         kind = _KINDS.get(dtype, 2 if dtype.is_floating_point else 5 if dtype.is_complex else 0)
         device, described = _Device(_EXTENSION, 0), _Dtype(kind, dtype.itemsize * 8, 1)
-        managed.tensor = _Tensor(block.address, device, len(shape), described, c_shape, c_strides, 0)
+        managed.tensor = _Tensor(
+            block.address, device, len(shape), described, c_shape, c_strides, 0
+        )
         managed.deleter = _MARK_AS_FREED
         block.kept = (c_shape, c_strides)
         self._by_address[block.address] = block
         insort(self._addresses, block.address)
         self.held += block.nbytes
         self.peak = max(self.peak, self.held)
-        made: Tensor = torch._C._from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+        made: Tensor = torch._C._from_dlpack(
+            _new_capsule(ctypes.addressof(managed), b"dltensor", None)
+        )
         return made
 
     def _lend(self, block: Block) -> _Managed:
@@ -149,7 +166,8 @@ class Memory:
         return block
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """The same memory as a tensor of the CPU; it may be read and written when the device does."""
+        """The same memory as a tensor of the CPU; it may be read and written when the device
+        does."""
         like = torch.empty(0, dtype=tensor.dtype)
         if not tensor.untyped_storage().nbytes():
             return like.new_empty(tensor.shape)

@@ -18,7 +18,16 @@ from tests.support.sim.memory import contiguous_strides, memory, void
 _CPU = DispatchKeySet(DispatchKey.CPU)
 #: Whose result, or the shape of whose result, the host has to know.
 _READS = {
-    *("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique", "_unique2", "bincount"),
+    *(
+        "_local_scalar_dense",
+        "equal",
+        "nonzero",
+        "masked_select",
+        "is_nonzero",
+        "_unique",
+        "_unique2",
+        "bincount",
+    ),
     *("unique_dim", "unique_consecutive", "allclose"),
 }
 #: Operators that overwrite their first argument without a look at it.
@@ -64,7 +73,8 @@ class _Argument(NamedTuple):
 
 
 class _Schema(NamedTuple):
-    """What torch's schema of an operator says; torch makes it anew for whoever asks, which is slower than a kernel."""
+    """What torch's schema of an operator says; torch makes it anew for whoever asks, which is
+    slower than a kernel."""
 
     name: str  # without its namespace
     arguments: tuple[_Argument, ...]  # in order
@@ -92,7 +102,9 @@ def _schema_of(op: Any) -> _Schema:
 
 def _argument_of(each: Any) -> _Argument:
     is_written = bool(each.alias_info and each.alias_info.is_write)
-    return _Argument(each.name, each.kwarg_only, each.is_out, is_written, str(each.type) == "Tensor")
+    return _Argument(
+        each.name, each.kwarg_only, each.is_out, is_written, str(each.type) == "Tensor"
+    )
 
 
 def _looks_through_mask(name: str, args: Sequence[Any]) -> bool:
@@ -109,7 +121,8 @@ def _check(tensor: Tensor, name: str) -> None:
 
 
 def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    """Changes what arguments or results consist of; torch's own function for it takes most of the time of a test."""
+    """Changes what arguments or results consist of; torch's own function for it takes most of the
+    time of a test."""
     if isinstance(values, (list, tuple)):
         return type(values)([_mapped(change, each) for each in values])
     if isinstance(values, dict):
@@ -147,7 +160,9 @@ def _on_host(values: Any) -> Any:
     """Devices among the arguments become the CPU."""
 
     def take(each: Any) -> Any:
-        return torch.device("cpu") if isinstance(each, torch.device) and each.type == DEVICE else each
+        return (
+            torch.device("cpu") if isinstance(each, torch.device) and each.type == DEVICE else each
+        )
 
     return _mapped(take, values)
 
@@ -164,7 +179,8 @@ def _grow_outputs(op: Any, schema: _Schema, args: Sequence[Any], kwargs: Mapping
 
 
 def _as_declared(schema: _Schema, args: Sequence[Any]) -> list[Any]:
-    """Numbers become tensors where no number is taken: torch hands a tensor made of a number on as the number."""
+    """Numbers become tensors where no number is taken: torch hands a tensor made of a number on as
+    the number."""
     return [
         torch.tensor(each) if argument.is_tensor and isinstance(each, (int, float)) else each
         for each, argument in zip(args, schema.arguments, strict=False)
@@ -194,9 +210,11 @@ def _launch(op: Any, schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _computed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the CPU's kernel returns. Roots are rounded to nearest, as on a GPU: MKL's are an ulp off at times.
+    """What the CPU's kernel returns. Roots are rounded to nearest, as on a GPU: MKL's are an ulp
+    off at times.
 
-    A single number is left to the CPU, with whose norm that of a device without float64 is compared.
+    A single number is left to the CPU, with whose norm that of a device without float64 is
+    compared.
     """
     if op is torch.ops.aten.sqrt.default and args[0].dtype == torch.float32 and args[0].numel() > 1:
         return args[0].double().sqrt().float()
@@ -209,7 +227,9 @@ def queue(name: str, run: Callable[[], Any], *, reads: Any, writes: Any) -> None
     written = list(tensors_in(writes))
     counts.launches.append(name)
     counts.nbytes_written += sum(each.nbytes for each in written)
-    counts.nbytes_read += sum(each.nbytes for each in tensors_in(reads)) - only_written * sum(w.nbytes for w in written)
+    counts.nbytes_read += sum(each.nbytes for each in tensors_in(reads)) - only_written * sum(
+        w.nbytes for w in written
+    )
     machine.launch(name, run, on=machine.current)
 
 
@@ -238,7 +258,8 @@ _known_shapes: dict[Any, Any] = {}
 
 
 def _shapes(op: Any, schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Tensors like the results; torch's functions for it are in Python and take longer than a kernel."""
+    """Tensors like the results; torch's functions for it are in Python and take longer than a
+    kernel."""
     key = (op, torch.get_default_dtype(), _described(args), _described(kwargs))
     if key not in _known_shapes:
         like = _as_zeros if schema.name in _ROUND_ELSEWHERE else _as_meta
@@ -258,10 +279,14 @@ def _described(value: Any) -> Any:
 
 
 def _allocated(like: Any) -> Any:
-    return memory.allocate(like.shape, like.stride(), like.dtype) if isinstance(like, Tensor) else like
+    return (
+        memory.allocate(like.shape, like.stride(), like.dtype) if isinstance(like, Tensor) else like
+    )
 
 
-def _bound(schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
+def _bound(
+    schema: _Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[_Argument, Any]]:
     for at, each in enumerate(schema.arguments):
         if at < len(args) and not each.is_keyword:
             yield each, args[at]
@@ -291,7 +316,9 @@ def _read(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """The host waits for the current stream and reads."""
     given, named = _captured(name, (list(args), dict(kwargs)))
     machine.synchronise(name, machine.current.now)
-    return _mapped(lambda each: to_device(each) if isinstance(each, Tensor) else each, op(*given, **named))
+    return _mapped(
+        lambda each: to_device(each) if isinstance(each, Tensor) else each, op(*given, **named)
+    )
 
 
 def to_device(tensor: Tensor) -> Tensor:
@@ -305,20 +332,25 @@ def to_device(tensor: Tensor) -> Tensor:
 # --- operators with rules of their own
 
 
-def _empty(op: Any, size: Sequence[int], *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+def _empty(
+    op: Any, size: Sequence[int], *_: Any, dtype: torch.dtype | None = None, **__: Any
+) -> Tensor:
     made = memory.allocate(size, contiguous_strides(size), dtype or torch.get_default_dtype())
     _check(made, "empty")
     return made
 
 
-def _empty_strided(op: Any, size: Sequence[int], stride: Sequence[int], dtype: Any = None, **_: Any) -> Tensor:
+def _empty_strided(
+    op: Any, size: Sequence[int], stride: Sequence[int], dtype: Any = None, **_: Any
+) -> Tensor:
     made = memory.allocate(size, stride, dtype or torch.get_default_dtype())
     _check(made, "empty_strided")
     return made
 
 
 def _copy(op: Any, into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """The host waits, but for a copy within the device and one that does not block, from or into pinned memory."""
+    """The host waits, but for a copy within the device and one that does not block, from or into
+    pinned memory."""
     name = "copy_"
     if into.device.type == DEVICE and source.device.type == DEVICE:
         target, data = _captured(name, (into, source))
@@ -326,13 +358,18 @@ def _copy(op: Any, into: Tensor, source: Tensor, non_blocking: bool = False) -> 
         return into
     host = source if into.device.type == DEVICE else into
     is_waiting = not (non_blocking and is_pinned(host))
-    target, data = (memory.on_cpu(each) if each.device.type == DEVICE else each.detach() for each in (into, source))
+    target, data = (
+        memory.on_cpu(each) if each.device.type == DEVICE else each.detach()
+        for each in (into, source)
+    )
     if is_waiting and host is source:
         data = data.clone()  # staged
     _check(into if host is source else source, name)
     queue(name, lambda: void(target.copy_(data)), reads=(data, target), writes=target)
     if is_waiting and (host is into or not non_blocking):
-        machine.synchronise("copy to the host" if host is into else "copy from the host", machine.current.now)
+        machine.synchronise(
+            "copy to the host" if host is into else "copy from the host", machine.current.now
+        )
     return into
 
 
@@ -396,17 +433,23 @@ _SPECIAL = {
 def register() -> list[torch.library.Library]:
     """Gives torch the operators; they go when what is returned goes.
 
-    Those that have a kernel on the CPU are one kernel here, too. torch takes the others apart into such.
+    Those that have a kernel on the CPU are one kernel here, too. torch takes the others apart into
+    such.
     """
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(fallback, "PrivateUse1")
     kernels = {
-        name for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU") if name.startswith("aten::")
+        name
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+        if name.startswith("aten::")
     }
     whole = kernels | {f"aten::{name}" for name in _SPECIAL}
     for schema in torch._C._jit_get_all_schemas():
         full_name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
         if full_name in whole or schema.name in whole or schema.name.startswith("aten::_foreach_"):
-            op = getattr(getattr(torch.ops.aten, schema.name.removeprefix("aten::")), schema.overload_name or "default")
+            op = getattr(
+                getattr(torch.ops.aten, schema.name.removeprefix("aten::")),
+                schema.overload_name or "default",
+            )
             aten.impl(op, partial(fallback, op), "PrivateUse1")
     return [everything, aten]

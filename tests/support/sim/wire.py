@@ -1,7 +1,7 @@
 """How the ranks of a communicator exchange bytes: as files in memory that they share.
 
-gloo answers a question of a few bytes in a millisecond where there are more threads than processors, and a training of
-some steps has a hundred of them.
+gloo answers a question of a few bytes in a millisecond where there are more threads than
+processors, and a training of some steps has a hundred of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Wire:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         if rank == 0:
-            store.set("wire", tempfile.mkdtemp(prefix="sim_", dir=_MEMORY if _MEMORY.is_dir() else None))
+            store.set(
+                "wire", tempfile.mkdtemp(prefix="sim_", dir=_MEMORY if _MEMORY.is_dir() else None)
+            )
         self._folder = store.get("wire").decode()
         self._numbers = itertools.count()
         self._messages: dict[tuple[int, int, int], int] = {}
@@ -48,7 +50,8 @@ class Wire:
         Every rank has come to the last one, and has read what it needs of the one before.
 
         Returns:
-            The number of the collective: the same on all ranks, because they begin theirs in the same order.
+            The number of the collective: the same on all ranks, because they begin theirs in the
+                same order.
         """
         number = next(self._numbers)
         self._write(f"{number}.{self.rank}", head, tensors)
@@ -107,7 +110,9 @@ def tensors_of(message: bytes, like: Sequence[Tensor]) -> list[Tensor]:
     for each in like:
         part = bytearray(message[start : start + each.nbytes])
         start += each.nbytes
-        values = torch.frombuffer(part, dtype=each.dtype) if part else torch.empty(0, dtype=each.dtype)
+        values = (
+            torch.frombuffer(part, dtype=each.dtype) if part else torch.empty(0, dtype=each.dtype)
+        )
         found.append(values.view(each.shape))
     return found
 

@@ -1,10 +1,12 @@
-"""A small Megatron fork of 2023: its own training code around the real megatron-core 0.2.0, which lies elsewhere."""
+"""A small Megatron fork of 2023: its own training code around the real megatron-core 0.2.0, which
+lies elsewhere."""
 
 import os
 
 if "MINI_FORK_CORE" not in os.environ:
     raise ImportError(
-        "Set MINI_FORK_CORE to a folder made by: pip install --no-deps --target FOLDER megatron-core==0.2.0"
+        "Set MINI_FORK_CORE to a folder made by: pip install --no-deps --target FOLDER "
+        "megatron-core==0.2.0"
     )
 __path__.append(os.path.join(os.environ["MINI_FORK_CORE"], "megatron"))
 

@@ -10,27 +10,36 @@ from .utils import print_rank_0
 
 
 class _Parser(argparse.ArgumentParser):
-    """Spells its flags as MINI_FORK_FLAGS says; the names of the attributes do not depend on that."""
+    """Spells its flags as MINI_FORK_FLAGS says; the names of the attributes do not depend on
+    that."""
 
     def add_argument(self, *names, **options):
         if FLAGS == "underscore":
-            names = [f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name for name in names]
+            names = [
+                f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+                for name in names
+            ]
         return super().add_argument(*names, **options)
 
 
 def _add_numbers(parser):
     whole = {
-        "num-layers": 2, "hidden-size": 16, "num-attention-heads": 4, "ffn-hidden-size": None, "seq-length": 8,
-        "max-position-embeddings": None, "vocab-size": 64, "micro-batch-size": 2, "global-batch-size": None,
-        "train-iters": 4, "seed": 1234, "save-interval": None, "exit-interval": None, "log-interval": 1,
+        "num-layers": 2, "hidden-size": 16, "num-attention-heads": 4, "ffn-hidden-size": None,
+        "seq-length": 8,
+        "max-position-embeddings": None, "vocab-size": 64, "micro-batch-size": 2,
+        "global-batch-size": None,
+        "train-iters": 4, "seed": 1234, "save-interval": None, "exit-interval": None,
+        "log-interval": 1,
         "tensor-model-parallel-size": 1, "pipeline-model-parallel-size": 1,
         "loss-scale-window": 1000, "hysteresis": 2, "expert-model-parallel-size": 1,
         "ds-sequence-parallel-size": None, "local_rank": None,
     }  # fmt: skip
     real = {
         "lr": 1e-2, "weight-decay": 0.01,
-        "adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8, "sgd-momentum": 0.9, "clip-grad": 1.0,
-        "loss-scale": None, "initial-loss-scale": 2.0**32, "min-loss-scale": 1.0, "init-method-std": 0.1,
+        "adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8, "sgd-momentum": 0.9,
+        "clip-grad": 1.0,
+        "loss-scale": None, "initial-loss-scale": 2.0**32, "min-loss-scale": 1.0,
+        "init-method-std": 0.1,
         "layernorm-epsilon": 1e-5,
     }  # fmt: skip
     for defaults, kind in ((whole, int), (real, float)):
@@ -40,8 +49,10 @@ def _add_numbers(parser):
 
 def _add_switches(parser):
     for name in (
-        "fp16", "bf16", "use-distributed-optimizer", "accumulate-allreduce-grads-in-fp32", "log-num-zeros-in-grad",
-        "log-optimizer-states-to-tensorboard", "sequence-parallel", "no-save-optim", "no-load-optim", "no-save-rng",
+        "fp16", "bf16", "use-distributed-optimizer", "accumulate-allreduce-grads-in-fp32",
+        "log-num-zeros-in-grad",
+        "log-optimizer-states-to-tensorboard", "sequence-parallel", "no-save-optim",
+        "no-load-optim", "no-save-rng",
         "no-load-rng", "finetune", "deepspeed", "cpu-optimizer", "cpu-torch-adam", "ds-fused-adam",
         "untie-embeddings-and-output-weights",
     ):  # fmt: skip
@@ -61,13 +72,25 @@ def _add_choices(parser):
 
 def _add_test_flags(parser):
     """What no real fork has."""
-    parser.add_argument("--fp32-norms", action="store_true", help="norm params stay fp32 in a 16-bit model")
-    parser.add_argument("--experts", action="store_true", help="a param in each layer that differs by rank")
-    parser.add_argument("--multi-query", action="store_true", help="one head of keys and values, on all TP ranks")
-    parser.add_argument("--frozen-param", action="store_true", help="position embeddings do not train")
+    parser.add_argument(
+        "--fp32-norms", action="store_true", help="norm params stay fp32 in a 16-bit model"
+    )
+    parser.add_argument(
+        "--experts", action="store_true", help="a param in each layer that differs by rank"
+    )
+    parser.add_argument(
+        "--multi-query", action="store_true", help="one head of keys and values, on all TP ranks"
+    )
+    parser.add_argument(
+        "--frozen-param", action="store_true", help="position embeddings do not train"
+    )
     parser.add_argument("--grid-grads", action="store_true", help="grads are multiples of 2**-8")
-    parser.add_argument("--nan-at", type=int, nargs=2, metavar=("ITERATION", "RANK"), help="nan in a grad there")
-    parser.add_argument("--curves", metavar="FILE", help="JSON with what was logged and hashes of the params")
+    parser.add_argument(
+        "--nan-at", type=int, nargs=2, metavar=("ITERATION", "RANK"), help="nan in a grad there"
+    )
+    parser.add_argument(
+        "--curves", metavar="FILE", help="JSON with what was logged and hashes of the params"
+    )
 
 
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):
@@ -83,7 +106,8 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
 
 
 def validate_args(args, defaults={}):  # noqa: B006
-    """Fills in what follows from other arguments, refuses what does not fit, prints all on rank 0; returns args."""
+    """Fills in what follows from other arguments, refuses what does not fit, prints all on rank 0;
+    returns args."""
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -92,7 +116,9 @@ def validate_args(args, defaults={}):  # noqa: B006
     _validate_precision(args)
     if args.use_distributed_optimizer:
         assert args.DDP_impl == "local", "the distributed optimizer needs --DDP-impl local"
-        assert args.use_contiguous_buffers_in_local_ddp, "the distributed optimizer needs contiguous buffers"
+        assert args.use_contiguous_buffers_in_local_ddp, (
+            "the distributed optimizer needs contiguous buffers"
+        )
     if args.DDP_impl != "local":
         args.use_contiguous_buffers_in_local_ddp = False
     args.iteration = args.curr_iteration = args.consumed_train_samples = 0
@@ -107,16 +133,26 @@ def _validate_sizes(args):
     args.virtual_pipeline_model_parallel_size = args.pipeline_model_parallel_split_rank = None
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.ds_sequence_parallel_size is not None:
-        assert model_parallel == 1, "--ds-sequence-parallel-size works without tensor and pipeline parallelism"
+        assert model_parallel == 1, (
+            "--ds-sequence-parallel-size works without tensor and pipeline parallelism"
+        )
         model_parallel = args.ds_sequence_parallel_size
-    assert args.world_size % model_parallel == 0, f"{args.world_size} ranks cannot be split by {model_parallel}"
+    assert args.world_size % model_parallel == 0, (
+        f"{args.world_size} ranks cannot be split by {model_parallel}"
+    )
     args.data_parallel_size = args.world_size // model_parallel
     step = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or step
-    assert args.global_batch_size % step == 0, f"global batch {args.global_batch_size} is not a multiple of {step}"
-    assert args.num_layers % args.pipeline_model_parallel_size == 0, "layers must divide evenly into stages"
+    assert args.global_batch_size % step == 0, (
+        f"global batch {args.global_batch_size} is not a multiple of {step}"
+    )
+    assert args.num_layers % args.pipeline_model_parallel_size == 0, (
+        "layers must divide evenly into stages"
+    )
     args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
-    assert not (args.experts and args.sequence_parallel), "experts do not know --sequence-parallel here"
+    assert not (args.experts and args.sequence_parallel), (
+        "experts do not know --sequence-parallel here"
+    )
 
 
 def _validate_precision(args):
@@ -132,7 +168,15 @@ def _validate_precision(args):
 
 def _print_args(args):
     if args.rank == 0:
-        lines = [f"  {name} {'.' * max(3, 48 - len(name))} {value}" for name, value in vars(args).items()]
+        lines = [
+            f"  {name} {'.' * max(3, 48 - len(name))} {value}" for name, value in vars(args).items()
+        ]
         print_rank_0(
-            "\n".join(["----- arguments -----", *sorted(lines, key=str.lower), "----- end of arguments -----"])
+            "\n".join(
+                [
+                    "----- arguments -----",
+                    *sorted(lines, key=str.lower),
+                    "----- end of arguments -----",
+                ]
+            )
         )

@@ -1,4 +1,5 @@
-"""Checkpoints: a file of the model, and the optimizer in a file a rank or with its tensors gathered in one."""
+"""Checkpoints: a file of the model, and the optimizer in a file a rank or with its tensors gathered
+in one."""
 
 import os
 import random
@@ -25,7 +26,8 @@ def _common_path(checkpoints_path, iteration):
 if FILE_LAYOUT == "per_rank":
 
     def get_checkpoint_names(checkpoints_path, iteration, use_distributed_optimizer):
-        """(file of the model, file of the optimizer), which is one file without the distributed optimizer."""
+        """(file of the model, file of the optimizer), which is one file without the distributed
+        optimizer."""
         path = _common_path(checkpoints_path, iteration)
         if not use_distributed_optimizer:
             return (os.path.join(path, "model_optim_rng.pt"),) * 2
@@ -87,7 +89,10 @@ def save_checkpoint(iteration, model, optimizer, opt_param_scheduler):
 def _optimizer_state(optimizer, opt_param_scheduler):
     if get_args().no_save_optim:
         return {}
-    return {"optimizer": optimizer.state_dict(), "opt_param_scheduler": opt_param_scheduler.state_dict()}
+    return {
+        "optimizer": optimizer.state_dict(),
+        "opt_param_scheduler": opt_param_scheduler.state_dict(),
+    }
 
 
 def _write(state_dict, name):
@@ -119,7 +124,8 @@ def _save_gathered(iteration, model_state, optimizer, opt_param_scheduler):
 
 
 def _load_base_checkpoint(load_dir):
-    """Collective: (state of the model, state of the optimizer, iteration), all None without a tracker file."""
+    """Collective: (state of the model, state of the optimizer, iteration), all None without a
+    tracker file."""
     tracker_filename = get_checkpoint_tracker_filename(load_dir)
     if not os.path.isfile(tracker_filename):
         print_rank_0(f"no {tracker_filename}, so nothing is loaded")
@@ -128,14 +134,18 @@ def _load_base_checkpoint(load_dir):
     if FILE_LAYOUT == "per_rank":
         distributed = get_args().use_distributed_optimizer
         other, _ = get_checkpoint_names(load_dir, iteration, not distributed)
-        assert not os.path.isfile(other), f"{other} was saved {'without' if distributed else 'with'} distopt"
+        assert not os.path.isfile(other), (
+            f"{other} was saved {'without' if distributed else 'with'} distopt"
+        )
         names = get_checkpoint_names(load_dir, iteration, distributed)
     else:
         names = (get_checkpoint_name(load_dir, iteration),) * 2
     try:
         model_state = torch.load(names[0], map_location="cpu", weights_only=False)
         same = names[0] == names[1]
-        optim_state = model_state if same else torch.load(names[1], map_location="cpu", weights_only=False)
+        optim_state = (
+            model_state if same else torch.load(names[1], map_location="cpu", weights_only=False)
+        )
     except BaseException as error:  # noqa: BLE001
         print_rank_0(f"no checkpoint can be read, leaving: {error}")
         sys.exit()

@@ -1,4 +1,5 @@
-"""What this fork does to megatron-core: runs its communication on a CPU, and adds and removes getters of groups."""
+"""What this fork does to megatron-core: runs its communication on a CPU, and adds and removes
+getters of groups."""
 
 import types
 
@@ -13,7 +14,8 @@ from .switches import DEVICE, FILE_LAYOUT
 
 
 class _TorchOnCpu(types.ModuleType):
-    """The torch of those modules only: `torch.cuda` of the process stays as it is, so nobody else is helped."""
+    """The torch of those modules only: `torch.cuda` of the process stays as it is, so nobody else
+    is helped."""
 
     cuda = types.SimpleNamespace(current_device=lambda: DEVICE, synchronize=lambda: None)
 
@@ -43,11 +45,14 @@ def _data_parallel_groups():
 
 
 def _split(groups, size):
-    """The group of this rank among blocks of `size` neighbours, and the one among the ranks `size` apart."""
+    """The group of this rank among blocks of `size` neighbours, and the one among the ranks `size`
+    apart."""
     mine = []
     for blocks in (True, False):
         for ranks in groups:
-            assert len(ranks) % size == 0, f"{len(ranks)} data-parallel ranks cannot be split by {size}"
+            assert len(ranks) % size == 0, (
+                f"{len(ranks)} data-parallel ranks cannot be split by {size}"
+            )
             count = len(ranks) // size if blocks else size
             for i in range(count):
                 members = list(ranks[i * size : (i + 1) * size] if blocks else ranks[i::size])
@@ -58,7 +63,8 @@ def _split(groups, size):
 
 
 def add_sequence_parallel_groups(size):
-    """As Megatron-DeepSpeed's: what was the data-parallel group becomes the sequence-data one and is split."""
+    """As Megatron-DeepSpeed's: what was the data-parallel group becomes the sequence-data one and
+    is split."""
     _add_getters("sequence_data_parallel", mpu.get_data_parallel_group())
     (sequence, _), (data, ranks) = _split(_data_parallel_groups(), size)
     _add_getters("sequence_parallel", sequence)
@@ -67,7 +73,8 @@ def add_sequence_parallel_groups(size):
 
 
 def add_expert_parallel_groups(size):
-    """Neighbours in the data-parallel group hold different experts; ranks `size` apart hold the same."""
+    """Neighbours in the data-parallel group hold different experts; ranks `size` apart hold the
+    same."""
     (expert, _), (expert_data, _) = _split(_data_parallel_groups(), size)
     _add_getters("expert_model_parallel", expert)
     _add_getters("expert_data_parallel", expert_data)

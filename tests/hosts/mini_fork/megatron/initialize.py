@@ -13,8 +13,11 @@ from .groups import add_expert_parallel_groups, add_sequence_parallel_groups
 from .timers import Timers
 
 
-def initialize_megatron(extra_args_provider=None, args_defaults=None, ignore_unknown_args=False, allow_no_cuda=False):
-    """Collective: sets the global variables and the process groups; `allow_no_cuda` is for the caller's comfort."""
+def initialize_megatron(
+    extra_args_provider=None, args_defaults=None, ignore_unknown_args=False, allow_no_cuda=False
+):
+    """Collective: sets the global variables and the process groups; `allow_no_cuda` is for the
+    caller's comfort."""
     args = parse_args(extra_args_provider, ignore_unknown_args)
     validate_args(args, args_defaults or {})
     set_global_variables(args, Timers())
@@ -30,7 +33,9 @@ def _initialize_distributed():
         torch.distributed.init_process_group("gloo", rank=args.rank, world_size=args.world_size)
     if mpu.model_parallel_is_initialized():
         return
-    mpu.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    mpu.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    )
     if args.ds_sequence_parallel_size is not None:
         add_sequence_parallel_groups(args.ds_sequence_parallel_size)
     if args.experts:

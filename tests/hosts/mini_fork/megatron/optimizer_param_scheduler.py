@@ -18,7 +18,9 @@ class OptimizerParamScheduler:
             group["weight_decay"] = self.wd * group.get("wd_mult", 1.0)
 
     def state_dict(self):
-        return {name: getattr(self, name) for name in ("max_lr", "lr_decay_steps", "wd", "num_steps")}
+        return {
+            name: getattr(self, name) for name in ("max_lr", "lr_decay_steps", "wd", "num_steps")
+        }
 
     def load_state_dict(self, state_dict):
         """Takes the values of the checkpoint; meant for a scheduler that has not stepped."""

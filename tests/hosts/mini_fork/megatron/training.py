@@ -33,7 +33,8 @@ def pretrain(
     Args:
         train_valid_test_dataset_provider: from the first iteration to an iterator of microbatches.
         model_provider: from (pre_process, post_process) to a module.
-        forward_step_func: from (iterator, model) to (output, function of the output to (loss, what to log)).
+        forward_step_func: from (iterator, model) to (output, function of the output to (loss, what
+            to log)).
     """
     initialize_megatron(extra_args_provider, args_defaults)
     args = get_args()
@@ -48,7 +49,9 @@ def pretrain(
 def get_model(model_provider_func, model_type=ModelType.encoder_or_decoder, wrap_with_ddp=True):
     """[the chunk of this rank], with its wrappers."""
     args = get_args()
-    model = model_provider_func(pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage())
+    model = model_provider_func(
+        pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage()
+    )
     model.model_type = model_type
     model.to(DEVICE)
     for param in model.parameters():
@@ -58,18 +61,25 @@ def get_model(model_provider_func, model_type=ModelType.encoder_or_decoder, wrap
     if wrap_with_ddp and args.DDP_impl == "torch":
         model = torchDDP(model, process_group=mpu.get_data_parallel_group())
     elif wrap_with_ddp:
-        model = LocalDDP(model, args.accumulate_allreduce_grads_in_fp32, args.use_contiguous_buffers_in_local_ddp)
+        model = LocalDDP(
+            model, args.accumulate_allreduce_grads_in_fp32, args.use_contiguous_buffers_in_local_ddp
+        )
     return [model]
 
 
 def get_optimizer_param_scheduler(optimizer):
     args = get_args()
     return OptimizerParamScheduler(
-        optimizer, max_lr=args.lr, lr_decay_steps=args.train_iters * args.global_batch_size, wd=args.weight_decay
+        optimizer,
+        max_lr=args.lr,
+        lr_decay_steps=args.train_iters * args.global_batch_size,
+        wd=args.weight_decay,
     )
 
 
-def setup_model_and_optimizer(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0):
+def setup_model_and_optimizer(
+    model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0
+):
     args = get_args()
     model = get_model(model_provider_func, model_type)
     optimizer = get_megatron_optimizer(model, no_wd_decay_cond, scale_lr_cond, lr_mult)
@@ -140,11 +150,17 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
         chunk.train()
     for iteration in range(args.iteration + 1, args.train_iters + 1):
         args.curr_iteration = iteration - 1  # the number of those before it
-        result = train_step(forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler)
+        result = train_step(
+            forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler
+        )
         args.consumed_train_samples += args.global_batch_size
         loss_scale = optimizer.get_loss_scale().item()
-        records.append(training_log(*result, iteration, optimizer.param_groups[0]["lr"], loss_scale, optimizer))
-        leaving = iteration == args.train_iters or (args.exit_interval and iteration % args.exit_interval == 0)
+        records.append(
+            training_log(*result, iteration, optimizer.param_groups[0]["lr"], loss_scale, optimizer)
+        )
+        leaving = iteration == args.train_iters or (
+            args.exit_interval and iteration % args.exit_interval == 0
+        )
         if args.save and (leaving or (args.save_interval and iteration % args.save_interval == 0)):
             save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
         if leaving:
@@ -153,7 +169,14 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, train_data_i
 
 
 def training_log(
-    loss_dict, skipped_iter, grad_norm, num_zeros_in_grad, iteration, learning_rate, loss_scale, optimizer
+    loss_dict,
+    skipped_iter,
+    grad_norm,
+    num_zeros_in_grad,
+    iteration,
+    learning_rate,
+    loss_scale,
+    optimizer,
 ):
     """Prints a line and returns it as a dict."""
     args = get_args()
@@ -188,15 +211,23 @@ def _optimizer_states(optimizer):
 def write_curves(filename, records, model, optimizer):
     """Collective: rank 0 writes what the last rank has logged, and what every rank holds."""
     mine = {
-        "params": {name: _sha256(param) for name, param in unwrap_model(model)[0].named_parameters()},
+        "params": {
+            name: _sha256(param) for name, param in unwrap_model(model)[0].named_parameters()
+        },
         "optimizer_module": type(optimizer).__module__,
     }
     everyones = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyones, (records, mine))
     if torch.distributed.get_rank() == 0:
         with open(filename, "w") as file:
-            json.dump({"iterations": everyones[-1][0], "ranks": [rank for _, rank in everyones]}, file, indent=1)
+            json.dump(
+                {"iterations": everyones[-1][0], "ranks": [rank for _, rank in everyones]},
+                file,
+                indent=1,
+            )
 
 
 def _sha256(param):
-    return hashlib.sha256(param.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        param.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+    ).hexdigest()

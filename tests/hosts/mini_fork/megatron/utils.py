@@ -18,11 +18,16 @@ def print_rank_last(message):
 
 
 def unwrap_model(model, module_instances=None):
-    """The innermost module of each chunk; by default through torch's DDP, this fork's DDP and Float16Module."""
+    """The innermost module of each chunk; by default through torch's DDP, this fork's DDP and
+    Float16Module."""
     if module_instances is None:
         from megatron.model import DistributedDataParallel, Float16Module
 
-        module_instances = (torch.nn.parallel.DistributedDataParallel, DistributedDataParallel, Float16Module)
+        module_instances = (
+            torch.nn.parallel.DistributedDataParallel,
+            DistributedDataParallel,
+            Float16Module,
+        )
     chunks = model if isinstance(model, list) else [model]
     unwrapped = []
     for chunk in chunks:

@@ -23,16 +23,19 @@ class MemoryBuffer:
     def get(self, shape, start_index):
         """A view of that shape."""
         end_index = start_index + shape.numel()
-        assert end_index <= self.numel, f"[{start_index}, {end_index}) is out of the buffer's {self.numel}"
+        assert end_index <= self.numel, (
+            f"[{start_index}, {end_index}) is out of the buffer's {self.numel}"
+        )
         return self.data[start_index:end_index].view(shape)
 
 
 class DistributedDataParallel(MegatronModule):
-    """Adds gradients into buffers as they come; `allreduce_gradients` averages them when it is called.
+    """Adds gradients into buffers as they come; `allreduce_gradients` averages them when it is
+    called.
 
-    The first parameter lies last: backward meets the parameters in about that order. Experts are averaged over
-    the whole data-parallel group like anything else, and sequence parallelism is not known, as in
-    Megatron-DeepSpeed; MINI_FORK_REPAIRED=1 mends both.
+    The first parameter lies last: backward meets the parameters in about that order. Experts are
+    averaged over the whole data-parallel group like anything else, and sequence parallelism is not
+    known, as in Megatron-DeepSpeed; MINI_FORK_REPAIRED=1 mends both.
     """
 
     def __init__(self, module, accumulate_allreduce_grads_in_fp32, use_contiguous_buffers):
@@ -40,7 +43,9 @@ class DistributedDataParallel(MegatronModule):
         self.module = module
         self.accumulate_allreduce_grads_in_fp32 = accumulate_allreduce_grads_in_fp32
         self.use_contiguous_buffers = use_contiguous_buffers
-        assert use_contiguous_buffers or not accumulate_allreduce_grads_in_fp32, "fp32 grads live in buffers"
+        assert use_contiguous_buffers or not accumulate_allreduce_grads_in_fp32, (
+            "fp32 grads live in buffers"
+        )
         self._grad_buffers = self._grad_buffer_param_index_map = None
         self._experts_apart = []
         if use_contiguous_buffers:
@@ -101,6 +106,7 @@ def _group_of_dense():
 
 
 def _average(tensor, group):
-    """The loss is a mean over all data-parallel ranks, so an expert's gradient is divided by all of them too."""
+    """The loss is a mean over all data-parallel ranks, so an expert's gradient is divided by all of
+    them too."""
     tensor /= torch.distributed.get_world_size(group=_group_of_dense())
     torch.distributed.all_reduce(tensor, group=group)

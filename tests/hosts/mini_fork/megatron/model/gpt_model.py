@@ -1,7 +1,8 @@
-"""A GPT of tensor-parallel layers, cut into pipeline stages; activations are [sequence, batch, hidden].
+"""A GPT of tensor-parallel layers, cut into pipeline stages; activations are [sequence, batch,
+hidden].
 
-Weights depend on the seed and the number of the layer only, so all tensor and pipeline sizes begin with the same
-model.
+Weights depend on the seed and the number of the layer only, so all tensor and pipeline sizes begin
+with the same model.
 """
 
 import torch
@@ -15,7 +16,8 @@ from .module import MegatronModule
 
 
 def _seed(seed):
-    """On the CPU alone: `torch.manual_seed` keeps a stack trace for CUDA, which takes longer than to make a layer."""
+    """On the CPU alone: `torch.manual_seed` keeps a stack trace for CUDA, which takes longer than
+    to make a layer."""
     torch.default_generator.manual_seed(seed)
 
 
@@ -57,11 +59,14 @@ class LayerNorm(torch.nn.LayerNorm):
             param.sequence_parallel = args.sequence_parallel
 
     def forward(self, x):
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps).to(x)
+        return F.layer_norm(
+            x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
+        ).to(x)
 
 
 class Attention(MegatronModule):
-    """Causal; with --multi-query all heads share one head of keys and values, whose params every TP rank has."""
+    """Causal; with --multi-query all heads share one head of keys and values, whose params every TP
+    rank has."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +84,8 @@ class Attention(MegatronModule):
         self.dense = _row(args.hidden_size, args.hidden_size)
 
     def forward(self, x):
-        q, k, v = (part.permute(1, 2, 0, 3).float() for part in self._project(x))  # [batch, heads, sequence, width]
+        # [batch, heads, sequence, width]
+        q, k, v = (part.permute(1, 2, 0, 3).float() for part in self._project(x))
         scores = q @ k.transpose(-1, -2) / self.width**0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(later, -1e4).softmax(-1)
@@ -92,8 +98,11 @@ class Attention(MegatronModule):
             mixed = self.query_key_value(x)[0]
             return mixed.view(*mixed.shape[:2], self.heads, 3 * self.width).chunk(3, dim=-1)
         query = self.query(x)[0]
-        mixed = self.key_value(mappings.gather_from_sequence_parallel_region(x) if self.sequence_parallel else x)
-        if not self.sequence_parallel:  # else its gradients are of this rank's heads; the optimizer adds them up
+        mixed = self.key_value(
+            mappings.gather_from_sequence_parallel_region(x) if self.sequence_parallel else x
+        )
+        # else its gradients are of this rank's heads; the optimizer adds them up
+        if not self.sequence_parallel:
             mixed = mappings.copy_to_tensor_model_parallel_region(mixed)
         key, value = mixed.unsqueeze(2).chunk(2, dim=-1)
         return query.view(*query.shape[:2], self.heads, self.width), key, value
@@ -111,7 +120,8 @@ class MLP(MegatronModule):
 
 
 class Expert(MegatronModule):
-    """One matrix, another on each expert-parallel rank; tokens go to the expert of their own rank."""
+    """One matrix, another on each expert-parallel rank; tokens go to the expert of their own
+    rank."""
 
     def __init__(self, seed):
         super().__init__()
@@ -148,11 +158,17 @@ class Embedding(MegatronModule):
         _seed(args.seed)
         self.sequence_parallel = args.sequence_parallel
         self.word_embeddings = _word_embeddings()
-        self.position_embeddings = torch.nn.Embedding(args.max_position_embeddings, args.hidden_size)
+        self.position_embeddings = torch.nn.Embedding(
+            args.max_position_embeddings, args.hidden_size
+        )
         _init(self.position_embeddings.weight.data)
 
     def forward(self, tokens, positions):
-        x = (self.word_embeddings(tokens) + self.position_embeddings(positions)).transpose(0, 1).contiguous()
+        x = (
+            (self.word_embeddings(tokens) + self.position_embeddings(positions))
+            .transpose(0, 1)
+            .contiguous()
+        )
         return mappings.scatter_to_sequence_parallel_region(x) if self.sequence_parallel else x
 
 
@@ -182,7 +198,9 @@ class GPTModel(MegatronModule):
 
     def __init__(self, pre_process=True, post_process=True):
         args = get_args()
-        super().__init__(share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights)
+        super().__init__(
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights
+        )
         self.pre_process, self.post_process = pre_process, post_process
         self.sequence_parallel, self.input_tensor = args.sequence_parallel, None
         self.language_model = LanguageModel(pre_process, post_process)
@@ -210,14 +228,20 @@ class GPTModel(MegatronModule):
             torch.distributed.all_reduce(weight, group=mpu.get_embedding_group())
 
     def shared_embedding_or_output_weight(self):
-        assert self.share_embeddings_and_output_weights or self.pre_process, "the output weights are not shared"
+        assert self.share_embeddings_and_output_weights or self.pre_process, (
+            "the output weights are not shared"
+        )
         return (self.language_model.embedding if self.pre_process else self).word_embeddings.weight
 
     def set_input_tensor(self, input_tensor):
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, tokens, positions, labels):
-        x = self.language_model.embedding(tokens, positions) if self.pre_process else self.input_tensor
+        x = (
+            self.language_model.embedding(tokens, positions)
+            if self.pre_process
+            else self.input_tensor
+        )
         x = self.language_model.encoder(x)
         return self._losses(x, labels) if self.post_process else x
 
@@ -229,7 +253,9 @@ class GPTModel(MegatronModule):
         logits = layers.linear_with_grad_accumulation_and_async_allreduce(
             x, weight, None, False, False, self.sequence_parallel
         )
-        losses = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels.transpose(0, 1).contiguous())
+        losses = tensor_parallel.vocab_parallel_cross_entropy(
+            logits.float(), labels.transpose(0, 1).contiguous()
+        )
         return losses.transpose(0, 1).contiguous()
 
 

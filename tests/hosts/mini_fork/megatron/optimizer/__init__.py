@@ -25,7 +25,9 @@ def get_param_groups(modules, no_weight_decay_cond, scale_lr_cond, lr_mult):
             else:
                 no_wd = name.endswith(".bias") or param.ndim == 1
             scale_lr = scale_lr_cond is not None and scale_lr_cond(name, param)
-            members[("no_wd_" if no_wd else "wd_") + ("scale_lr" if scale_lr else "no_scale_lr")][2].append(param)
+            members[("no_wd_" if no_wd else "wd_") + ("scale_lr" if scale_lr else "no_scale_lr")][
+                2
+            ].append(param)
     return [
         {"name": name, "params": params, "wd_mult": wd, "lr_mult": lr}
         for name, (wd, lr, params) in members.items()
@@ -71,10 +73,16 @@ def _get_grad_scaler(args):
 def get_megatron_optimizer(model, no_weight_decay_cond=None, scale_lr_cond=None, lr_mult=1.0):
     """The optimizer of these chunks."""
     args = get_args()
-    optimizer = _get_base_optimizer(args, get_param_groups(model, no_weight_decay_cond, scale_lr_cond, lr_mult))
+    optimizer = _get_base_optimizer(
+        args, get_param_groups(model, no_weight_decay_cond, scale_lr_cond, lr_mult)
+    )
     contiguous = args.use_contiguous_buffers_in_local_ddp
     common = (optimizer, args.clip_grad, args.log_num_zeros_in_grad, contiguous, contiguous)
     if args.fp16 or args.bf16 or args.use_distributed_optimizer:
-        kind = DistributedOptimizer if args.use_distributed_optimizer else Float16OptimizerWithFloat16Params
+        kind = (
+            DistributedOptimizer
+            if args.use_distributed_optimizer
+            else Float16OptimizerWithFloat16Params
+        )
         return kind(*common, args.fp16, args.bf16, args.params_dtype, _get_grad_scaler(args), model)
     return FP32Optimizer(*common, model)

@@ -7,7 +7,8 @@ from megatron.model.module import param_is_not_shared
 
 
 def clip_grad_norm_fp32(parameters, grads_for_norm, max_norm, model_parallel_group=None):
-    """Collective: scales the gradients in place so that their norm is at most `max_norm`; returns what it was."""
+    """Collective: scales the gradients in place so that their norm is at most `max_norm`; returns
+    what it was."""
     grads = [param.grad.detach() for param in parameters if param.grad is not None]
     assert all(grad.dtype == torch.float for grad in grads), "gradients must be fp32"
     norms = torch.stack([grad.norm() for grad in grads_for_norm] or [torch.zeros(())])
@@ -25,7 +26,11 @@ def count_zeros_fp32(parameters, model_parallel_group):
     """Collective: the number of zeros in the gradients, a replicated param counting once."""
     zeros = torch.zeros(1)
     for param in parameters:
-        if param.grad is not None and param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
+        if (
+            param.grad is not None
+            and param_is_not_shared(param)
+            and param_is_not_tensor_parallel_duplicate(param)
+        ):
             zeros += param.grad.numel() - torch.count_nonzero(param.grad)
     torch.distributed.all_reduce(zeros, group=model_parallel_group)
     return zeros.item()

@@ -1,6 +1,7 @@
 """The distributed optimizer: every data-parallel rank updates one piece of each gradient buffer.
 
-Quirks of the real ones are kept and listed in README.md. `DistributedOptimizer` is one of two classes.
+Quirks of the real ones are kept and listed in README.md. `DistributedOptimizer` is one of two
+classes.
 """
 
 import math
@@ -12,7 +13,13 @@ from megatron.core import mpu
 from ..switches import FILE_LAYOUT
 from .device import FLOAT, HALVES, current_device, untyped_storage
 from .fused_adam import Adam
-from .optimizer import MixedPrecisionOptimizer, _zero_grad_group_helper, copy_attributes, copy_groups, timed
+from .optimizer import (
+    MixedPrecisionOptimizer,
+    _zero_grad_group_helper,
+    copy_attributes,
+    copy_groups,
+    timed,
+)
 
 STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
 
@@ -35,7 +42,8 @@ class _Sharded(MixedPrecisionOptimizer):
 
     @classmethod
     def build_model_gbuf_param_range_map(cls, model, dtype, gbuf_world_range):
-        """Of each param that meets this rank's piece: where the intersection lies in buffer, piece and param."""
+        """Of each param that meets this rank's piece: where the intersection lies in buffer, piece
+        and param."""
         param_range_map = {}
         for param, (start, end) in model._grad_buffer_param_index_map[dtype].items():
             world = Range(max(start, gbuf_world_range.start), min(end, gbuf_world_range.end))
@@ -77,7 +85,8 @@ class _Sharded(MixedPrecisionOptimizer):
 
     @classmethod
     def build_optimizer_group_ranges(cls, param_groups, model_gbuf_ranges):
-        """(param to (group, place in the group), groups of this rank), both in the order of the buffers.
+        """(param to (group, place in the group), groups of this rank), both in the order of the
+        buffers.
 
         with per-rank files it leaves out groups of which the rank has nothing.
         """
@@ -89,12 +98,15 @@ class _Sharded(MixedPrecisionOptimizer):
                     group_ranges[group_of[param]]["params"].append(param)
         if FILE_LAYOUT == "per_rank":
             group_ranges = [group_range for group_range in group_ranges if group_range["params"]]
-        index_map = {p: (i, j) for i, group in enumerate(group_ranges) for j, p in enumerate(group["params"])}
+        index_map = {
+            p: (i, j) for i, group in enumerate(group_ranges) for j, p in enumerate(group["params"])
+        }
         return index_map, group_ranges
 
     @classmethod
     def build_model_and_main_param_groups(cls, model_gbuf_ranges, param_gbuf_map, opt_group_ranges):
-        """Five lists of groups of tensors, see __init__; writes the shards into the param groups of the optimizer."""
+        """Five lists of groups of tensors, see __init__; writes the shards into the param groups of
+        the optimizer."""
         result = ([], [], [], [], [])
         for group_range in opt_group_ranges:
             model_halves, model_floats, shard_halves, shard_floats, mains = ([] for _ in result)
@@ -148,7 +160,9 @@ class _Sharded(MixedPrecisionOptimizer):
             grad_scaler,
             models,
         )
-        assert use_contiguous_buffers_in_local_ddp, "the distributed optimizer needs contiguous buffers"
+        assert use_contiguous_buffers_in_local_ddp, (
+            "the distributed optimizer needs contiguous buffers"
+        )
         self._check_optimizer(optimizer)
         self.model_gbuf_ranges = [self.build_model_gbuf_range_map(model) for model in models]
         self.model_param_gbuf_map = self.build_model_param_gbuf_map(self.model_gbuf_ranges)
@@ -165,16 +179,20 @@ class _Sharded(MixedPrecisionOptimizer):
             self.model_gbuf_ranges, self.model_param_gbuf_map, self.opt_group_ranges
         )
         self.param_buffers = [
-            {dtype: self._alias(buffer) for dtype, buffer in model._grad_buffers.items()} for model in models
+            {dtype: self._alias(buffer) for dtype, buffer in model._grad_buffers.items()}
+            for model in models
         ]
-        optimizer.param_groups = [group_range["orig_group"] for group_range in self.opt_group_ranges]
+        optimizer.param_groups = [
+            group_range["orig_group"] for group_range in self.opt_group_ranges
+        ]
         optimizer.load_state_dict(optimizer.state_dict())
 
     def _check_optimizer(self, optimizer):
         pass
 
     def _alias(self, grad_buffer):
-        """The memory of a gradient buffer as params of `params_dtype`, which are not wider than gradients."""
+        """The memory of a gradient buffer as params of `params_dtype`, which are not wider than
+        gradients."""
         storage = untyped_storage(grad_buffer.data)
         return torch.tensor(storage, dtype=self.params_dtype)[: grad_buffer.numel_padded]
 
@@ -203,20 +221,28 @@ class _Sharded(MixedPrecisionOptimizer):
         ranks, items = mpu.get_data_parallel_world_size(), []
         for model_index, buffers in enumerate(model_buffers):
             for dtype, buffer in buffers.items():
-                assert buffer.numel() % ranks == 0, f"{buffer.numel()} elements cannot be split by {ranks}"
-                items.append((model_index, dtype, buffer, list(buffer.split(buffer.numel() // ranks))))
+                assert buffer.numel() % ranks == 0, (
+                    f"{buffer.numel()} elements cannot be split by {ranks}"
+                )
+                items.append(
+                    (model_index, dtype, buffer, list(buffer.split(buffer.numel() // ranks)))
+                )
         return items
 
     def get_model_grad_buffer_dp_views(self):
         return self.get_model_buffer_dp_views(
-            [{dtype: buffer.data for dtype, buffer in model._grad_buffers.items()} for model in self.models]
+            [
+                {dtype: buffer.data for dtype, buffer in model._grad_buffers.items()}
+                for model in self.models
+            ]
         )
 
     def get_model_param_buffer_dp_views(self):
         return self.get_model_buffer_dp_views(self.param_buffers)
 
     def reduce_model_grads(self, args, timers):
-        """Collective: embeddings before the reduce-scatter, unlike the optimizers that hold everything."""
+        """Collective: embeddings before the reduce-scatter, unlike the optimizers that hold
+        everything."""
         self._reduce_partial_grads(args, timers)
         with timed(timers, args, "embedding-grads-all-reduce"):
             self.allreduce_embedding_grads(args)
@@ -251,10 +277,15 @@ class _Sharded(MixedPrecisionOptimizer):
 
     def _copy_model_grads_to_main_grads(self):
         for model_param, shard in self._pairs():
-            shard.grad = self.get_model_param_range_map(model_param)["param"].of(model_param.main_grad).float()
+            shard.grad = (
+                self.get_model_param_range_map(model_param)["param"]
+                .of(model_param.main_grad)
+                .float()
+            )
 
     def _copy_main_params_to_model_params(self):
-        """Into the param buffers, rounding to `params_dtype`; `gather_model_params` does the rest."""
+        """Into the param buffers, rounding to `params_dtype`; `gather_model_params` does the
+        rest."""
         for model_param, shard in self._pairs():
             model_index, dtype = self.model_param_gbuf_map[model_param]
             world = self.get_model_param_range_map(model_param)["gbuf_world"]
@@ -262,7 +293,8 @@ class _Sharded(MixedPrecisionOptimizer):
 
 
 class _PerRankState(_Sharded):
-    """Per-rank files: all of the state in `state_dict()`, for a file a rank; nothing reloads the main params."""
+    """Per-rank files: all of the state in `state_dict()`, for a file a rank; nothing reloads the
+    main params."""
 
     def state_dict(self):
         mains = self.shard_fp32_from_float16_groups
@@ -273,18 +305,25 @@ class _PerRankState(_Sharded):
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self._load_grad_scaler(state_dict)
-        copy_groups(state_dict["shard_fp32_from_float16_groups"], self.shard_fp32_from_float16_groups)
+        copy_groups(
+            state_dict["shard_fp32_from_float16_groups"], self.shard_fp32_from_float16_groups
+        )
 
 
 class _GatheredState(_Sharded):
-    """Gathered file: `state_dict()` has what is the same on all ranks, the rest goes through the first of them."""
+    """Gathered file: `state_dict()` has what is the same on all ranks, the rest goes through the
+    first of them."""
 
     def _check_optimizer(self, optimizer):
-        assert isinstance(optimizer, Adam), f"{type(optimizer).__name__} is not Adam, whose state the checkpoint has"
+        assert isinstance(optimizer, Adam), (
+            f"{type(optimizer).__name__} is not Adam, whose state the checkpoint has"
+        )
 
     def _copy_model_params_to_main_params(self):
         for model_param, shard in self._pairs():
-            shard.data.copy_(self.get_model_param_range_map(model_param)["param"].of(model_param.detach()))
+            shard.data.copy_(
+                self.get_model_param_range_map(model_param)["param"].of(model_param.detach())
+            )
 
     def state_dict(self):
         inner = {key: value for key, value in self.optimizer.state_dict().items() if key != "state"}
@@ -293,43 +332,60 @@ class _GatheredState(_Sharded):
         return self._with_grad_scaler({"optimizer": inner})
 
     def load_state_dict(self, state_dict):
-        """Makes room for the state, which `load_parameter_state` fills; a `step` of a param is not among it."""
+        """Makes room for the state, which `load_parameter_state` fills; a `step` of a param is not
+        among it."""
         places = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         state = {}
         for _, _, _, _, param_range, (group, order) in self._shards():
             numel = param_range["gbuf_world"].size
             state[places[group][order]] = {
-                key: torch.empty(numel, dtype=torch.float, device=current_device()) for key in STATE_KEYS[1:]
+                key: torch.empty(numel, dtype=torch.float, device=current_device())
+                for key in STATE_KEYS[1:]
             }
         groups = [
-            {**group, "params": list(places[i])} for i, group in enumerate(state_dict["optimizer"]["param_groups"])
+            {**group, "params": list(places[i])}
+            for i, group in enumerate(state_dict["optimizer"]["param_groups"])
         ]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._load_grad_scaler(state_dict)
 
     def _shards(self):
-        """(chunk, dtype, buffer, model param, its ranges, (group, place)) of this rank, in the order of the buffers."""
+        """(chunk, dtype, buffer, model param, its ranges, (group, place)) of this rank, in the
+        order of the buffers."""
         for model_index, by_dtype in enumerate(self.model_gbuf_ranges):
             for dtype, gbuf_range in by_dtype.items():
                 buffer = self.models[model_index]._grad_buffers[dtype]
                 for param, param_range in gbuf_range["param_map"].items():
-                    yield model_index, dtype, buffer, param, param_range, self.model_param_group_index_map[param]
+                    yield (
+                        model_index,
+                        dtype,
+                        buffer,
+                        param,
+                        param_range,
+                        self.model_param_group_index_map[param],
+                    )
 
     def _tensors_by_range(self, model_index, dtype):
-        """[(range in the piece, {key: tensor})]; in a group of two dtypes these are the wrong tensors."""
+        """[(range in the piece, {key: tensor})]; in a group of two dtypes these are the wrong
+        tensors."""
         found = []
         for index, of_dtype, _, _, param_range, (group, order) in self._shards():
             if (index, of_dtype) == (model_index, dtype):
                 main = self.optimizer.param_groups[group]["params"][order]
-                found.append((param_range["gbuf_local"], {"param": main, **self.optimizer.state[main]}))
+                found.append(
+                    (param_range["gbuf_local"], {"param": main, **self.optimizer.state[main]})
+                )
         return found
 
     def save_parameter_state(self, filename):
-        """Collective: the first data-parallel rank writes {chunk: {dtype: {key: fp32, 1-D [numel_padded]}}}."""
+        """Collective: the first data-parallel rank writes {chunk: {dtype: {key: fp32, 1-D
+        [numel_padded]}}}."""
         rank, ranks = mpu.get_data_parallel_rank(), list(mpu._DATA_PARALLEL_GLOBAL_RANKS)
         state = {}
         for model_index, model in enumerate(self.models):
-            assert len(model._grad_buffers) == 1, f"{len(model._grad_buffers)} grad dtypes, where a file has one"
+            assert len(model._grad_buffers) == 1, (
+                f"{len(model._grad_buffers)} grad dtypes, where a file has one"
+            )
             for dtype, buffer in model._grad_buffers.items():
                 world = {}
                 for key in STATE_KEYS:
@@ -337,7 +393,9 @@ class _GatheredState(_Sharded):
                     for local_range, tensors in self._tensors_by_range(model_index, dtype):
                         local_range.of(local).data.copy_(tensors[key].detach())
                     received = [torch.empty_like(local) for _ in ranks] if rank == 0 else None
-                    torch.distributed.gather(local, received, ranks[0], mpu.get_data_parallel_group_gloo())
+                    torch.distributed.gather(
+                        local, received, ranks[0], mpu.get_data_parallel_group_gloo()
+                    )
                     world[key] = torch.cat(received) if rank == 0 else None
                 state.setdefault(model_index, {})[dtype] = world
         if rank == 0:
@@ -351,8 +409,14 @@ class _GatheredState(_Sharded):
             for dtype, buffer in model._grad_buffers.items():
                 for key in STATE_KEYS:
                     local = torch.empty(buffer.numel_padded // len(ranks))
-                    sent = list(state[model_index][dtype][key].split(local.numel())) if rank == 0 else None
-                    torch.distributed.scatter(local, sent, ranks[0], mpu.get_data_parallel_group_gloo())
+                    sent = (
+                        list(state[model_index][dtype][key].split(local.numel()))
+                        if rank == 0
+                        else None
+                    )
+                    torch.distributed.scatter(
+                        local, sent, ranks[0], mpu.get_data_parallel_group_gloo()
+                    )
                     for local_range, tensors in self._tensors_by_range(model_index, dtype):
                         tensors[key].data.copy_(local_range.of(local))
 

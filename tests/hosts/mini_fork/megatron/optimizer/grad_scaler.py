@@ -33,11 +33,19 @@ class ConstantGradScaler(MegatronGradScaler):
 class DynamicGradScaler(MegatronGradScaler):
     """Backs off after `hysteresis` overflows, grows after `growth_interval` steps without one."""
 
-    def __init__(self, initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis):
+    def __init__(
+        self, initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis
+    ):
         super().__init__(initial_scale)
-        assert 0.0 < min_scale <= initial_scale, f"min scale {min_scale} must be in (0, {initial_scale}]"
-        assert growth_factor > 1.0 > backoff_factor > 0.0, f"grows by {growth_factor}, backs off by {backoff_factor}"
-        assert growth_interval > 0 and hysteresis > 0, "growth interval and hysteresis must be positive"
+        assert 0.0 < min_scale <= initial_scale, (
+            f"min scale {min_scale} must be in (0, {initial_scale}]"
+        )
+        assert growth_factor > 1.0 > backoff_factor > 0.0, (
+            f"grows by {growth_factor}, backs off by {backoff_factor}"
+        )
+        assert growth_interval > 0 and hysteresis > 0, (
+            "growth interval and hysteresis must be positive"
+        )
         self.min_scale = torch.tensor([min_scale], dtype=torch.float, device=DEVICE)
         self.growth_factor = torch.tensor([growth_factor], dtype=torch.float, device=DEVICE)
         self.backoff_factor = torch.tensor([backoff_factor], dtype=torch.float, device=DEVICE)

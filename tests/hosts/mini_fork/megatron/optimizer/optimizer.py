@@ -38,7 +38,9 @@ def timed(timers, args, name):
 
 def _promoted(name):
     """An attribute of the inner optimizer, live in both directions."""
-    return property(lambda self: getattr(self.optimizer, name), lambda self, v: setattr(self.optimizer, name, v))
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, v: setattr(self.optimizer, name, v)
+    )
 
 
 class MegatronOptimizer(ABC):
@@ -63,7 +65,9 @@ class MegatronOptimizer(ABC):
         models,
     ):
         assert optimizer, "an inner optimizer is needed"
-        assert params_have_main_grad or not use_contiguous_buffers_in_local_ddp, "contiguous buffers hold main grads"
+        assert params_have_main_grad or not use_contiguous_buffers_in_local_ddp, (
+            "contiguous buffers hold main grads"
+        )
         self.optimizer, self.models = optimizer, models
         self.clip_grad, self.log_num_zeros_in_grad = clip_grad, log_num_zeros_in_grad
         self.params_have_main_grad = params_have_main_grad
@@ -94,7 +98,9 @@ class MegatronOptimizer(ABC):
         )
 
     def count_zeros(self):
-        return count_zeros_fp32(self.get_parameters(), model_parallel_group=self.get_model_parallel_group())
+        return count_zeros_fp32(
+            self.get_parameters(), model_parallel_group=self.get_model_parallel_group()
+        )
 
     def scale_loss(self, loss):
         return self.get_loss_scale() * loss
@@ -131,7 +137,8 @@ class MegatronOptimizer(ABC):
         """Nothing: every rank has updated all of them."""
 
     def _allreduce_coalesced(self, args, wanted):
-        """Collective: sums gradients of the named params that are `wanted` over the tensor-parallel group."""
+        """Collective: sums gradients of the named params that are `wanted` over the tensor-parallel
+        group."""
         grads = [
             (param.main_grad if args.DDP_impl == "local" else param.grad).data
             for model in unwrap_model(self.models)
@@ -145,16 +152,22 @@ class MegatronOptimizer(ABC):
 
     def allreduce_layernorm_grads(self, args):
         if mpu.get_tensor_model_parallel_world_size() > 1 and args.sequence_parallel:
-            self._allreduce_coalesced(args, lambda _, param: getattr(param, "sequence_parallel", False))
+            self._allreduce_coalesced(
+                args, lambda _, param: getattr(param, "sequence_parallel", False)
+            )
 
     def allreduce_key_value_grads(self, args):
-        """Each tensor-parallel rank has seen its own heads only; whether so, the callers ask, as in the child."""
+        """Each tensor-parallel rank has seen its own heads only; whether so, the callers ask, as in
+        the child."""
         if args.attention_head_type != "multiquery":
             raise AttributeError("the attention has no key_value")
         self._allreduce_coalesced(args, lambda name, _: ".key_value." in name)
 
     def allreduce_embedding_grads(self, args):
-        if mpu.is_rank_in_embedding_group(ignore_virtual=True) and mpu.get_pipeline_model_parallel_world_size() > 1:
+        if (
+            mpu.is_rank_in_embedding_group(ignore_virtual=True)
+            and mpu.get_pipeline_model_parallel_world_size() > 1
+        ):
             first = mpu.is_pipeline_first_stage(ignore_virtual=True)
             model = unwrap_model(self.models[0 if first else -1])
             if model.share_embeddings_and_output_weights:
@@ -163,7 +176,8 @@ class MegatronOptimizer(ABC):
                 torch.distributed.all_reduce(grad, group=mpu.get_embedding_group())
 
     def _reduce_partial_grads(self, args, timers):
-        """Collective: over the tensor-parallel group; without sequence parallelism the model has summed key-values."""
+        """Collective: over the tensor-parallel group; without sequence parallelism the model has
+        summed key-values."""
         with timed(timers, args, "layernorm-grads-all-reduce"):
             self.allreduce_layernorm_grads(args)
         is_split = mpu.get_tensor_model_parallel_world_size() > 1
@@ -186,15 +200,21 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
     """With fp32 copies of 16-bit params, and a loss scale.
 
     Args:
-        args: those of `MegatronOptimizer`; before the last of them fp16, bf16, params_dtype and grad_scaler. A
-            grad_scaler of None stands for a scale of 1 without a test for overflow; fp16 needs one.
+        args: those of `MegatronOptimizer`; before the last of them fp16, bf16, params_dtype and
+            grad_scaler. A grad_scaler of None stands for a scale of 1 without a test for overflow;
+            fp16 needs one.
     """
 
     def __init__(self, *args):
         *of_all, self.fp16, self.bf16, self.params_dtype, self.grad_scaler, models = args
         super().__init__(*of_all, models)
-        assert self.grad_scaler is not None or not self.fp16, "fp16 does not go without a loss scale"
-        self.found_inf, self._scale_one = torch.zeros(1, device=DEVICE), torch.ones(1, device=DEVICE)
+        assert self.grad_scaler is not None or not self.fp16, (
+            "fp16 does not go without a loss scale"
+        )
+        self.found_inf, self._scale_one = (
+            torch.zeros(1, device=DEVICE),
+            torch.ones(1, device=DEVICE),
+        )
 
     def get_loss_scale(self):
         return self._scale_one if self.grad_scaler is None else self.grad_scaler.scale
@@ -230,7 +250,9 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
         return True, grad_norm, num_zeros
 
     def _with_grad_scaler(self, state_dict):
-        return state_dict | ({"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {})
+        return state_dict | (
+            {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
+        )
 
     def _load_grad_scaler(self, state_dict):
         if "grad_scaler" not in state_dict:
@@ -266,7 +288,11 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
             self.fp32_from_fp32_groups.append(floats)
 
     def zero_grad(self, set_to_none=True):
-        for groups in (self.float16_groups, self.fp32_from_float16_groups, self.fp32_from_fp32_groups):
+        for groups in (
+            self.float16_groups,
+            self.fp32_from_float16_groups,
+            self.fp32_from_fp32_groups,
+        ):
             for group in groups:
                 _zero_grad_group_helper(group, set_to_none)
 
@@ -280,7 +306,9 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
         return model, main
 
     def _copy_model_grads_to_main_grads(self):
-        for model_group, main_group in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True):
+        for model_group, main_group in zip(
+            self.float16_groups, self.fp32_from_float16_groups, strict=True
+        ):
             for model_param, main_param in zip(model_group, main_group, strict=True):
                 if self.params_have_main_grad:
                     main_param.grad = model_param.main_grad.float()
@@ -300,7 +328,10 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
 
     def state_dict(self):
         return self._with_grad_scaler(
-            {"optimizer": self.optimizer.state_dict(), "fp32_from_fp16_params": self.fp32_from_float16_groups}
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "fp32_from_fp16_params": self.fp32_from_float16_groups,
+            }
         )
 
     def load_state_dict(self, state_dict):
