@@ -46,8 +46,7 @@ from megatron_distopt.layout.estimate import (
 DESCRIPTION = """Works out, before anything is started, what a choice of parallel sizes, dtypes
 and buckets costs: bytes a rank by kind, buckets, and what a step's collectives
 send. Several values of a flag are compared in one table. With --memory the
-table has all forms of the optimizer state that fit into a device, and what
-changes least about the training is first.
+table has only the choices that fit into a device.
 
 The model is a Megatron GPT. docs/plan.md says what each figure means."""
 
@@ -79,23 +78,7 @@ _SWITCHES = (
     ("--tied", {"is_tied": True}, "the output layer is the word embedding; the default"),
     ("--llama", LLAMA, "--gated --rms --rotary --no-bias --untied"),
 )
-#: With `--memory`, the forms of main params that are tried by dtype of the params, and those of
-#: both moments: one of each number of bytes.
-_MAINS = {
-    "bf16": ("float32", "remainder", "bfloat16"),
-    "fp16": ("float32", "float16"),
-    "fp32": ("float32",),
-}
-_MOMENTS = ("float32", "bfloat16", "int8")
 _GIB = 1 << 30
-#: Hours of a month, seconds from a failure to the next step, and bytes a second that each rank
-#: sends to its buddy.
-_MONTH_HOURS, _RESTART_SECONDS, _SENT_PER_SECOND = 720, 120, 10**9
-#: Nanoseconds to write and read an element, by `python benchmarks/slow_networks.py --conversion`.
-_CONVERSION_NS = {
-    "a core": {"float32": 0.0, "bfloat16": 1.0, "int8": 2.5},
-    "an H200": {"float32": 0.0, "bfloat16": 0.005, "int8": 0.023},
-}
 
 
 def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -135,11 +118,11 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
         (
             "--main-params-dtype",
             MAIN_NBYTES,
-            [],
+            ["float32"],
             "form of the main params of 16-bit params; float32",
         ),
-        ("--exp-avg-dtype", MOMENT_NBYTES, [], "form of the first moment; float32"),
-        ("--exp-avg-sq-dtype", MOMENT_NBYTES, [], "form of the second moment; float32"),
+        ("--exp-avg-dtype", MOMENT_NBYTES, ["float32"], "form of the first moment; float32"),
+        ("--exp-avg-sq-dtype", MOMENT_NBYTES, ["float32"], "form of the second moment; float32"),
     ):
         group.add_argument(flag, choices=tuple(words), nargs="+", default=default, help=text)
     text = "part of the state of 16-bit params that is on the host, by whole buckets and in fp32; 0"
@@ -156,25 +139,8 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
     group.add_argument(
         "--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text
     )
-    text = (
-        "memory of a device: lists what fits, with every form of the state that is not given above"
-    )
+    text = "memory of a device: lists the choices that fit into it"
     command.add_argument("--memory", type=_number, metavar="GIB", help=text)
-    text = "hours lost a month: failures times (half of the steps between two snapshots, and 120 s)"
-    group = command.add_argument_group("protection", text)
-    group.add_argument(
-        "--protect-every", type=count, metavar="K", help="steps between two snapshots in memory"
-    )
-    group.add_argument(
-        "--step-seconds", type=_positive, metavar="S", help="seconds of a step; needed with K"
-    )
-    group.add_argument(
-        "--save-interval", type=count, metavar="N", help="steps between two checkpoints; 1000"
-    )
-    group.add_argument("--ranks-per-node", type=count, metavar="N", help="ranks of a node; 8")
-    group.add_argument(
-        "--mtbf", type=_positive, metavar="HOURS", help="hours between two failures of a node; 6000"
-    )
 
 
 def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
@@ -185,12 +151,6 @@ def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is not finite. Write a number such as 0.5.")
-    return value
-
-
-def _positive(text: str) -> float:
-    if (value := _number(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0. Write a number such as 0.5.")
     return value
 
 
@@ -222,27 +182,14 @@ def _choices_of(parsed: argparse.Namespace) -> Iterator[Choice]:
         for dtype, grads, reduce, bucket in buffers:
             grad_dtype = dtype if grads == "param" else "fp32"
             reduce_dtype = None if reduce == "none" else reduce
-            for state in _states_of(parsed, dtype):
-                yield Choice(cut, dtype, grad_dtype, reduce_dtype, bucket, *state)
-
-
-def _states_of(
-    parsed: argparse.Namespace, dtype: str
-) -> Iterator[tuple[str, str, str, float, float | None]]:
-    """Forms of main params and moments, fraction on the host, decay of averages; with --memory also
-    other forms."""
-    mains, firsts, seconds = parsed.main_params_dtype, parsed.exp_avg_dtype, parsed.exp_avg_sq_dtype
-    usual = ("float32",)
-    tried_mains, tried_moments = (
-        (usual, usual) if parsed.memory is None else (_MAINS[dtype], _MOMENTS)
-    )
-    moments = [*itertools.product(firsts or tried_moments, seconds or tried_moments)]
-    if not firsts and not seconds:
-        moments = [(form, form) for form in tried_moments]
-    for main, (first, second), fraction in itertools.product(
-        mains or tried_mains, moments, parsed.offload_fraction
-    ):
-        yield main, first, second, fraction, parsed.ema_decay
+            states = itertools.product(
+                parsed.main_params_dtype,
+                parsed.exp_avg_dtype,
+                parsed.exp_avg_sq_dtype,
+                parsed.offload_fraction,
+            )
+            for state in states:
+                yield Choice(cut, dtype, grad_dtype, reduce_dtype, bucket, *state, parsed.ema_decay)
 
 
 @dataclass(frozen=True)
@@ -255,7 +202,6 @@ class StagePlan:
     num_buckets: int  # of all buffers
     footprint: Footprint
     sent: dict[str, Sent]  # by the rank in one step, by kind of collective
-    snapshot_nbytes: int  # main params and moments that the rank owns
 
     @property
     def numel(self) -> int:
@@ -306,7 +252,7 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
     cut = choice.cut
     check_cut(gpt, cut)
     params = stage_params(gpt, cut, stage, DTYPES[choice.dtype][0])
-    footprint, sent, num_buckets, snapshot_nbytes = Footprint(), dict[str, Sent](), 0, 0
+    footprint, sent, num_buckets = Footprint(), dict[str, Sent](), 0
     # Experts have a buffer of their own where expert-parallel ranks differ in them.
     for num_copies, is_expert in ((1, False), (cut.ep, True)):
         in_buffer = [param for param in params if param.is_expert == is_expert]
@@ -316,129 +262,11 @@ def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> Stag
         key_of = {param.spec.name: param.decays for param in in_buffer}
         [on_host] = choose_buckets([layout], choice.offload_fraction)
         held = footprint_of(layout, group_rank, choice.widths, key_of.__getitem__, on_host)
-        snapshot_nbytes += held.main_nbytes + held.moment_nbytes + held.average_nbytes
-        if choice.dtype == "fp32":  # the owned params are main params, too
-            snapshot_nbytes += held.param_nbytes // layout.num_shards
         parts = sent_for(layout, choice.widths)
         footprint, num_buckets = footprint.plus(held), num_buckets + len(layout.buckets)
         sent = {kind: part.plus(sent.get(kind)) for kind, part in parts.items()}
     sent["all-reduce"] = sent_for_statistics(cut.num_ranks)
-    return StagePlan(choice, stage, params, num_buckets, footprint, sent, snapshot_nbytes)
-
-
-@dataclass(frozen=True)
-class ProtectionChoice:
-    """What is chosen for snapshots in the memory of two nodes."""
-
-    protect_every: int  # steps
-    step_seconds: float
-    save_interval: int = 1000  # steps between two checkpoints on disk
-    ranks_per_node: int = 8
-    mtbf: float = 6000.0  # hours between two failures of a node
-
-    @classmethod
-    def of(cls, parsed: argparse.Namespace) -> ProtectionChoice | None:
-        values = {field.name: getattr(parsed, field.name) for field in fields(cls)}
-        given = {name: value for name, value in values.items() if value is not None}
-        if given and not {"protect_every", "step_seconds"} <= given.keys():
-            raise ConfigError(
-                "Protection is planned with --protect-every K --step-seconds S. Write both."
-            )
-        return cls(**given) if given else None
-
-    def lost_hours(self, failures: float, steps: int) -> float:
-        return failures * (steps / 2 * self.step_seconds + _RESTART_SECONDS) / 3600
-
-
-@dataclass(frozen=True)
-class ProtectionPlan:
-    """What snapshots in the memory of two nodes cost and save."""
-
-    nodes: int
-    snapshot_nbytes: int  # of the rank that has most
-    # in the memory of a node: two snapshots of its ranks, and two of as many ranks of another node
-    node_nbytes: int
-    send_seconds: float
-    failures: float  # a month, of all nodes
-    lost_hours: float  # a month
-    lost_hours_from_disk: float  # a month, without protection
-
-
-def plan_protection(stages: Sequence[StagePlan], chosen: ProtectionChoice) -> ProtectionPlan:
-    """Works out what protection means for the ranks of a choice."""
-    num_ranks, nbytes = (
-        stages[0].choice.cut.num_ranks,
-        max(stage.snapshot_nbytes for stage in stages),
-    )
-    nodes = -(-num_ranks // chosen.ranks_per_node)
-    if nodes == 1:
-        where = f"{plural(num_ranks, 'rank')} are on one node, and second copies on another"
-        raise ConfigError(f"{where}. Write more ranks or --ranks-per-node N.")
-    failures = _MONTH_HOURS * nodes / chosen.mtbf
-    lost = [
-        chosen.lost_hours(failures, steps) for steps in (chosen.protect_every, chosen.save_interval)
-    ]
-    in_node = 4 * chosen.ranks_per_node * nbytes
-    return ProtectionPlan(nodes, nbytes, in_node, nbytes / _SENT_PER_SECOND, failures, *lost)
-
-
-def _protection(plan: ProtectionPlan, chosen: ProtectionChoice) -> Iterator[tuple[str, str]]:
-    between, ranks = (
-        chosen.protect_every * chosen.step_seconds,
-        plural(chosen.ranks_per_node, "rank"),
-    )
-    too_long = "" if plan.send_seconds <= between else ", too long: write a larger --protect-every"
-    each = (
-        f"for each failure half of {{}} steps of {chosen.step_seconds:g} s, and {_RESTART_SECONDS} "
-        "s"
-    )
-    yield "a rank", f"{size_text(plan.snapshot_nbytes)} in a snapshot"
-    yield (
-        "a node",
-        f"{size_text(plan.node_nbytes)}: two snapshots of its {ranks}, and two of those of another "
-        "node",
-    )
-    yield (
-        "to send",
-        f"{plan.send_seconds:,.1f} s at 1 GB/s a rank, of {between:,.1f} s between two "
-        f"snapshots{too_long}",
-    )
-    yield (
-        "failures",
-        f"{plan.failures:.2f} a month: {_MONTH_HOURS} h x {plan.nodes} nodes / {chosen.mtbf:,g} h",
-    )
-    yield "lost", f"{plan.lost_hours:,.2f} h a month: {each.format(chosen.protect_every)}"
-    yield (
-        "without",
-        f"{plan.lost_hours_from_disk:,.2f} h a month: {each.format(chosen.save_interval)}",
-    )
-
-
-def seconds_at(gigabits: float, stage: StagePlan, where: str) -> dict[str, float]:
-    """By reduce dtype, of a stage's gradients in a step, where each rank is a node and has a link
-    of so many Gbit/s."""
-    sent = stage.sent["reduce-scatter"].nbytes / (
-        stage.choice.widths.reduce or stage.choice.widths.grad
-    )
-    costs = _CONVERSION_NS[where].items()
-    return {
-        name: 8e-9 * sent * REDUCE_NBYTES[name] / gigabits + 1e-9 * stage.numel * cost
-        for name, cost in costs
-    }
-
-
-def _eight_bits(stage: StagePlan) -> Iterator[tuple[str, str]]:
-    for where, costs in _CONVERSION_NS.items():
-        one, no = seconds_at(1, stage, where), seconds_at(math.inf, stage, where)
-        saved = {
-            name: one[name] - no[name] - one["int8"] + no["int8"]
-            for name in ("float32", "bfloat16")
-        }
-        pay = " and ".join(
-            f"{saved[name] / (no['int8'] - no[name]):,.1f} Gbit/s over {name}" for name in saved
-        )
-        yield where, f"pay below {pay}, at {costs['int8']:g} ns an element; leave them out above"
-    yield "at 1 Gbit/s", ", ".join(f"{seconds:,.2f} s in {name}" for name, seconds in one.items())
+    return StagePlan(choice, stage, params, num_buckets, footprint, sent)
 
 
 def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> BufferLayout:
@@ -458,23 +286,17 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Plans every choice; with `--memory` those that fit are shown, what changes least about the
-    training first."""
+    """Plans every choice; with `--memory` those that fit are shown."""
     gpt = _sizes_of(parsed)
     plans = [plan_choice(gpt, choice) for choice in _choices_of(parsed)]
     memory_nbytes = None if parsed.memory is None else round(parsed.memory * _GIB)
     shown = plans
     if memory_nbytes is not None:
-        plans.sort(key=lambda stages: _change_of(stages[0].choice))
         shown = [stages for stages in plans if _peak_nbytes(stages) <= memory_nbytes]
-    chosen = ProtectionChoice.of(parsed)
-    protections = [None if chosen is None else plan_protection(stages, chosen) for stages in plans]
     document = {
         "model": {**asdict(gpt), "ffn_width": gpt.ffn_width},
         "memory_nbytes": memory_nbytes,
-        "choices": [
-            _document(*planned, memory_nbytes) for planned in zip(plans, protections, strict=True)
-        ],
+        "choices": [_document(stages, memory_nbytes) for stages in plans],
     }
     model = {name: str(value) for name, value in asdict(gpt).items() if value not in (None, False)}
     parts = [
@@ -499,40 +321,10 @@ def answer(parsed: argparse.Namespace) -> Answer:
         parts.append(titled("what fits", rows(_fits(plans, shown, memory_nbytes))))
     elif len(plans) == 1:
         parts.append(titled("one step of the fullest stage", rows(_step(_fullest(plans[0])))))
-    if coded := [
-        stages
-        for stages in shown
-        if stages[0].choice.reduce_dtype == "int8" and stages[0].choice.cut.dp > 1
-    ]:
-        title = "8 bits between nodes of one rank, gradients of a step; the first choice"
-        parts.append(titled(title, rows(_eight_bits(_fullest(coded[0])))))
-    protection = protections[plans.index(shown[0])] if shown else None
-    if chosen is not None and protection is not None:
-        title = f"protection every {plural(chosen.protect_every, 'step')}; the first choice"
-        parts.append(titled(title, rows(_protection(protection, chosen))))
     return Answer(document, parts)
 
 
-def _change_of(choice: Choice) -> tuple[int, int, bool, bool]:
-    """Sorts by what a state changes about a training with fp32 state on the device, from the least
-    to the most.
-
-    Rounded main params count most, then rounded moments, the place, and remainders, which have all
-    bits of fp32.
-    """
-    main = choice.main_params_dtype if choice.dtype != "fp32" else "float32"
-    forms = list(MOMENT_NBYTES)
-    return (
-        {"float16": 1, "bfloat16": 2}.get(main, 0),
-        forms.index(choice.exp_avg_dtype) + forms.index(choice.exp_avg_sq_dtype),
-        choice.offload_fraction > 0,
-        main == "remainder",
-    )
-
-
-def _document(
-    stages: Sequence[StagePlan], protection: ProtectionPlan | None, memory_nbytes: int | None
-) -> dict[str, Any]:
+def _document(stages: Sequence[StagePlan], memory_nbytes: int | None) -> dict[str, Any]:
     choice, peak_nbytes = stages[0].choice, _peak_nbytes(stages)
     return {
         **asdict(choice.cut),
@@ -542,7 +334,6 @@ def _document(
         "peak_nbytes": peak_nbytes,
         "fits": None if memory_nbytes is None else peak_nbytes <= memory_nbytes,
         "fullest_stage": _fullest(stages).stage,
-        "protection": protection and asdict(protection),
         "stages": [
             {
                 "stages": list(stage.stages),
@@ -635,8 +426,8 @@ def _fits(
     if not fitting:
         yield (
             "to fit",
-            "write a larger --dp, --tp or --pp, --grad-dtype param, or an --offload-fraction such "
-            "as 0.5",
+            "write a larger --dp, --tp or --pp, --main-params-dtype remainder, "
+            "--grad-dtype param, or an --offload-fraction such as 0.5",
         )
 
 

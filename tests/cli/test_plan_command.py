@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Sequence
 
 import pytest
 
-from megatron_distopt.cli import plan_command
-from megatron_distopt.cli.plan_model import Choice, ParallelSizes
-from tests.support.plan_command import BUCKET, GPT, SIZES, Output, document, refused, run
+from tests.support.plan_command import BUCKET, SIZES, Output, document, refused, run
 
 
 def choices_shown(lines: Sequence[str]) -> list[dict[str, str]]:
@@ -73,98 +70,20 @@ def test_plan_when_grads_are_rounded_on_their_way_then_an_element_sends_4_bytes_
     assert {stage["collectives"]["all-gather"]["nbytes"] for stage in stages} == {2 * shares}
 
 
-def test_plan_when_grads_are_sent_in_8_bits_then_it_says_below_which_bandwidth_that_takes_less_time(
-    capsys: Output,
-) -> None:
-    words = (*SIZES, "--dp", 2, "--bucket-size", BUCKET)
-    _, lines, _ = run(capsys, *words, "--reduce-dtype", "none", "int8")
-    stage = plan_command.plan_stage(
-        GPT, Choice(ParallelSizes(2), reduce_dtype="int8", bucket_size=BUCKET), 0
-    )
-    for where in ("a core", "an H200"):
-        [line] = [line.replace(",", "") for line in lines if line.strip().startswith(where)]
-        rates = dict(
-            zip(
-                ("float32", "bfloat16"),
-                map(float, re.findall(r"([\d.]+) Gbit/s", line)),
-                strict=True,
-            )
-        )
-        for name, rate in rates.items():
-            slower, faster = (
-                plan_command.seconds_at(rate * factor, stage, where) for factor in (0.9, 1.1)
-            )
-            assert slower["int8"] < slower[name] and faster["int8"] > faster[name]
-        # Half of the elements in 4, 2 and 1 bytes of 8 ns each.
-        one, none = (plan_command.seconds_at(gigabits, stage, where) for gigabits in (1, math.inf))
-        for name, nbytes in {"float32": 4, "bfloat16": 2, "int8": 1}.items():
-            # padding
-            assert one[name] - none[name] == pytest.approx(
-                nbytes * 8e-9 * stage.numel / 2, rel=0.01
-            )
-    assert "pay below" not in "\n".join(run(capsys, *words, "--reduce-dtype", "bfloat16")[1])
-    assert "pay below" not in "\n".join(run(capsys, *SIZES, "--dp", 1, "--reduce-dtype", "int8")[1])
-
-
-def test_memory_when_short_then_remainders_before_the_host_before_rounded_moments(
-    capsys: Output,
-) -> None:
-    words = (*SIZES, "--dp", 4, "--offload-fraction", 0, 0.5)
-    found = document(capsys, *words, "--memory", 1)["choices"]
-    peaks = {
-        (each["main_params_dtype"], each["exp_avg_dtype"], each["offload_fraction"]): each
-        for each in found
-    }
-    limit = peaks["remainder", "float32", 0]["peak_nbytes"]
-    status, lines, _ = run(capsys, *words, "--memory", limit / 2**30)
-    shown = [(row["state"], row["on host"]) for row in choices_shown(lines)]
-    assert status == 0
-    assert shown[:4] == [
-        ("main remainder", "0"),
-        ("float32", "0.5"),
-        ("main remainder", "0.5"),
-        ("moments bfloat16", "0"),
-    ]
-    assert "--distopt-main-params-dtype remainder in a run" in "\n".join(lines)
-    assert "1 choice, of which the nearest lacks" in "\n".join(lines)
-    assert [
-        each["fits"] for each in document(capsys, *words, "--memory", limit / 2**30)["choices"]
-    ].count(False) == 1
+def test_plan_when_memory_is_given_then_only_choices_that_fit_are_shown(capsys: Output) -> None:
+    words = (*SIZES, "--dp", 4, "--main-params-dtype", "float32", "remainder")
+    kept, smaller = document(capsys, *words, "--memory", 1)["choices"]
+    assert kept["peak_nbytes"] > smaller["peak_nbytes"] and kept["fits"] and smaller["fits"]
+    limit = smaller["peak_nbytes"] / 2**30
+    found = document(capsys, *words, "--memory", limit)["choices"]
+    assert [each["fits"] for each in found] == [False, True]
+    status, lines, _ = run(capsys, *words, "--memory", limit)
+    text = "\n".join(lines)
+    assert (status, [row["left"] for row in choices_shown(lines)]) == (0, ["0 B"])
+    assert "--distopt-main-params-dtype remainder in a run" in text
+    assert "1 choice, of which the nearest lacks" in text
     text = "\n".join(run(capsys, *words, "--memory", 0.0001)[1])
     assert "--tp" in text and "--grad-dtype param" in text and "choices that fit" not in text
-
-
-def test_plan_when_protection_is_asked_for_then_bytes_and_lost_hours_are_those_of_the_formula(
-    capsys: Output,
-) -> None:
-    words = (
-        *SIZES,
-        "--dp",
-        16,
-        "--protect-every",
-        10,
-        "--step-seconds",
-        36,
-        "--save-interval",
-        200,
-        "--mtbf",
-        720,
-    )
-    for dtype in ("bf16", "fp32"):
-        [choice] = document(capsys, *words, "--dtype", dtype)["choices"]
-        [stage], found = choice["stages"], choice["protection"]
-        # counters and padding
-        assert found["snapshot_nbytes"] == pytest.approx(12 * stage["numel"] / 16, rel=0.02)
-        assert found["node_nbytes"] == 2 * 2 * 8 * found["snapshot_nbytes"]
-        assert (found["nodes"], found["failures"]) == (2, 2.0)
-        # Half of 10 steps are 180 s, of 200 steps 3,600 s.
-        assert found["lost_hours"] == pytest.approx(2 * (180 + 120) / 3600)
-        assert found["lost_hours_from_disk"] == pytest.approx(2 * (3600 + 120) / 3600)
-    text = "\n".join(run(capsys, *words)[1])
-    assert (
-        "protection every 10 steps" in text and "0.17 h a month" in text and "too long" not in text
-    )
-    assert "too long" in "\n".join(run(capsys, *words, "--step-seconds", 1e-7)[1])
 
 
 REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
@@ -187,12 +106,6 @@ REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     (
         (*SIZES, "--offload-fraction", 0.5, "--dtype", "fp32"),
         ("--dtype fp32", "offload_fraction=0.5", "bf16"),
-    ),
-    ((*SIZES, "--dp", 16, "--protect-every", 10), ("--step-seconds S",)),
-    ((*SIZES, "--dp", 16, "--mtbf", 100), ("--protect-every K",)),
-    (
-        (*SIZES, "--dp", 8, "--protect-every", 10, "--step-seconds", 1),
-        ("8 ranks", "--ranks-per-node N"),
     ),
 ]
 
