@@ -314,9 +314,7 @@ class Communicator:
         # A buffer lies in the order of backward, so forward begins at its end.
         self._params.add(gathers, backwards=True)
 
-    def _codes(self, transfer: Transfer) -> FormOfNode | None:
-        if not transfer.runs:
-            return None
+    def _codes(self, transfer: Transfer) -> FormOfNode:
         if self._step is None:  # once, because on a device this waits for the last update
             count = self.count_updates()
             self._step = self._num_sums if count is None else count
@@ -388,7 +386,9 @@ class Communicator:
             _last_launcher[self.group.own_handle] = ref(self)
         transfer = self._grads.transfers[number]
         wait_for_streams(self._streams.pop(number, ()), transfer.whole.device)
-        self._grads.launch(number, how=replace(self._how, codes=self._codes(transfer)))
+        self._grads.launch(
+            number, how=replace(self._how, codes=self._codes(transfer) if transfer.runs else None)
+        )
 
     def _check_alone(self) -> None:
         """Refuses to reduce while another communicator has buckets under way in the group.
@@ -444,7 +444,8 @@ class Communicator:
         if self.group.size > 1:
             self._check_alone()
         for buffer in buffers:
-            codes = [self._codes(each) for each in self._grads.transfers if each.buffer is buffer]
+            transfers = [each for each in self._grads.transfers if each.buffer is buffer]
+            codes = [self._codes(each) if each.runs else None for each in transfers]
             reduce_grads(buffer, self.group, self._how, codes)
         self._num_sums, self._step = self._num_sums + 1, None
 

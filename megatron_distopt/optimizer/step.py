@@ -1,26 +1,27 @@
 """One step of ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models", 2020, section 5.1), between the reduce-scatter of the grads and the
-all-gather of the params, which the host does.
+Trillion Parameter Models", 2020, section 5.1).
 
-`make_step` is the algorithm: measure -> decide -> update. Every host makes its steps of these three
-functions; what one of them finds is passed to the next. `measure` has a variation, in which the CPU
-does not wait for what was measured:
-[Note: deferred check] in deferred.py.
+`run_step` is the algorithm, and every host calls it: follow the user -> reduce -> hooks -> deferred
+check -> measure -> decide -> update -> hooks -> gather. What a host adds are the methods of its
+`HostStep`. `measure` has a variation, in which the CPU does not wait for what was measured: [Note:
+deferred check] in deferred.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from megatron_distopt.comm import Group, profiled
 from megatron_distopt.config import NonFinitePolicy
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.optimizer.deferred import (
     DeferredCheck,
     Notice,
@@ -48,6 +49,8 @@ class StepAction(Enum):
     UPDATE = "update"
     #: Nothing is changed but the loss scale.
     SKIP = "skip"
+    #: Nothing is changed, because the norm is above a threshold of the host.
+    TOO_LARGE = "too large"
     #: All ranks raise `NonFiniteGradError`.
     RAISE = "raise"
 
@@ -116,28 +119,123 @@ class StepDecision:
         )
 
 
-@torch.no_grad()
-def make_step(optimizers: Sequence[ShardedOptimizer], group: Group) -> tuple[StepDecision, ...]:
-    """Collective: one step. Needs the reduced grads in this rank's shards, and leaves the new
-    params there.
+class StepHook(Protocol):
+    """What is called around each update, on all ranks: snapshots and digests."""
 
-    Args:
-        optimizers: of one model on this rank, e.g. one for dense and one for expert params; equal
-            configs and device.
-        group: all ranks that hold a part of the model.
+    def before(self) -> None:
+        """Collective: before the state changes."""
+
+    def after(self, decision: StepDecision) -> None:
+        """Collective: after the update, or when the step was skipped."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """The gradients of a step and what was measured of them."""
+
+    main: Sequence[MainGrads]  # by optimizer
+    measured: GradStats | DeferredCheck
+    divisors: Sequence[float]  # by optimizer, what they have to be divided by; without clipping
+    # how many ranks have a gradient of each param; None where none is missing on this rank
+    num_present: Tensor | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class HostStep:
+    """What a host adds to a step. `run_step` calls the methods in the order in which they are
+    written here; those of this class are for a host that reduces and gathers by itself."""
+
+    # of one model on this rank, e.g. one for dense and one for expert params; equal configs and
+    # device
+    optimizers: Sequence[ShardedOptimizer]
+    everyone: Group  # all ranks that hold a part of the model
+    hooks: Sequence[StepHook] = ()  # called around the update
+    # from the name of a phase, as Megatron has it, to what times it
+    timer: Callable[[str], AbstractContextManager[object]] = nullcontext
+    clip_grad: float | None = None  # as the config says where None; 0 for no clipping
+    largest_norm: float = math.inf  # a step with a larger norm is not made
+
+    def follow_user(self) -> LayoutError | None:
+        """Collective: takes over what the user did to params and groups since the last step.
+
+        Returns what is wrong with it on this rank, to be raised on all ranks.
+        """
+        return None
+
+    def reduce(self) -> None:
+        """Collective: leaves the sums of the gradients in the shards of the grad buffers."""
+
+    def measure(self, grads: Sequence[MainGrads], found: LayoutError | None) -> Gradients:
+        """Collective: measures the gradients, and raises what any rank has found."""
+        divisors = [optimizer.divisor for optimizer in self.optimizers]
+        return Gradients(grads, measure(self.optimizers, grads, self.everyone), divisors)
+
+    def complete(self, gradients: Gradients) -> Sequence[MainGrads]:
+        """The gradients with which params are updated, where some are missing on this rank."""
+        return gradients.main
+
+    def follow_update(self, number: int) -> None:
+        """Collective: follows the update of the optimizer of that number."""
+
+    def gather(self) -> None:
+        """Collective: brings the new params to all ranks, or begins to."""
+
+    def end(self, decisions: Sequence[StepDecision]) -> None:
+        """Collective: ends the step, also one that was skipped."""
+
+
+@torch.no_grad()
+def run_step(host: HostStep) -> Sequence[StepDecision]:
+    """Collective: one step, from the gradients of backward to the new params.
 
     Raises:
         NonFiniteGradError: on all ranks, where a gradient is not finite and the policy is "raise";
             one step later where the check is deferred.
+        DistOptError: on all ranks, what `HostStep.follow_user` has found on one of them.
     """
-    finish_deferred_check(optimizers, group)
-    grads = [main_grads(optimizer.flat_params) for optimizer in optimizers]
-    measured = measure(optimizers, grads, group)
-    decisions = decide(optimizers, measured, group)
-    for optimizer, of_one, decision in zip(optimizers, grads, decisions, strict=True):
-        if decision.action is StepAction.UPDATE:
-            update(optimizer, of_one, decision)
+    gradients, decisions = check_gradients(host)
+    if decisions[0].action is StepAction.UPDATE:
+        grads = gradients.main
+        if gradients.num_present is not None:
+            grads = host.complete(gradients)
+        update_params(host, grads, decisions)
+    host.end(decisions)
     return decisions
+
+
+def check_gradients(host: HostStep) -> tuple[Gradients, Sequence[StepDecision]]:
+    """Collective: the first half of a step, after which no param has changed."""
+    found = host.follow_user()
+    host.reduce()
+    for hook in host.hooks:
+        hook.before()
+    with host.timer("optimizer-copy-to-main-grad"):
+        grads = [main_grads(optimizer.flat_params) for optimizer in host.optimizers]
+    with host.timer("optimizer-unscale-and-check-inf"):
+        if host.optimizers[0].deferred_check is not None:
+            finish_deferred_check(host.optimizers, host.everyone)
+        gradients = host.measure(grads, found)
+        decisions = decide(host, gradients)
+    if decisions[0].action is not StepAction.UPDATE:
+        for hook in host.hooks:
+            hook.after(decisions[0])
+    return gradients, decisions
+
+
+def update_params(
+    host: HostStep, grads: Sequence[MainGrads], decisions: Sequence[StepDecision]
+) -> None:
+    """Collective: the second half of a step; the values of the gradients are of no use
+    afterwards."""
+    for number, optimizer in enumerate(host.optimizers):
+        with host.timer("optimizer-inner-step"):
+            advance(optimizer, grads[number], decisions[number])
+        with host.timer("optimizer-copy-main-to-model-params"):
+            write_model(optimizer)
+        host.follow_update(number)
+    for hook in host.hooks:
+        hook.after(decisions[0])
+    host.gather()
 
 
 # --- measure: the norm of the whole gradient, and whether all of it is finite
@@ -150,7 +248,7 @@ def measure(
     notice: Notice | None = None,
 ) -> GradStats | DeferredCheck:
     """Collective: measures the gradients of all the optimizers with one all-reduce; for the
-    arguments see `make_step`.
+    arguments see `HostStep`.
 
     `notice` is what ranks tell each other in the same all-reduce. They act on it now, which may
     raise on all ranks, or in the next step where the check is deferred.
@@ -193,70 +291,67 @@ def measure_now(
 # --- decide: update, skip or raise, and what the gradient is divided by
 
 
-def decide(
-    optimizers: Sequence[ShardedOptimizer],
-    measured: GradStats | DeferredCheck,
-    group: Group,
-    *,
-    clip_grad: float | None = None,
-    divisors: Sequence[float] | None = None,
-) -> tuple[StepDecision, ...]:
+def decide(host: HostStep, gradients: Gradients) -> tuple[StepDecision, ...]:
     """Collective where a gradient is not finite: decides about the step, by optimizer, and moves
     the loss scales.
 
-    Args:
-        optimizers: as of `make_step`.
-        measured: what `measure` returned.
-        group: all ranks that hold a part of the model.
-        clip_grad: as the config says where None; 0 for no clipping.
-        divisors: what the gradients have to be divided by; `ShardedOptimizer.divisor` of each where
-            None.
-
     Raises:
-        NonFiniteGradError: as of `make_step`.
+        NonFiniteGradError: as of `run_step`.
     """
-    clip_grad = optimizers[0].config.clip_grad if clip_grad is None else clip_grad
-    # before the loss scale moves
-    divisors = divisors or [optimizer.divisor for optimizer in optimizers]
+    optimizers, measured = host.optimizers, gradients.measured
+    clip_grad = optimizers[0].config.clip_grad if host.clip_grad is None else host.clip_grad
     if isinstance(measured, DeferredCheck):
-        policy = optimizers[0].config.policy
-        if policy is NonFinitePolicy.RAISE:
-            measured.report_unless_settled()
-        for optimizer in optimizers:
-            optimizer.deferred_check = measured
-        found_inf = None if policy is NonFinitePolicy.LOG else found_inf_of(measured.numbers)
-        clipped = [deferred_divisor(measured.numbers, divisor, clip_grad) for divisor in divisors]
-        pairs = zip(divisors, clipped, strict=True)
-        return tuple(StepDecision(StepAction.UPDATE, measured, *pair, found_inf) for pair in pairs)
-    action, is_finite = StepAction.UPDATE, measured.is_finite
-    if not is_finite:
-        policy = optimizers[0].config.policy
-        if policy is NonFinitePolicy.SKIP or all(
-            optimizer.loss_scale.can_back_off() for optimizer in optimizers
-        ):
-            action = StepAction.SKIP
-        elif policy is NonFinitePolicy.RAISE:
-            action = StepAction.RAISE
+        return _decide_later(optimizers, measured, gradients.divisors, clip_grad)
+    norms = [measured.norm(divisor) for divisor in gradients.divisors]
+    action = StepAction.UPDATE if measured.is_finite else _action_on_nonfinite(optimizers)
+    if action is StepAction.UPDATE and norms[0] > host.largest_norm:
+        action = StepAction.TOO_LARGE
     for optimizer in optimizers:
-        optimizer.loss_scale.update(found_nonfinite=not is_finite)
-        if action is StepAction.SKIP:
+        optimizer.loss_scale.update(found_nonfinite=not measured.is_finite)
+        if action in (StepAction.SKIP, StepAction.TOO_LARGE):
             optimizer.num_skipped += 1
-    if action is not StepAction.SKIP and not is_finite:
-        names = nonfinite_params(
-            [flat for optimizer in optimizers for flat in optimizer.flat_params]
-        )
+    if action is not StepAction.SKIP and not measured.is_finite:
+        flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
         report_nonfinite(
-            names,
-            group,
+            nonfinite_params(flat_params),
+            host.everyone,
             raises=action is StepAction.RAISE,
             reduce_dtype=optimizers[0].config.reduce_dtype,
         )
-    return tuple(
-        StepDecision(
-            action, measured, divisor, divisor * clip_divisor(measured.norm(divisor), clip_grad)
-        )
-        for divisor in divisors
-    )
+    decisions = list[StepDecision]()
+    for divisor, norm in zip(gradients.divisors, norms, strict=True):
+        clipped = divisor * clip_divisor(norm, clip_grad)
+        decisions.append(StepDecision(action, measured, divisor, clipped))
+    return tuple(decisions)
+
+
+def _action_on_nonfinite(optimizers: Sequence[ShardedOptimizer]) -> StepAction:
+    policy = optimizers[0].config.policy
+    if policy is NonFinitePolicy.SKIP:
+        return StepAction.SKIP
+    if all(optimizer.loss_scale.can_back_off() for optimizer in optimizers):
+        return StepAction.SKIP
+    return StepAction.RAISE if policy is NonFinitePolicy.RAISE else StepAction.UPDATE
+
+
+def _decide_later(
+    optimizers: Sequence[ShardedOptimizer],
+    measured: DeferredCheck,
+    divisors: Sequence[float],
+    clip_grad: float,
+) -> tuple[StepDecision, ...]:
+    """Decides without waiting for what was measured, see [Note: deferred check] in deferred.py."""
+    policy = optimizers[0].config.policy
+    if policy is NonFinitePolicy.RAISE:
+        measured.report_unless_settled()
+    for optimizer in optimizers:
+        optimizer.deferred_check = measured
+    found_inf = None if policy is NonFinitePolicy.LOG else found_inf_of(measured.numbers)
+    decisions = list[StepDecision]()
+    for divisor in divisors:
+        clipped = deferred_divisor(measured.numbers, divisor, clip_grad)
+        decisions.append(StepDecision(StepAction.UPDATE, measured, divisor, clipped, found_inf))
+    return tuple(decisions)
 
 
 def clip_divisor(norm: float, clip_grad: float) -> float:
@@ -279,17 +374,9 @@ def clip_divisor(norm: float, clip_grad: float) -> float:
 # --- update: divide, step the inner optimizer, round
 
 
-def update(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision) -> None:
-    """Divides the gradients, updates the main params and rounds them into the param buffers.
-
-    The values of the gradients are of no use afterwards.
-    """
-    advance(optimizer, grads, decision)
-    write_model(optimizer)
-
-
 def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision) -> None:
-    """The first half of `update`: the step of the inner optimizer, with the same arguments."""
+    """Divides the gradients and updates the main params; the values of the gradients are of no use
+    afterwards."""
     divisor, found_inf, on_host = decision.divisor, decision.found_inf, optimizer.host_updates
     mains, averages = [flat.main for flat in optimizer.flat_params], optimizer.averages
     averaged = optimizer.flat_params if averages is not None else ()
@@ -315,7 +402,7 @@ def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecisio
 
 
 def write_model(optimizer: ShardedOptimizer) -> None:
-    """The second half: rounds into this rank's shards of the param buffers, where that was not done
+    """Rounds the main params into this rank's shards of the param buffers, where that was not done
     by the update."""
     if not rounds_itself(optimizer.inner):
         written = [

@@ -31,7 +31,7 @@ from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
-from megatron_distopt.optimizer.step import make_step
+from megatron_distopt.optimizer.step import HostStep, run_step
 from tests.support.spawn import run_ranks
 
 Params = dict[str, Parameter]
@@ -260,7 +260,7 @@ def _train(group: Group) -> dict[str, Tensor]:
     for step in range(STEPS):
         for name, value in _grads(step).items():
             grad[layout.slot_of[name].in_buffer.as_slice()] = value.flatten()
-        assert make_step([optimizer], group)[0].updated
+        assert run_step(HostStep(optimizers=[optimizer], everyone=group))[0].updated
         for buffer in buffers:
             gather_params(buffer, group)
     return {name: param.detach().clone() for name, param in params.items()}

@@ -14,7 +14,7 @@ from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
-from megatron_distopt.optimizer.step import make_step
+from megatron_distopt.optimizer.step import HostStep, run_step
 
 NUMEL = 3
 
@@ -53,7 +53,7 @@ def test_step_when_a_param_is_in_no_group_then_it_keeps_its_bits_and_counts_nowh
     (buffer,) = optimizer.buffers
     slots = buffer.layout.slot_of
     buffer.grad[slots[left_out].in_buffer.as_slice()] = 0.0  # its zeros are not counted either
-    (result,) = make_step([optimizer], Group.of())
+    (result,) = run_step(HostStep(optimizers=[optimizer], everyone=Group.of()))
     numbers = {"a": 1.0, "b": 2.0, "c": 3.0}
     for name, number in numbers.items():
         updated = number - 0.25 * number if name in names else number
@@ -70,6 +70,6 @@ def test_step_when_the_gradient_of_a_param_in_no_group_is_nan_then_it_is_nobodys
     optimizer = optimizer_of(("a", "c"), torch.float32)
     (buffer,) = optimizer.buffers
     buffer.grad[buffer.layout.slot_of["b"].in_buffer.as_slice()] = float("nan")
-    (result,) = make_step([optimizer], Group.of())
+    (result,) = run_step(HostStep(optimizers=[optimizer], everyone=Group.of()))
     assert result.updated
     assert buffer.param[buffer.layout.slot_of["b"].in_buffer.as_slice()].tolist() == [2.0] * NUMEL

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import Group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
-from megatron_distopt.optimizer.step import make_step
+from megatron_distopt.optimizer.step import HostStep, run_step
 from tests.support.models import Params, exact_grads
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -26,7 +26,7 @@ def _step(model: Params, sharded: ShardedOptimizer, step: int) -> None:
     sharded.buffers[0].grad[: sharded.buffers[0].grad.numel()].copy_(
         _whole(model, sharded, exact_grads(step, 0, 0))
     )
-    make_step([sharded], Group.of())
+    run_step(HostStep(optimizers=[sharded], everyone=Group.of()))
 
 
 def _whole(model: Params, sharded: ShardedOptimizer, grads: dict[str, Tensor]) -> Tensor:

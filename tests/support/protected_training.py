@@ -31,7 +31,7 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _MEMORY = Path("/dev/shm")
 BEGIN_STEP, START, RESUMED = "__main__:begin_step", "__main__:start", "__main__:resumed_at"
-UPDATE = "megatron_distopt.hosts.torch.step:update"
+UPDATE = "megatron_distopt.optimizer.step:advance"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""One step of the sharded optimizer in a fork's training loop, from top to bottom.
+"""The fork's calls that make a step, and what a step of the fork adds to `run_step` of
+optimizer/step.py: `ForkStep`.
 
 The fork calls `reduce_model_grads`, `step`, and after a successful one `gather_model_params`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,15 +17,14 @@ from megatron_distopt.errors import AccessError, HostError, LayoutError
 from megatron_distopt.hosts.between_steps import notice_for, params_that_left, raising
 from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer, phases
 from megatron_distopt.hosts.megatron_2023.grad_buffers import UsedGrads
-from megatron_distopt.optimizer.deferred import Notice
-from megatron_distopt.optimizer.main_params import main_grads
+from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.step import (
+    Gradients,
+    HostStep,
     StepAction,
-    advance,
-    decide,
-    finish_deferred_check,
+    StepDecision,
     measure,
-    write_model,
+    run_step,
 )
 
 
@@ -60,56 +62,18 @@ class ForkSteps(BuiltOptimizer):
                 "step was given a closure, and takes the fork's arguments and timers. Compute the "
                 "loss before it, and call step(args, timers)."
             )
-        if self.sharded.averages is not None:
-            self.sharded.check_has_params("step")
-        phase = phases(args, timers)
-        self.finish_param_gather()
-        notice = self._look_between_steps()
-        for hook in self.hooks:
-            hook.before()
-        with phase("optimizer-copy-to-main-grad"):
-            grads = main_grads(self.sharded.flat_params)
-        with phase("optimizer-unscale-and-check-inf"):
-            finish_deferred_check([self.sharded], self.everyone)
-            measured = measure([self.sharded], [grads], self.everyone, notice)
-            (decision,) = decide([self.sharded], measured, self.everyone)
+        step = ForkStep(
+            optimizer=self,
+            optimizers=[self.sharded],
+            everyone=self.everyone,
+            hooks=self.hooks,
+            timer=phases(args, timers),
+        )
+        (decision,) = run_step(step)
         if decision.action is StepAction.SKIP:
-            for hook in self.hooks:
-                hook.after(decision)
-            self.used_grads.mark()
             return False, None, None
-        # done while the gradient was measured
-        with phase("optimizer-clip-main-grad"), phase("optimizer-count-zeros"):
-            norm, num_zeros = decision.norm_to_log, decision.zeros_to_log
-        with phase("optimizer-inner-step"):
-            advance(self.sharded, grads, decision)
-        with phase("optimizer-copy-main-to-model-params"):
-            write_model(self.sharded)
-            self.written.forget()
-        for hook in self.hooks:
-            hook.after(decision)
-        return True, norm if self.clip_grad > 0 else None, num_zeros
-
-    def _look_between_steps(self) -> Notice:
-        """What the user did to params, grads and groups since the last step, and what of it has to
-        be raised.
-
-        Some forks load weights without telling a bf16 optimizer; it must not undo that at the first
-        step. Afterwards the main params count, as with the fork's own optimizer.
-        """
-        used = self.used_grads.found
-        try:
-            self.members.check()
-            for param in params_that_left(self.placed_params):
-                param.bring_back(with_values=self.may_be_stale)
-            self.check_weights()
-        except LayoutError as error:
-            return notice_for(raising(error), torch.ones_like(used), self.everyone)
-        if self.may_be_stale:
-            self.sharded.follow_model()
-            self.written.forget()
-            self.may_be_stale = False
-        return notice_for(partial(UsedGrads.check, used.clone()), used, self.everyone)
+        norm = decision.norm_to_log if self.clip_grad > 0 else None
+        return True, norm, decision.zeros_to_log
 
     @torch.no_grad()
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
@@ -141,3 +105,51 @@ class ForkSteps(BuiltOptimizer):
         )
 
     count_zeros = get_main_grads_for_grad_norm = get_model_param_range_map = clip_grad_norm
+
+
+@dataclass(kw_only=True, eq=False)
+class ForkStep(HostStep):
+    """A step between the fork's `reduce_model_grads` and `gather_model_params`."""
+
+    optimizer: ForkSteps
+
+    def follow_user(self) -> LayoutError | None:
+        """Some forks load weights without telling a bf16 optimizer; it must not undo that at the
+        first step. Afterwards the main params count, as with the fork's own optimizer."""
+        optimizer = self.optimizer
+        if optimizer.sharded.averages is not None:
+            optimizer.sharded.check_has_params("step")
+        optimizer.finish_param_gather()
+        try:
+            optimizer.members.check()
+            for param in params_that_left(optimizer.placed_params):
+                param.bring_back(with_values=optimizer.may_be_stale)
+            if not optimizer.may_be_stale:
+                optimizer.written.check()
+        except LayoutError as error:
+            return error
+        if optimizer.may_be_stale:
+            optimizer.sharded.follow_model()
+            optimizer.written.forget()
+            optimizer.may_be_stale = False
+        return None
+
+    def measure(self, grads: Sequence[MainGrads], found: LayoutError | None) -> Gradients:
+        used = self.optimizer.used_grads.found
+        if found is None:
+            notice = notice_for(partial(UsedGrads.check, used.clone()), used, self.everyone)
+        else:
+            notice = notice_for(raising(found), torch.ones_like(used), self.everyone)
+        measured = measure(self.optimizers, grads, self.everyone, notice)
+        return Gradients(grads, measured, [self.optimizer.sharded.divisor])
+
+    def complete(self, gradients: Gradients) -> Sequence[MainGrads]:
+        with self.timer("optimizer-clip-main-grad"), self.timer("optimizer-count-zeros"):
+            return gradients.main  # both were done while the gradient was measured
+
+    def follow_update(self, number: int) -> None:
+        self.optimizer.written.forget()
+
+    def end(self, decisions: Sequence[StepDecision]) -> None:
+        if decisions[0].action is StepAction.SKIP:  # the fork does not gather then
+            self.optimizer.used_grads.mark()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.core import parallel_state
-from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.checkpoint import Share, WholeModel
@@ -23,6 +22,7 @@ from megatron_distopt.hosts.naming import (
     placement_of,
 )
 from megatron_distopt.hosts.saving import options_of_run
+from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import StepDecision
 
@@ -31,7 +31,7 @@ from megatron_distopt.optimizer.step import StepDecision
 class PreparedStep:
     """What `prepare_grads` leaves for the calls after it."""
 
-    grads: Sequence[Tensor]  # main grads by flat param
+    grads: MainGrads  # by flat param
     decision: StepDecision
 
 

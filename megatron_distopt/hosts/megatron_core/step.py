@@ -1,16 +1,15 @@
-"""The host's calls that make a step, for one optimizer or a chain of them: all are measured and
-gathered together."""
+"""The host's calls that make a step, for one optimizer or a chain of them, and what a step of the
+host adds to `run_step` of optimizer/step.py: all are measured and gathered together."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -33,17 +32,19 @@ from megatron_distopt.hosts.protecting import ScriptCalls
 from megatron_distopt.hosts.report import announce, describe
 from megatron_distopt.hosts.saving import StepHook, hooks_of, protection_of
 from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.deferred import Notice
-from megatron_distopt.optimizer.main_params import MainGrads, main_grads
+from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.step import (
+    Gradients,
+    HostStep,
     StepAction,
     StepDecision,
+    check_gradients,
     clip_divisor,
-    decide,
     finish_deferred_check,
     measure,
     measure_now,
-    update,
+    run_step,
+    update_params,
 )
 
 _log = logging.getLogger("megatron_distopt")
@@ -108,38 +109,30 @@ class StepCalls(MegatronOptimizer, ScriptCalls):
             by_parts: tuple[bool, float | None, int | None] = super().step()
             return by_parts
         ours = self.ours()
-        config, group = ours[0].config, ours[0].stats_group
+        config = ours[0].config
         threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
-        grads, decisions = self._measure_and_decide(
-            config.clip_grad, needs_norm=threshold < math.inf
+        start_together(ours)
+        step = CoreStep.of(
+            ours,
+            self.hooks,
+            clip_grad=config.clip_grad,
+            largest_norm=threshold,
+            needs_norm=threshold < math.inf,
         )
-        decision = decisions[0]
-        if decision.action is StepAction.SKIP:
-            return False, None, None
-        if threshold < math.inf and decision.norm > threshold:
-            for optimizer in ours:
-                optimizer.sharded.num_skipped += 1
-            if group.rank == 0:
-                _log.info(
-                    "step skipped: its gradient norm %s is above grad_norm_skip_threshold %s",
-                    decision.norm,
-                    threshold,
-                )
-            for hook in self.hooks:
-                hook.after(replace(decision, action=StepAction.SKIP))
-            return (
-                False,
+        decision = run_step(step)[0]
+        if decision.action is StepAction.TOO_LARGE and step.everyone.rank == 0:
+            _log.info(
+                "step skipped: its gradient norm %s is above grad_norm_skip_threshold %s",
                 decision.norm,
-                (decision.stats.num_zeros or 0) if config.log_num_zeros_in_grad else None,
+                threshold,
             )
-        self._update(grads, decisions)
-        if decision.found_inf is not None and not decision.updated:
+        is_made = decision.action is StepAction.UPDATE
+        if decision.found_inf is not None:
+            is_made = decision.updated
+        if not is_made and decision.action is not StepAction.TOO_LARGE:
             return False, None, None
-        return (
-            True,
-            decision.norm,
-            (decision.stats.num_zeros or 0) if config.log_num_zeros_in_grad else None,
-        )
+        zeros = (decision.stats.num_zeros or 0) if config.log_num_zeros_in_grad else None
+        return is_made, decision.norm, zeros
 
     def _is_overridden(self) -> bool:
         """Whether other code has put functions of its own in the place of what the host's own step
@@ -154,40 +147,15 @@ class StepCalls(MegatronOptimizer, ScriptCalls):
         Otherwise the main params have their unscaled gradients in `grad`, where they can be changed
         until the update.
         """
-        grads, decisions = self._measure_and_decide(clip_grad=0.0, needs_norm=True)
-        for optimizer, of_one, decision in zip(self.ours(), grads, decisions, strict=True):
-            optimizer.prepared = PreparedStep(of_one, decision)
+        start_together(self.ours())
+        step = CoreStep.of(self.ours(), self.hooks, clip_grad=0.0, needs_norm=True)
+        gradients, decisions = check_gradients(step)
+        for optimizer, grads, decision in zip(self.ours(), gradients.main, decisions, strict=True):
+            optimizer.prepared = PreparedStep(grads, decision)
             if decision.action is not StepAction.SKIP:
-                optimizer.prepared = PreparedStep(of_one, replace(decision, divisor=1.0))
-                if decision.divisor != 1.0 and of_one:
-                    torch._foreach_div_(list(of_one), decision.divisor)
-                for flat, grad in zip(optimizer.sharded.flat_params, of_one, strict=True):
-                    flat.main.grad = grad.to(flat.main.device)  # a main param may be on the host
+                optimizer.prepared = PreparedStep(grads, replace(decision, divisor=1.0))
+                _show_grads(optimizer, grads, decision.divisor)
         return decisions[0].action is StepAction.SKIP
-
-    def _measure_and_decide(
-        self, clip_grad: float, *, needs_norm: bool
-    ) -> tuple[Sequence[Sequence[Tensor]], Sequence[StepDecision]]:
-        """Collective: the main grads of each optimizer and what is done with them.
-
-        `needs_norm`: the CPU has to know the norm in this step.
-        """
-        ours = self.ours()
-        start_together(ours)
-        sharded, group = [optimizer.sharded for optimizer in ours], ours[0].stats_group
-        for hook in self.hooks:
-            hook.before()
-        with _timer(ours[0].config, "optimizer-unscale-and-check-inf"):
-            finish_deferred_check(sharded, group)
-            grads = [main_grads(optimizer.flat_params) for optimizer in sharded]
-            stats = (measure_now if needs_norm else measure)(
-                sharded, grads, group, _notice_of(ours, group)
-            )
-            decisions = decide(sharded, stats, group, clip_grad=clip_grad)
-        if decisions[0].action is StepAction.SKIP:
-            for hook in self.hooks:
-                hook.after(decisions[0])
-        return grads, decisions
 
     def _collect_main_grad_data_for_unscaling(self) -> NoReturn:
         """Refused, as is the other part of the host's own step of which there is nothing here."""
@@ -225,48 +193,104 @@ class StepCalls(MegatronOptimizer, ScriptCalls):
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
         if self not in self.ours() and self._is_overridden():
             return bool(super().step_with_ready_grads())
-        prepared, grads = [prepared_of(optimizer) for optimizer in self.ours()], list[MainGrads]()
-        for optimizer, step in zip(self.ours(), prepared, strict=True):
+        prepared = [prepared_of(optimizer) for optimizer in self.ours()]
+        grads = list[MainGrads]()
+        for optimizer, before in zip(self.ours(), prepared, strict=True):
             optimizer.prepared = None
-            pairs = [
-                (flat.main, grad)
-                for flat, grad in zip(optimizer.sharded.flat_params, step.grads, strict=True)
-            ]
-            grads.append(
-                [None if main.grad is None else main.grad.to(grad.device) for main, grad in pairs]
-            )
-            for main, _ in pairs:
-                main.grad = None
-        self._update(grads, [step.decision for step in prepared])
+            grads.append(_changed_grads(optimizer, before.grads))
+        step = CoreStep.of(self.ours(), self.hooks)
+        decisions = [before.decision for before in prepared]
+        with torch.no_grad():
+            update_params(step, grads, decisions)
+            step.end(decisions)
         return True
 
-    def _update(self, grads: Sequence[MainGrads], decisions: Sequence[StepDecision]) -> None:
-        """Collective: updates all, then gathers each chunk once, unless the host overlaps that with
-        forward."""
-        ours = self.ours()
+
+def _show_grads(optimizer: OneOptimizer, grads: MainGrads, divisor: float | Tensor) -> None:
+    """Puts the unscaled gradients where other code looks for them."""
+    present = [grad for grad in grads if grad is not None]
+    if present:
+        torch._foreach_div_(present, cast(Tensor, divisor))
+    for flat, grad in zip(optimizer.sharded.flat_params, grads, strict=True):
+        if grad is not None:
+            flat.main.grad = grad.to(flat.main.device)  # a main param may be on the host
+
+
+def _changed_grads(optimizer: OneOptimizer, grads: MainGrads) -> MainGrads:
+    """What other code has made of the gradients that `prepare_grads` showed; takes them away."""
+    changed = list[Tensor | None]()
+    for flat, grad in zip(optimizer.sharded.flat_params, grads, strict=True):
+        shown, flat.main.grad = flat.main.grad, None
+        if shown is not None and grad is not None:
+            changed.append(shown.to(grad.device))
+        else:
+            changed.append(None)
+    return changed
+
+
+@dataclass(kw_only=True, eq=False)
+class CoreStep(HostStep):
+    """A step of the optimizers of a chain; the host's DistributedDataParallel has reduced the
+    gradients."""
+
+    ours: Sequence[OneOptimizer]
+    needs_norm: bool = False  # whether the CPU has to know the norm in this step
+
+    @classmethod
+    def of(
+        cls, ours: Sequence[OneOptimizer], hooks: Sequence[StepHook], **options: Any
+    ) -> CoreStep:
         config = ours[0].config
-        for optimizer, of_one, decision in zip(ours, grads, decisions, strict=True):
-            with _timer(config, "optimizer-inner-step"):
-                update(optimizer.sharded, of_one, decision)
-                optimizer.written.forget()
-            if optimizer is ours[0] and config.overlap_param_gather_with_optimizer_step:
-                optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
-        for hook in self.hooks:
-            hook.after(decisions[0])
-        if not ours[0].ddp_config.overlap_param_gather:
-            with _timer(config, "params-all-gather"):
-                for chunk in dict.fromkeys(
-                    chunk for optimizer in ours for chunk in optimizer.model_chunks
-                ):
-                    chunk.start_param_sync()
-        # Where the check is deferred, the device goes on with the update while the CPU waits for
-        # the statistics.
-        finish_deferred_check(
-            [optimizer.sharded for optimizer in ours], ours[0].stats_group, when=""
+        return cls(
+            ours=ours,
+            optimizers=[each.sharded for each in ours],
+            everyone=ours[0].stats_group,
+            hooks=hooks,
+            timer=partial(timed, config.timers, barrier=config.barrier_with_L1_time),
+            **options,
         )
-        for counts in (optimizer.counts for optimizer in ours):
-            if counts is not None and decisions[0].updated:
-                counts.show(is_after_update=True)
+
+    def follow_user(self) -> LayoutError | None:
+        """What the user did to params and groups since the last step that cannot be followed."""
+        try:
+            for optimizer in self.ours:
+                optimizer.check_between_steps()
+        except LayoutError as error:
+            return error
+        return None
+
+    def measure(self, grads: Sequence[MainGrads], found: LayoutError | None) -> Gradients:
+        device = self.optimizers[0].device
+        flag = torch.full((1,), float(found is not None), dtype=stats_dtype(device), device=device)
+        notice = notice_for(raising(found), flag, self.everyone)
+        measure_with = measure_now if self.needs_norm else measure
+        measured = measure_with(self.optimizers, grads, self.everyone, notice)
+        divisors = [optimizer.divisor for optimizer in self.optimizers]
+        return Gradients(grads, measured, divisors)
+
+    def follow_update(self, number: int) -> None:
+        optimizer = self.ours[number]
+        optimizer.written.forget()
+        if number == 0 and optimizer.config.overlap_param_gather_with_optimizer_step:
+            optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
+
+    def gather(self) -> None:
+        """Each chunk once, unless the host overlaps that with forward."""
+        if self.ours[0].ddp_config.overlap_param_gather:
+            return
+        chunks = dict.fromkeys(chunk for each in self.ours for chunk in each.model_chunks)
+        with self.timer("params-all-gather"):
+            for chunk in chunks:
+                chunk.start_param_sync()
+
+    def end(self, decisions: Sequence[StepDecision]) -> None:
+        """Where the check is deferred, the device goes on with the update while the CPU waits for
+        the statistics."""
+        if self.optimizers[0].deferred_check is not None:
+            finish_deferred_check(self.optimizers, self.everyone, when="")
+        for optimizer in self.ours:
+            if optimizer.counts is not None and decisions[0].updated:
+                optimizer.counts.show(is_after_update=True)
 
 
 def start_together(optimizers: Sequence[OneOptimizer]) -> None:
@@ -290,24 +314,8 @@ def start_together(optimizers: Sequence[OneOptimizer]) -> None:
         )
 
 
-def _notice_of(ours: Sequence[OneOptimizer], group: Group) -> Notice:
-    """What the user did to params and groups since the last step that cannot be followed."""
-    device, found = ours[0].sharded.device, None
-    try:
-        for optimizer in ours:
-            optimizer.check_between_steps()
-    except LayoutError as error:
-        found = error
-    flag = torch.full((1,), 0.0 if found is None else 1.0, dtype=stats_dtype(device), device=device)
-    return notice_for(raising(found), flag, group)
-
-
 def prepared_of(optimizer: OneOptimizer) -> PreparedStep:
     """What `prepare_grads` has found, which must have been called."""
     if optimizer.prepared is None:
         raise HostError("Gradients were not measured before this call. Call prepare_grads() first.")
     return optimizer.prepared
-
-
-def _timer(config: Any, name: str) -> AbstractContextManager[None]:
-    return timed(config.timers, name, barrier=config.barrier_with_L1_time)

@@ -23,12 +23,12 @@ from megatron_distopt.hosts.between_steps import not_copied
 from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
-from megatron_distopt.hosts.torch.step import announce_drop, reduce_ahead, step_model
+from megatron_distopt.hosts.torch.step import TorchStep, announce_drop
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.loss_scale import DynamicLossScale
 from megatron_distopt.optimizer.main_params import main_grads
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
-from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now
+from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now, run_step
 
 
 class TorchDistributedOptimizer(StateCalls):
@@ -62,6 +62,7 @@ class TorchDistributedOptimizer(StateCalls):
             # torch's flattened format has what groups have
             groups[0][LOSS_SCALE] = model.sharded.loss_scale.state
         self.last_step: StepDecision | None = None
+        self._step = TorchStep.of(model)
         model.grads.on_drop = partial(announce_drop, model)
         self._saver = Saver(model.config, model.everyone)
         self._end = finalize(self, model.release)
@@ -96,7 +97,7 @@ class TorchDistributedOptimizer(StateCalls):
             with torch.enable_grad():
                 loss = closure()
         self._consolidated = None
-        self.last_step = step_model(self._model)
+        (self.last_step,) = run_step(self._step)
         for each in self._given:
             vars(each)["_opt_called"] = True  # torch's schedulers look for it
         return loss
@@ -229,7 +230,7 @@ class TorchDistributedOptimizer(StateCalls):
             )
         model = self._model
         model.admit()
-        reduce_ahead(model)
+        self._step.reduce_ahead()
         grads = main_grads(model.sharded.flat_params)
         norm = measure_now([model.sharded], [grads], model.everyone).norm(model.grads.divisor)
         model.grads.clip(clip_divisor(norm, float(max_norm)))
@@ -264,7 +265,7 @@ class TorchDistributedOptimizer(StateCalls):
             raise LayoutError(
                 refusal("param", "one that this optimizer does not update", rule, remedy)
             )
-        reduce_ahead(model)
+        self._step.reduce_ahead()
         return model.grads.averaged(slot)
 
     def finish_param_gather(self) -> None:

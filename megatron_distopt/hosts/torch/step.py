@@ -1,5 +1,5 @@
-"""One step of a model: settle -> reduce -> measure -> decide -> update -> gather. Read `step_model`
-from top to bottom.
+"""What a step of any torch module adds to `run_step` of optimizer/step.py, in the order in which it
+is called: `TorchStep`.
 
 [Note: census] In the all-reduce of the gradient statistics the ranks also tell each other which
 params have a gradient, in which round of gradients they are, and whether one of them has something
@@ -10,8 +10,9 @@ own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -19,18 +20,16 @@ from torch import Tensor
 from megatron_distopt.comm import exchange, raise_together, sum_over
 from megatron_distopt.errors import LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
-from megatron_distopt.optimizer.deferred import DeferredCheck, Notice
-from megatron_distopt.optimizer.grad_norm import GradStats, sum_with
+from megatron_distopt.optimizer.deferred import Notice
+from megatron_distopt.optimizer.grad_norm import sum_with
 from megatron_distopt.optimizer.main_params import MainGrads, main_grads
 from megatron_distopt.optimizer.step import (
-    StepAction,
+    Gradients,
+    HostStep,
     StepDecision,
     act_on_deferred_notice,
-    decide,
-    finish_deferred_check,
     measure,
     measure_now,
-    update,
 )
 
 #: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as
@@ -41,81 +40,87 @@ _MODULUS = 64
 _COMMON_NUMEL, HEAD_NUMEL = 6, 10
 
 
-@torch.no_grad()
-def step_model(model: ShardedModel) -> StepDecision:
-    """Collective: one step of the model; what it raises is raised on all ranks, and the params are
-    as before."""
-    settle(model)
-    model.grads.reduce()
-    for hook in model.hooks:
-        hook.before()
-    if model.sharded.deferred_check is not None:
-        finish_deferred_check([model.sharded], model.everyone)
-    grads, measured, census = _measure(model)
-    (decision,) = decide([model.sharded], measured, model.everyone, divisors=[model.grads.divisor])
-    is_updated = decision.action is StepAction.UPDATE
-    if is_updated and not all(model.grads.present):
-        # A param with a gradient on some rank gets one everywhere; one without a gradient on any is
-        # left alone.
-        is_active = [value > 0 for value in census[HEAD_NUMEL:].tolist()]  # waits for the device
+@dataclass(kw_only=True, eq=False)
+class TorchStep(HostStep):
+    """A step of a model. What it raises is raised on all ranks, and the params are as before."""
+
+    model: ShardedModel
+
+    @classmethod
+    def of(cls, model: ShardedModel) -> TorchStep:
+        return cls(
+            model=model, optimizers=[model.sharded], everyone=model.everyone, hooks=model.hooks
+        )
+
+    def follow_user(self) -> None:
+        """What is wrong is among the complaints of the gradients, and is raised with them."""
+        model = self.model
+        if model.sharded.averages is not None:
+            model.sharded.check_has_params("step")
+        if model.protection is not None:
+            model.protection.wait_for_copy()
+        model.gather.finish()
+        if model.sharded.deferred_check is not None:
+            act_on_deferred_notice([model.sharded])
+        try:
+            model.params.follow(before_step=True)
+        except LayoutError as error:
+            model.grads.complaints.append(error)
+
+    def reduce(self) -> None:
+        self.model.grads.reduce()
+
+    def reduce_ahead(self) -> None:
+        """Collective: reduces gradients before the step, for calls that read them; raises what a
+        step would, everywhere."""
+        model = self.model
+        self.follow_user()
+        model.grads.reduce_ahead()
+        complaints = torch.tensor([float(len(model.grads.complaints))], device=model.device)
+        sum_over(complaints, model.everyone)
+        if complaints.item():
+            raise_together(model.grads.raise_complaint, model.everyone, "step")
+
+    def measure(self, grads: Sequence[MainGrads], found: LayoutError | None) -> Gradients:
+        """In one all-reduce with the census, where every rank holds the whole model.
+
+        A param that may begin to train has to be known at once; if one does, all are measured once
+        more.
+        """
+        model = self.model
+        waits = bool(model.waiting) or not model.sharded.defers_check
+        measure_with = measure_now if waits else measure
+        while True:
+            num_params, census = len(model.grads.slots), census_of(model)
+            notice = _notice(model, census)
+            measured = measure_with(self.optimizers, grads, self.everyone, notice)
+            if len(model.grads.slots) == num_params:
+                divisors = [model.grads.divisor]
+                num_present = None if all(model.grads.present) else census[HEAD_NUMEL:]
+                return Gradients(grads, measured, divisors, num_present)
+            grads = [main_grads(model.sharded.flat_params)]
+
+    def complete(self, gradients: Gradients) -> Sequence[MainGrads]:
+        """A param with a gradient on some rank gets one everywhere; one without a gradient on any
+        is left alone."""
+        model, num_present = self.model, cast(Tensor, gradients.num_present)
+        is_active = [count > 0 for count in num_present.tolist()]  # waits for the device
         model.grads.settle(is_active)
-        if not all(is_active):
-            slots = zip(model.grads.slots, is_active, strict=True)
-            grads = model.sharded.leave_out({slot.name for slot, active in slots if not active})
-    if is_updated:
-        update(model.sharded, grads, decision)
-        model.params.options.exchange()
-    for hook in model.hooks:
-        hook.after(decision)
-    if is_updated:
-        model.gather.gather()
-    if model.module_buffers is not None:
-        model.module_buffers.sync()
-    model.grads.end_round(decision)
-    return decision
+        if all(is_active):
+            return gradients.main
+        slots = zip(model.grads.slots, is_active, strict=True)
+        return [model.sharded.leave_out({slot.name for slot, active in slots if not active})]
 
+    def follow_update(self, number: int) -> None:
+        self.model.params.options.exchange()
 
-def reduce_ahead(model: ShardedModel) -> None:
-    """Collective: reduces gradients before the step, for calls that read them; raises what a step
-    would, everywhere."""
-    settle(model)
-    model.grads.reduce_ahead()
-    complaints = torch.tensor([float(len(model.grads.complaints))], device=model.device)
-    sum_over(complaints, model.everyone)
-    if complaints.item():
-        raise_together(model.grads.raise_complaint, model.everyone, "step")
+    def gather(self) -> None:
+        self.model.gather.gather()
 
-
-def settle(model: ShardedModel) -> None:
-    """Takes over what the user did to params and groups since the last step; what is wrong is
-    raised in the step."""
-    if model.sharded.averages is not None:
-        model.sharded.check_has_params("step")
-    if model.protection is not None:
-        model.protection.wait_for_copy()
-    model.gather.finish()
-    if model.sharded.deferred_check is not None:
-        act_on_deferred_notice([model.sharded])
-    try:
-        model.params.follow(before_step=True)
-    except LayoutError as error:
-        model.grads.complaints.append(error)
-
-
-def _measure(model: ShardedModel) -> tuple[MainGrads, GradStats | DeferredCheck, Tensor]:
-    """Collective: gradients, their statistics, and the census of all ranks, in one all-reduce where
-    every rank holds the whole model.
-
-    A param that may begin to train has to be known at once; if one does, all are measured once
-    more.
-    """
-    measure_with = measure_now if model.waiting else measure
-    while True:
-        num_params, census = len(model.grads.slots), census_of(model)
-        grads = main_grads(model.sharded.flat_params)
-        measured = measure_with([model.sharded], [grads], model.everyone, _notice(model, census))
-        if len(model.grads.slots) == num_params:
-            return grads, measured, census
+    def end(self, decisions: Sequence[StepDecision]) -> None:
+        if self.model.module_buffers is not None:
+            self.model.module_buffers.sync()
+        self.model.grads.end_round(decisions[0])
 
 
 # --- what ranks tell each other
@@ -169,7 +174,8 @@ def _act_on(model: ShardedModel, head: Sequence[float]) -> None:
     the mean of its squares is the square of its mean.
     """
     rounds, squares, complaints, newcomers, begun, elsewhere, *alike = map(int, head)
-    _check_rounds(model, rounds, squares)
+    if model.everyone.size * squares != rounds**2:
+        _raise_rounds(model)
     if elsewhere or _difference(model, alike):
         raise_together(partial(_check_alike, model), model.everyone, "step")
     if complaints:
@@ -219,7 +225,9 @@ def announce_drop(model: ShardedModel) -> None:
     """
     census = census_of(model, is_dropped=True)
     sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
-    _check_rounds(model, *map(int, census[:2].tolist()), is_dropped=True)
+    rounds, squares = map(int, census[:2].tolist())
+    if model.everyone.size * squares != rounds**2:
+        _raise_rounds(model, is_dropped=True)
 
 
 def _two_that_differ(said: Sequence[Any]) -> tuple[int, int]:
@@ -229,14 +237,9 @@ def _two_that_differ(said: Sequence[Any]) -> tuple[int, int]:
     return next(rank for rank, each in enumerate(said) if each != usual), said.index(usual)
 
 
-def _check_rounds(
-    model: ShardedModel, rounds: int, squares: int, *, is_dropped: bool = False
-) -> None:
-    """Checks that all ranks are in one round, from the sum of its numbers and that of their
-    squares."""
+def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
+    """Collective: says which ranks are in which round; they are not all in one."""
     group = model.everyone
-    if group.size * squares == rounds**2:
-        return
     said = exchange((model.grads.num_rounds, is_dropped), group)
     numbers = [number for number, _ in said]
     if len(set(numbers)) == 1:
