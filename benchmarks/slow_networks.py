@@ -36,7 +36,7 @@ from peers.script import conclude, parser_of
 from peers.train_contestants import BF16, FP32, INT8, REDUCING_ENTRIES
 from peers.train_readings import TrainReading, losses_apart
 
-from megatron_distopt.comm.codes import AsCodes, runs_of
+from megatron_distopt.comm.codes import AsCodes, stretches_of
 from megatron_distopt.comm.pairwise import AsNumbers
 from megatron_distopt.layout import ParamSpec, lay_out
 from megatron_distopt.layout.buckets import BLOCK_NUMEL
@@ -232,7 +232,7 @@ def conversion(device: torch.device, repeats: int = 30) -> Iterator[str]:
         return time.perf_counter()
 
     layout = lay_out([ParamSpec("weight", 2 * numel)], num_shards=2, alignment_numel=BLOCK_NUMEL)
-    coded = AsCodes(runs_of(layout, 0, frozenset(["weight"])), step=1, node=0)
+    coded = AsCodes(stretches_of(layout, 0, frozenset(["weight"])), step=1, node=0)
     chunk, values, into = (
         slice(0, numel),
         torch.randn(numel, device=device),

@@ -173,16 +173,16 @@ def _state_nbytes(optimizer: Any) -> int:
 @contextmanager
 def _exempting_nothing() -> Iterator[None]:
     """Rounds 1-D params like all others, which nobody can ask for."""
-    plain = communicator.runs_of
+    plain = communicator.stretches_of
 
-    def runs_of(layout: BufferLayout, bucket: int, coded: frozenset[str]) -> Any:
+    def stretches_of(layout: BufferLayout, bucket: int, coded: frozenset[str]) -> Any:
         return plain(layout, bucket, frozenset(slot.name for slot in layout.slots))
 
-    communicator.runs_of = runs_of
+    communicator.stretches_of = stretches_of
     try:
         yield
     finally:
-        communicator.runs_of = plain
+        communicator.stretches_of = plain
 
 
 def parse_args() -> argparse.Namespace:

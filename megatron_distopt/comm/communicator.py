@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_distopt.buffers import CompactBuffer, ShardedBuffer
 from megatron_distopt.comm.agree import exchange
-from megatron_distopt.comm.codes import AsCodes, Run, runs_of
+from megatron_distopt.comm.codes import AsCodes, SentStretch, stretches_of
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
@@ -62,7 +62,7 @@ class Transfer:
     whole: Tensor  # 1-D
     shard: Tensor  # 1-D, this rank's part of `whole`
     names: frozenset[str]  # of the params in it
-    runs: Sequence[Sequence[Run]] = ()  # of grads that are sent as codes
+    stretches: Sequence[Sequence[SentStretch]] = ()  # of grads that are sent as codes
 
 
 class Launches:
@@ -294,7 +294,7 @@ class Communicator:
                 buffer,
                 *bucket,
                 frozenset(each.name for each in slots) - frozen,
-                runs_of(buffer.layout, at, coded),
+                stretches_of(buffer.layout, at, coded),
             )
             for buffer in grads
             for at, (bucket, slots) in enumerate(
@@ -318,7 +318,7 @@ class Communicator:
         if self._step is None:  # once, because on a device this waits for the last update
             count = self.count_updates()
             self._step = self._num_sums if count is None else count
-        return partial(AsCodes, transfer.runs, self._step)
+        return partial(AsCodes, transfer.stretches, self._step)
 
     # --- grads
 
@@ -387,7 +387,8 @@ class Communicator:
         transfer = self._grads.transfers[number]
         wait_for_streams(self._streams.pop(number, ()), transfer.whole.device)
         self._grads.launch(
-            number, how=replace(self._how, codes=self._codes(transfer) if transfer.runs else None)
+            number,
+            how=replace(self._how, codes=self._codes(transfer) if transfer.stretches else None),
         )
 
     def _check_alone(self) -> None:
@@ -445,7 +446,7 @@ class Communicator:
             self._check_alone()
         for buffer in buffers:
             transfers = [each for each in self._grads.transfers if each.buffer is buffer]
-            codes = [self._codes(each) if each.runs else None for each in transfers]
+            codes = [self._codes(each) if each.stretches else None for each in transfers]
             reduce_grads(buffer, self.group, self._how, codes)
         self._num_sums, self._step = self._num_sums + 1, None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Communicator, Group, Reduction, pairwise, shared_memory
-from megatron_distopt.comm.codes import AsCodes, runs_of
+from megatron_distopt.comm.codes import AsCodes, stretches_of
 from megatron_distopt.comm.collectives import all_gather, reduce_scatter
 from megatron_distopt.comm.shared_memory import nodes_of
 from megatron_distopt.layout import ParamSpec, lay_out
@@ -254,7 +254,9 @@ def _bytes(group: Group, rank: int) -> dict[str, float]:
             patch.setattr(pairwise, "send", counted)
             bucket = _values(rank, layout.numel)
             codes = (
-                partial(AsCodes, runs_of(layout, 0, frozenset("a")), 0) if name == "int8" else None
+                partial(AsCodes, stretches_of(layout, 0, frozenset("a")), 0)
+                if name == "int8"
+                else None
             )
             shard = bucket.view(group.size, -1)[group.rank]
             reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype, codes=codes))

@@ -62,18 +62,21 @@ class ForkSteps(BuiltOptimizer):
                 "step was given a closure, and takes the fork's arguments and timers. Compute the "
                 "loss before it, and call step(args, timers)."
             )
+        phase = phases(args, timers)
         step = ForkStep(
             optimizer=self,
             optimizers=[self.sharded],
             everyone=self.everyone,
             hooks=self.hooks,
-            timer=phases(args, timers),
+            timer=phase,
         )
         (decision,) = run_step(step)
         if decision.action is StepAction.SKIP:
             return False, None, None
-        norm = decision.norm_to_log if self.clip_grad > 0 else None
-        return True, norm, decision.zeros_to_log
+        # Both were done while the gradient was measured.
+        with phase("optimizer-clip-main-grad"), phase("optimizer-count-zeros"):
+            norm, num_zeros = decision.norm_to_log, decision.zeros_to_log
+        return True, norm if self.clip_grad > 0 else None, num_zeros
 
     @torch.no_grad()
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
@@ -142,10 +145,6 @@ class ForkStep(HostStep):
             notice = notice_for(raising(found), torch.ones_like(used), self.everyone)
         measured = measure(self.optimizers, grads, self.everyone, notice)
         return Gradients(grads, measured, [self.optimizer.sharded.divisor])
-
-    def complete(self, gradients: Gradients) -> Sequence[MainGrads]:
-        with self.timer("optimizer-clip-main-grad"), self.timer("optimizer-count-zeros"):
-            return gradients.main  # both were done while the gradient was measured
 
     def follow_update(self, number: int) -> None:
         self.optimizer.written.forget()

@@ -29,17 +29,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_distopt.buffers.blocks import EXPONENT_BIAS, NAN_EXPONENT, exponents_of, power_of_two
 from megatron_distopt.device import CPU
 
-#: Bits of fp32: of its mantissa, of the smaller half of a word, and where its exponent counts from.
-_MANTISSA, _HALF, _BIAS = 23, 16, 127
-#: The exponent of a scale of NaN: all values of such a block are NaN.
-_NAN = 255
-#: Smaller exponents are not used for scales, so that a scale and its inverse are normal numbers.
-_LEAST = 20
-#: The bits of infinity; those of every NaN are more.
-_INF = 0x7F800000
+_HALF_BITS = 16  # of an fp32 number
+#: Of a code of 16 bits its sign, and of one of 8 bits all but its sign.
 _SIGN16, _MAGNITUDE8 = -0x8000, 0x7F
+#: fp16 has so many bits of mantissa, and its exponents count from there.
+_FP16_MANTISSA_BITS, _FP16_BIAS = 10, 15
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class BlockCode:
     def largest(self) -> int:
         """The largest exponent of a scale, so that it and its inverse are normal; blocks with
         larger values are NaN."""
-        return 2 * _BIAS - 16 + self.top
+        return 2 * EXPONENT_BIAS - 16 + self.top
 
 
 #: By the name of the option: 5 + 10, 5 + 2, 4 + 3 and 3 + 4 bits of exponent and mantissa.
@@ -82,21 +79,18 @@ def encode(values: Tensor, code: BlockCode, noise: Tensor | None = None) -> tupl
     `noise` is int16 of the same shape with random bits, to round at random; None to round to
     nearest.
     """
-    largest = values.abs().amax(1).view(torch.int32).clamp_(max=_INF)
-    # What lies above the largest code of an octave counts as the next octave, so that nothing is
-    # rounded out of range.
-    exponents = (largest + ((1 << (_MANTISSA - 10 + code.shift)) - 1)) >> _MANTISSA
-    exponents = exponents.clamp_(_LEAST, _NAN)
-    exponents = exponents.masked_fill_(exponents > code.largest, _NAN)
-    values.mul_(_power(code.top - 15 + _BIAS + _BIAS - exponents.clamp(max=_NAN - 1)).unsqueeze(1))
-    bits = values.to(torch.float16).view(torch.int16)
+    exponents = exponents_of(values.abs().amax(1), _FP16_MANTISSA_BITS - code.shift)
+    exponents = exponents.masked_fill_(exponents > code.largest, NAN_EXPONENT)
+    finite = exponents.clamp(max=NAN_EXPONENT - 1)
+    factors = power_of_two(code.top - _FP16_BIAS + 2 * EXPONENT_BIAS - finite)
+    bits = values.mul_(factors.unsqueeze(1)).to(torch.float16).view(torch.int16)
     if code.shift:
         last = 1 << code.shift
-        bits.add_(last >> 1 if noise is None else noise.bitwise_and(last - 1)).bitwise_right_shift_(
-            code.shift
-        )
+        bits.add_(last >> 1 if noise is None else noise.bitwise_and(last - 1))
+        bits.bitwise_right_shift_(code.shift)
         if code.has_short_exponent:
-            bits = (bits & _MAGNITUDE8).bitwise_or_((bits >> 8).bitwise_and_(-0x80))
+            sign = (bits >> 8).bitwise_and_(-0x80)
+            bits = (bits & _MAGNITUDE8).bitwise_or_(sign)
     return bits.to(code.storage), exponents.to(torch.uint8)
 
 
@@ -106,34 +100,29 @@ def root_of(values: Tensor) -> Tensor:
     A root in float64 that is an ulp off still rounds to the right fp32 number: no root of an fp32
     number is so near to the middle of two others.
     """
-    return values.double().sqrt_().float() if values.device.type == CPU else values.sqrt()
+    if values.device.type == CPU:
+        return values.double().sqrt_().float()
+    return values.sqrt()
 
 
 def decode(codes: Tensor, exponents: Tensor, code: BlockCode) -> Tensor:
     """The fp32 values [blocks, 128] of what `encode` returned."""
     bits = codes.to(torch.int16)
     if code.has_short_exponent:
-        bits = (
-            (bits << 8)
-            .bitwise_and_(_SIGN16)
-            .bitwise_or_((bits & _MAGNITUDE8).bitwise_left_shift_(code.shift))
-        )
+        magnitude = (bits & _MAGNITUDE8).bitwise_left_shift_(code.shift)
+        bits = (bits << 8).bitwise_and_(_SIGN16).bitwise_or_(magnitude)
     elif code.shift:
         bits.bitwise_left_shift_(code.shift)
     wide = exponents.to(torch.int32)
-    scales = _power(wide + (15 - code.top)).masked_fill_(wide == _NAN, torch.nan)
+    scales = power_of_two(wide + (_FP16_BIAS - code.top))
+    scales = scales.masked_fill_(wide == NAN_EXPONENT, torch.nan)
     return bits.view(torch.float16).to(torch.float32).mul_(scales.unsqueeze(1))
-
-
-def _power(exponents: Tensor) -> Tensor:
-    """fp32 powers of two from exponents as fp32 keeps them, int32."""
-    return (exponents << _MANTISSA).view(torch.float32)
 
 
 def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
     """Rounds fp32 up or down at random, by int32 noise from 0 to 2**16 - 1; inf and NaN stay."""
     bits = values.view(torch.int32)
-    rounded = ((bits + noise) >> _HALF).to(torch.int16).view(torch.bfloat16)
+    rounded = ((bits + noise) >> _HALF_BITS).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
 
 
@@ -145,10 +134,13 @@ def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
     Source: the constants of a 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).
     """
     bits = torch.arange(numel, dtype=torch.int32, device=count.device).add_(_signed(start))
-    bits.mul_(_signed(0x9E3779B1)).add_(count.to(torch.int32) * _signed(0xC2B2AE35))
+    bits.mul_(_signed(0x9E3779B1))
+    bits.add_(count.to(torch.int32) * _signed(0xC2B2AE35))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
-    return bits.bitwise_xor_(_shifted(bits, 16)).bitwise_and_(0x7FFFFFFF)
+        bits.bitwise_xor_(_shifted(bits, shift))
+        bits.mul_(_signed(factor))
+    bits.bitwise_xor_(_shifted(bits, 16))
+    return bits.bitwise_and_(0x7FFFFFFF)
 
 
 def _shifted(bits: Tensor, shift: int) -> Tensor:
