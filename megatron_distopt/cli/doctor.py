@@ -45,9 +45,9 @@ from megatron_distopt.config import (
 )
 from megatron_distopt.errors import ConfigError, DistOptError
 from megatron_distopt.hosts.detect import MEGATRON_CORE
+from megatron_distopt.hosts.entry_point_block import GROUP
 from megatron_distopt.hosts.fixes import needed_fixes
 from megatron_distopt.hosts.fork_source import (
-    GROUP,
     ParserOption,
     SourceTree,
     Survey,

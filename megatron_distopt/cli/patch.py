@@ -19,17 +19,15 @@ from pathlib import Path
 from megatron_distopt.cli.show import Answer
 from megatron_distopt.errors import HostError, HostMismatchError, InvariantError, UnknownHostError
 from megatron_distopt.hosts.detect import recognise
-from megatron_distopt.hosts.fork_source import (
+from megatron_distopt.hosts.entry_point_block import (
     BEGIN,
     BLOCK,
     END,
-    SourceTree,
     as_bytes,
-    find_patch_point,
-    fork_at,
     has_marker,
     intact_block,
 )
+from megatron_distopt.hosts.fork_source import SourceTree, find_patch_point, fork_at
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from megatron_distopt.cli.patch import plan_apply, write
 from megatron_distopt.cli.show import Finding, Status, noted, ok
 from megatron_distopt.config import DistOptConfig, Switch
 from megatron_distopt.device import CPU
-from megatron_distopt.hosts.fork_source import GROUP, Survey, fork_at, survey
+from megatron_distopt.hosts.entry_point_block import GROUP
+from megatron_distopt.hosts.fork_source import Survey, fork_at, survey
 from megatron_distopt.optimizer.accelerator import CUDA, Accelerator
 from tests.support.fork_trees import (
     core,

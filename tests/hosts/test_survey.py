@@ -11,10 +11,10 @@ import pytest
 
 from megatron_distopt.errors import UnknownHostError
 from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE
+from megatron_distopt.hosts.entry_point_block import as_bytes
 from megatron_distopt.hosts.fork_source import (
     Survey,
     UnreadableSourceError,
-    as_bytes,
     fork_at,
     importable_host,
     survey,
