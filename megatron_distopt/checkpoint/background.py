@@ -31,7 +31,7 @@ from megatron_distopt.checkpoint.save import (
     should_have_appeared,
 )
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.comm import Group, meet_in_call, raise_together
 from megatron_distopt.comm.alive import begin_thread
 from megatron_distopt.device import CPU, mark, pinned
 from megatron_distopt.errors import CheckpointError
@@ -176,6 +176,7 @@ class BackgroundSaver:
         task, self._task = self._task, None
         if task is None or task.thread is None:
             return
+        meet_in_call("finish_saving", self._everyone)
         task.written.wait()
         try:
             raise_together(task.raise_error, self._everyone, "save")

@@ -12,6 +12,7 @@ from megatron_distopt.comm.agree import (
     show_presence,
 )
 from megatron_distopt.comm.alive import LifeSigns
+from megatron_distopt.comm.calls import meet_in_call
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
@@ -57,6 +58,7 @@ __all__ = [
     "gather_to_first",
     "is_initialized",
     "meet",
+    "meet_in_call",
     "profiled",
     "raise_together",
     "reduce_grads",

@@ -152,7 +152,7 @@ SECONDS_TO_SHOW = 40.0
 #: that has the store.
 SECONDS_TO_LOOK = 2.5
 
-_KEY, _HERE, _LOADED = "megatron_distopt", "here", "loaded"
+KEY, _HERE, _LOADED = "megatron_distopt", "here", "loaded"
 
 
 def show_presence(why_not: str = "") -> Callable[[], None]:
@@ -187,7 +187,7 @@ def _write_presence(why_not: str) -> None:
 
 
 def _presence_of(global_rank: int) -> str:
-    return f"{_KEY}/presence of {global_rank}"
+    return f"{KEY}/presence of {global_rank}"
 
 
 def meet(group: Group, why_not: str = "") -> None:
@@ -204,7 +204,7 @@ def meet(group: Group, why_not: str = "") -> None:
     store.set(keys[group.rank], why_not or _HERE)
     if why_not or group.size == 1:
         return
-    _wait(store, keys, group)
+    wait_for(store, keys, lambda seconds: _refuse(_reasons(store, keys, group, seconds), group))
     answers = [answer.decode() for answer in store.multi_get(keys)]
     _refuse({rank: answer for rank, answer in enumerate(answers) if answer != _HERE}, group)
 
@@ -221,20 +221,21 @@ def _keys_of(group: Group) -> list[str]:
     other ranks.
     """
     ranks = [group.global_rank(rank) for rank in range(group.size)]
-    name = f"{_KEY}/meeting of {sha256(str(ranks).encode()).hexdigest()[:16]}"
+    name = f"{KEY}/meeting of {sha256(str(ranks).encode()).hexdigest()[:16]}"
     number = default_store().add(f"{name}/{ranks[group.rank]}", 1)
     return [f"{name}/{number}/{rank}" for rank in ranks]
 
 
-def _wait(store: Store, keys: Sequence[str], group: Group) -> None:
+def wait_for(store: Store, keys: Sequence[str], look: Callable[[float], None]) -> None:
+    """Waits until all keys are in the store; meanwhile `look` is called with the seconds so far,
+    and may raise."""
     began, pause = time.monotonic(), SECONDS_TO_LOOK
     while True:
         try:
             store.wait(list(keys), timedelta(seconds=pause))
             return
         except RuntimeError:  # the time is up
-            missing = _missing(store, keys, range(group.size))
-            _refuse(_reasons(store, missing, group, time.monotonic() - began), group)
+            look(time.monotonic() - began)
             pause = min(2 * pause, SECONDS_TO_SHOW / 4)
 
 
@@ -249,20 +250,21 @@ def _missing(store: Store, keys: Sequence[str], ranks: Sequence[int]) -> list[in
     return _missing(store, keys, ranks[:half]) + _missing(store, keys, ranks[half:])
 
 
-def _reasons(store: Store, missing: Sequence[int], group: Group, seconds: float) -> dict[int, str]:
+def _reasons(store: Store, keys: Sequence[str], group: Group, seconds: float) -> dict[int, str]:
     """Why ranks are waited for no longer, by rank; the others may still come. See [Note: who is
     missing]."""
+    missing = _missing(store, keys, range(group.size))
     late = f"not here after {seconds:.0f} seconds" if seconds >= SECONDS_TO_MEET else ""
-    has_shown = bool(_presence_in(store, group.global_rank(group.rank)))
+    has_shown = bool(value_in(store, _presence_of(group.global_rank(group.rank))))
     absent = "not loaded" if has_shown and seconds >= SECONDS_TO_SHOW else late
     reason_of = {_LOADED: late, "": absent}
-    presences = {rank: _presence_in(store, group.global_rank(rank)) for rank in missing}
+    presences = {rank: value_in(store, _presence_of(group.global_rank(rank))) for rank in missing}
     reasons = {rank: reason_of.get(presence, presence) for rank, presence in presences.items()}
     return {rank: reason for rank, reason in reasons.items() if reason}
 
 
-def _presence_in(store: Store, global_rank: int) -> str:
-    key = _presence_of(global_rank)
+def value_in(store: Store, key: str) -> str:
+    """What the store has under a key; empty where it has none."""
     return store.get(key).decode() if store.check([key]) else ""
 
 

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import pairwise
 from megatron_distopt.comm.agree import exchange
-from megatron_distopt.comm.groups import Group, carrier_of, named_losses
+from megatron_distopt.comm.groups import FAKE, Group, carrier_of, named_losses
 from megatron_distopt.comm.pairwise import FormOfNode
 from megatron_distopt.comm.pending import Done, Pending, profiled, run_in_turn
 from megatron_distopt.comm.shared_memory import nodes_of
@@ -45,8 +45,6 @@ _BETWEEN_NODES = (torch.float32, torch.int8)
 #: Of torchrun: the number of a rank, its number on its node, and how many ranks that has.
 _VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _by_launcher: WeakKeyDictionary[ProcessGroup, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
-#: torch's backend of ranks that do not exist: its collectives send nothing.
-_FAKE = "fake"
 
 
 @dataclass(frozen=True)
@@ -314,7 +312,7 @@ def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY
                 "reduce_dtype", dtype_name(how.reduce_dtype), rule, remedy + ", or leave it out"
             )
         )
-    if carrier_of(device, group) == _FAKE:
+    if carrier_of(device, group) == FAKE:
         return
     numbers = torch.full((group.size,), float(how.divide_by), device=device)
     shard = numbers[group.rank : group.rank + 1]

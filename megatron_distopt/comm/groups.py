@@ -17,6 +17,8 @@ from megatron_distopt.errors import ConfigError, InvariantError, RanksDisagreeEr
 
 _PROBED_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 _were_used = Event()
+#: torch's backend of ranks that do not exist: its collectives send nothing, and it has no store.
+FAKE = "fake"
 
 
 def is_initialized() -> bool:
@@ -39,7 +41,7 @@ def available_backends() -> tuple[str, ...]:
     registered = [
         name
         for name in dist.Backend.backend_list
-        if name not in ("undefined", "fake", *_PROBED_BACKENDS)
+        if name not in ("undefined", FAKE, *_PROBED_BACKENDS)
     ]
     return (*compiled, *registered)
 
@@ -106,6 +108,16 @@ class Group:
                 )
             )
         return handle
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds that a collective waits for other ranks: the timeout that was given to
+        `init_process_group` or `new_group`."""
+        devices = sorted(self.own_handle._device_types, key=lambda device: device.type != "cpu")
+        # A framework's own group has no backend.
+        backend = self.own_handle._get_backend(devices[0]) if devices else None
+        limit = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+        return float(limit.total_seconds())
 
     @cached_property
     def carriers(self) -> tuple[str, dict[str, str]]:

@@ -143,8 +143,10 @@ def _end() -> None:
         sleep(_SECONDS_FOR_GLOO)
 
 
-# A process that was forked has the executors and not their threads.
-os.register_at_fork(after_in_child=_threads.clear)
+# A process that was forked has the executors and not their threads. So what is under way ends
+# before: in the child a param that was being gathered can be read, and what waits for it dropped.
+# Where processes are never forked, there is nothing to register.
+getattr(os, "register_at_fork", lambda **_: None)(before=settle, after_in_child=_threads.clear)
 # Before Python joins the threads; `atexit` would be after that. Processes of `multiprocessing` call
 # it, too.
 threading._register_atexit(_end)  # type: ignore[attr-defined]

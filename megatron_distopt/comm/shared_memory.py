@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, finalize
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -126,9 +125,7 @@ class Lane:
     def __init__(self, segments: Mapping[int, _Segment], collective: int, group: Group) -> None:
         self.lock = threading.Lock()
         self._segments, self._collective = segments, collective
-        # The timeout that was given to init_process_group or new_group.
-        options = getattr(group.own_handle._get_backend(torch.device("cpu")), "options", None)
-        self._timeout = getattr(options, "_timeout", dist.default_pg_timeout).total_seconds()
+        self._timeout = group.time_limit
         self._rank = group.rank
         self._names = [group.global_rank(rank) for rank in range(group.size)]
         self._written = _LINE * (1 + collective)

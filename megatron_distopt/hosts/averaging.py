@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import ConfigError, HostMismatchError, refusal
+from megatron_distopt.hosts.on_all_ranks import on_all_ranks
 from megatron_distopt.hosts.patch_points import PatchPoint, Replacement, apply, script_undos
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -61,6 +62,7 @@ class AveragedCalls:
     sharded: ShardedOptimizer
 
     @contextmanager
+    @on_all_ranks
     def averaged_params(self) -> Iterator[None]:
         """Collective: `with optimizer.averaged_params(): ...` evaluates averages, rounded to the
         dtypes of the params.

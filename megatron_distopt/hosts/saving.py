@@ -30,6 +30,7 @@ from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.hosts.averaging import AveragedCalls
+from megatron_distopt.hosts.on_all_ranks import on_all_ranks
 from megatron_distopt.hosts.report import announce
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.step import finish_deferred_check
@@ -131,6 +132,7 @@ class ProtectedCalls(AveragedCalls):
         self._protected("protect").border(step, state)
 
     @torch.no_grad()
+    @on_all_ranks
     def resume(self, newer_than: int = -1) -> Resumed | None:
         """Collective: takes the newest whole snapshot in memory, at this or any other size, and
         gathers the params.

@@ -417,6 +417,24 @@ _COPIES_AND_READS = {
         world.see("saved alone", file.tell() < 3000 + 4 * pick(model, {n}).numel())
         """,
     ),
+    "weight_norm_in_a_fork": Idiom(
+        _ANY,
+        """
+        norms = lambda: sum(float(p.detach().float().norm()) for p in model.parameters())
+        world.see("norm", in_fork(norms))
+        """,
+    ),
+    "dropped_in_a_fork": Idiom(
+        _ANY,
+        """
+        def drop():
+            nonlocal optimizer
+            optimizer = None
+            gc.collect()
+            return sum(float(p.detach().float().norm()) for p in model.parameters())
+        world.see("norm", in_fork(drop))
+        """,
+    ),
     "weight_norm": Idiom(
         _ANY, 'world.see("norm", sum(float(p.detach().float().norm()) for p in model.parameters()))'
     ),

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.forked import in_fork as in_fork
+
 #: Columns of a batch, and the hidden width of every model.
 WIDTH, HIDDEN = 6, 8
 

@@ -125,6 +125,12 @@ EQUAL = {
     "weights averaged with param overlap": Program(
         phases=(_each(after=_all(["ema"])),), options=_PARAM_OVERLAP
     ),
+    "params read in a forked process, with param overlap": program(
+        after=["weight_norm_in_a_fork"], options=_PARAM_OVERLAP
+    ),
+    "optimizer dropped in a forked process, with overlaps": program(
+        after=["dropped_in_a_fork"], options=_OVERLAP + _PARAM_OVERLAP[:1], **_THEN_BFLOAT16
+    ),
     "activation checkpointing with overlaps": program(
         recompute="reentrant", options=_OVERLAP + _PARAM_OVERLAP[:1]
     ),

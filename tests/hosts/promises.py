@@ -15,6 +15,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tests.support.fork_files import same
+from tests.support.forked import in_fork
 from tests.support.refusals import raised
 
 #: Of each training; a program acts before the second one unless it says otherwise.
@@ -331,6 +333,21 @@ def save_a_param(user: User) -> None:
     user.noted["nbytes"] = file.tell()
 
 
+def make_other_calls(user: User) -> None:
+    with mock.patch("megatron_distopt.comm.agree.SECONDS_TO_LOOK", 0.2):
+        if dist.get_rank() == 0:
+            user.optimizer.save_parameter_state("never_written")
+        else:
+            user.optimizer.load_state_dict({})
+
+
+def read_in_a_fork(user: User) -> None:
+    def norms() -> float:
+        return sum(float(param.detach().float().norm()) for param in user.params.values())
+
+    user.noted["same"] = in_fork(norms) == norms()
+
+
 #: The refusals that both hosts have.
 KEPT_PARAMS = ("param_groups", "get_megatron_optimizer")
 OTHER = "RanksDisagreeError"
@@ -372,6 +389,10 @@ COMMON: dict[str, Program] = {
     ),
     "params_taken_out_on_one_rank": Program(
         take_a_param_out_on_one_rank, Refused((OTHER, "LayoutError"), KEPT_PARAMS)
+    ),
+    "other_calls_on_ranks": Program(
+        make_other_calls,
+        Refused((OTHER, OTHER), ("save_parameter_state()", "load_state_dict()", "on all 2 ranks")),
     ),
     "options_edited": Program(edit_the_groups),
     "torchs_schedule": Program(schedule_as_in_torch, notes={"wrapper": "TypeError", "factor": 0.5}),

@@ -187,6 +187,9 @@ PROGRAMS: dict[str, Program] = {
         read, NoEffect(), setting=OVERLAPPED, notes={"current": True}
     ),
     "weights_changed_overlapped": Program(promises.halve, setting=OVERLAPPED),
+    "read_in_a_fork": Program(
+        promises.read_in_a_fork, NoEffect(), setting=OVERLAPPED, notes={"same": True}
+    ),
     "methods_called_overlapped": Program(call_methods, NoEffect(), setting=OVERLAPPED),
     "compiled_overlapped": Program(compile_it, NoEffect(), setting=OVERLAPPED),
     "closure": Program(

@@ -122,6 +122,9 @@ PROGRAMS: dict[str, Program] = {
     "closure": Program(
         promises.step_with_closure, NoEffect(), setting=BF16, notes={"step": "TypeError"}
     ),
+    "read_in_a_fork": Program(
+        promises.read_in_a_fork, NoEffect(), setting=BF16, notes={"same": True}
+    ),
     "param_saved": Program(promises.save_a_param, NoEffect(), setting=BF16),
 }
 

@@ -9,11 +9,13 @@ import os
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import Linear, Module, Parameter, Sequential
@@ -515,6 +517,25 @@ def _backward_in_no_sync(model: Any, optimizer: Any) -> None:
         _backward(model)
 
 
+def _make_other_calls(model: Any, optimizer: Any) -> None:
+    with mock.patch("megatron_distopt.comm.agree.SECONDS_TO_LOOK", 0.2):
+        if dist.get_rank() == 0:
+            optimizer.save("never_written")
+        else:
+            optimizer.full_state_dict()
+
+
+def _run_out_of_batches(model: Any, optimizer: Any) -> None:
+    with model.join():
+        for _ in range(2 + dist.get_rank()):
+            _whole_step(model, optimizer)
+
+
+def _join_both(model: Any, optimizer: Any) -> None:
+    with Join([model, optimizer]):
+        _whole_step(model, optimizer)
+
+
 LATE = (
     "'1.bias' arrived after its bucket was reduced",
     "Call all but the last backward of a step inside no_sync()",
@@ -648,6 +669,18 @@ TRAINING: dict[str, Case] = {
     "assigned after clipping": (
         trained(_backward, _clip, _assign_weight, _step),
         everyone(LayoutError, "'0.weight'", "optimizer.zero_grad()"),
+    ),
+    "save on one rank, another call on the other": (
+        trained(_make_other_calls),
+        everyone(RanksDisagreeError, "save()", "full_state_dict()", "Call it on all 2 ranks"),
+    ),
+    "numbers of batches differ, in DDP's join": (
+        trained(_run_out_of_batches, model=_in_ddp),
+        everyone(ConfigError, "join()", "DistributedSampler(..., drop_last=True)"),
+    ),
+    "numbers of batches differ, in torch's Join": (
+        trained(_join_both, model=_in_ddp),
+        everyone(ConfigError, "join()", "call optimizer.zero_grad() and optimizer.step()"),
     ),
     "second backward with overlap": (
         trained(_whole_step, _whole_step, clear, _backward, _backward, overlap_grad_reduce=True),

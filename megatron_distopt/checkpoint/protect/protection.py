@@ -44,7 +44,7 @@ from megatron_distopt.checkpoint.protect.snapshots import (
 from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
 from megatron_distopt.checkpoint.save import Contribution, Written, contribution_of, write_tensors
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.comm import Group, exchange, meet_in_call, raise_together
 from megatron_distopt.comm.alive import LifeSigns, begin_thread, ended_by
 from megatron_distopt.device import fence, mark, new_stream, on_stream
 from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError, refusal
@@ -179,6 +179,7 @@ class Protection:
         note_step(self._folder, self._everyone.rank, step)
         if not self._pace.next():
             return
+        meet_in_call("protect", self._everyone)
         last = self._copying
         runs = last is not None and any(thread.is_alive() for thread in last.threads)
         said = step, runs, last is not None and last.has_failed, self._pace.fitting(), new_save_id()

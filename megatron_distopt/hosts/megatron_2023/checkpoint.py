@@ -47,6 +47,7 @@ from megatron_distopt.hosts.naming import (
     global_names,
     placement_of,
 )
+from megatron_distopt.hosts.on_all_ranks import on_all_ranks
 from megatron_distopt.hosts.saving import Saver, head_entry, hooks_of, options_of_run, protection_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
@@ -83,6 +84,7 @@ class ForkCheckpoints(BuiltOptimizer):
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
+    @on_all_ranks
     def load_state_dict(self, state_dict: Mapping[str, Any], *unused: Any) -> None:
         """Collective: takes `state_dict()`, also of the fork's own optimizers, back; one child
         gives the iteration too.
@@ -136,6 +138,7 @@ class ForkCheckpoints(BuiltOptimizer):
         raise_together(self.check_weights, self.everyone, "protect")
         self._settle_script()
 
+    @on_all_ranks
     def save_parameter_state(self, filename: str) -> None:
         """Collective: writes the tensors; nothing where the fork was told --no-save-optim.
 
@@ -162,6 +165,7 @@ class ForkCheckpoints(BuiltOptimizer):
             return
         self._saver.save(folder, whole_model_of(self))
 
+    @on_all_ranks
     def load_parameter_state(self, filename: str) -> None:
         """Collective: reads what is there, ours or the fork's, at any data-parallel size; after
         `load_state_dict`."""

@@ -72,6 +72,7 @@ from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE, LOAD_POINT, a
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.hosts.megatron_core.step import StepCalls
+from megatron_distopt.hosts.on_all_ranks import on_all_ranks
 from megatron_distopt.hosts.patch_points import Replacement, rebind, replaced_since
 from megatron_distopt.hosts.saving import Saver, head_entry, is_of_other_class, options_of_run
 from megatron_distopt.layout import Box
@@ -134,6 +135,7 @@ class CheckpointCalls(StepCalls):
         for chunk in self._chunks():
             chunk.start_param_sync(force_sync=True)
 
+    @on_all_ranks
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other layout of the same model.
 
@@ -174,6 +176,7 @@ class CheckpointCalls(StepCalls):
         for optimizer in self.ours():
             optimizer.offloaded.move_to(optimizer.sharded.device)
 
+    @on_all_ranks
     def load(self, folder: str | Path) -> None:
         """Collective: takes what `save` wrote, at this or any other layout, and gathers the params.
 
@@ -202,6 +205,7 @@ class CheckpointCalls(StepCalls):
             else:
                 load_any(path, whole_model_of(self.ours()), everyone, resume_step=resume_step)
 
+    @on_all_ranks
     def load_state_dict(self, state_dict: Any) -> None:
         """Collective: takes back `state_dict()`, or `sharded_state_dict()` that
         `dist_checkpointing.load` has filled.
@@ -263,6 +267,7 @@ class CheckpointCalls(StepCalls):
             hook.loaded()
         self._gather_written()
 
+    @on_all_ranks
     def save_parameter_state(self, filename: str) -> None:
         """Collective: `save`, into a folder beside the file that the host chose; or that file, if
         it is asked for."""
@@ -284,6 +289,7 @@ class CheckpointCalls(StepCalls):
         self.check_is_there(what)
         return True
 
+    @on_all_ranks
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Collective: `load`, from the folder beside the file that the host names, or from that
         file.
@@ -301,6 +307,7 @@ class CheckpointCalls(StepCalls):
         # are opened.
         self.load(folder if found[0] else folder.parent)
 
+    @on_all_ranks
     def sharded_state_dict(
         self,
         model_sharded_state_dict: Mapping[str, Any] | None = None,

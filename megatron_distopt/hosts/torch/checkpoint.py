@@ -30,6 +30,7 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import CheckpointError, ConfigError, refusal
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
+from megatron_distopt.hosts.on_all_ranks import on_all_ranks
 from megatron_distopt.hosts.saving import ProtectedCalls, Saver, untrained_tensors
 from megatron_distopt.hosts.torch.model import FIRST_RANK, ShardedModel
 
@@ -112,6 +113,7 @@ class StateCalls(ProtectedCalls, Optimizer):
         return state
 
     @torch.no_grad()
+    @on_all_ranks
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Collective: takes a state in torch's format, of `state_dict()`, `full_state_dict()` or an
         optimizer of torch.
@@ -134,6 +136,7 @@ class StateCalls(ProtectedCalls, Optimizer):
             post_hook(self)
 
     @torch.no_grad()
+    @on_all_ranks
     def full_state_dict(self) -> dict[str, Any]:
         """Collective: the whole state in torch's format on rank 0, gathered param by param; empty
         on the others."""
@@ -141,6 +144,7 @@ class StateCalls(ProtectedCalls, Optimizer):
         self._model.bring_up_to_date()
         return full_state_dict(self._torch_params())
 
+    @on_all_ranks
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: until the next step or load, `state_dict()` on rank 0 is `full_state_dict()`,
         for `torch.save`.
@@ -161,6 +165,7 @@ class StateCalls(ProtectedCalls, Optimizer):
         whole = self.full_state_dict()
         self._consolidated = whole.get("state")
 
+    @on_all_ranks
     def save(self, folder: str | Path) -> None:
         """Collective: writes the state of all ranks, for any other data-parallel size.
 
@@ -195,6 +200,7 @@ class StateCalls(ProtectedCalls, Optimizer):
         self._saver.finish()
 
     @torch.no_grad()
+    @on_all_ranks
     def load(self, folder: str | Path) -> None:
         """Collective: takes what `save` wrote, at this or any other size, and gathers the params.
 

@@ -8,6 +8,9 @@ and reduces it like any other gradient: the average of equal values is the same 
 that a user made on all ranks alike is kept. That costs a reduce-scatter and the memory of the
 gradients twice more: a model that is not wrapped is trained in less memory and time.
 
+DDP's `join()`, for ranks with unequal numbers of batches, stands in for the collectives of DDP on a
+rank that has run out of them, and not for those of a step, in which the others would wait for it.
+
 DDP averages only what a forward pass through it has prepared, outside its `no_sync()`. After any
 other backward torch's own optimizer would use each rank's own gradients, and the params of the
 ranks would differ: refused on all of them.
@@ -25,9 +28,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
+from megatron_distopt.hosts.torch.params import is_updated
 
 #: Attribute of a DistributedDataParallel: whether it prepared the averaging of the next backward.
 _PREPARES = "_distopt_prepares"
+NO_JOIN = (
+    "join() was used with an optimizer of distribute(...), whose step needs all ranks. Give every "
+    "rank as many batches, such as by DistributedSampler(..., drop_last=True); or do not wrap the "
+    "model in DistributedDataParallel, and let a rank that has run out of batches call "
+    "optimizer.zero_grad() and optimizer.step() as often as the others."
+)
 
 
 class _AllDDP:
@@ -57,9 +67,11 @@ class _AllDDP:
             module.register_forward_pre_hook(_before_forward)
 
 
-def _before_forward(model: Module, _: Any) -> None:
+def _before_forward(model: DistributedDataParallel, _: Any) -> None:
     """Notes that averaging is prepared. It is compiled along with the model, so it only sets an
     attribute."""
+    if model._join_config.enable and any(map(is_updated, model.parameters())):
+        raise ConfigError(NO_JOIN)
     if torch.is_grad_enabled():
         setattr(model, _PREPARES, model.require_backward_grad_sync)
 

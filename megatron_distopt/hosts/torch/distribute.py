@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.comm import Field, Group, ProcessGroup, compare, raise_together
+from megatron_distopt.comm import Field, Group, ProcessGroup, compare, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_environment, with_options
 from megatron_distopt.device import CPU
@@ -174,6 +174,7 @@ def distribute(
         )
         return plan, given
 
+    meet_in_call("distribute", everyone)
     # The plan lives as long as the model, which must not keep the user's optimizers: they lead to
     # ours.
     plan, given = raise_together(planned, everyone)

@@ -15,13 +15,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.param_groups import LOSS_SCALE
-from megatron_distopt.comm import Field, compare, exchange, raise_together
+from megatron_distopt.comm import Field, compare, exchange, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.base import as_torch_groups, named_params
 from megatron_distopt.hosts.between_steps import not_copied
+from megatron_distopt.hosts.on_all_ranks import on_all_ranks
 from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
+from megatron_distopt.hosts.torch.ddp import NO_JOIN
 from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
 from megatron_distopt.hosts.torch.step import TorchStep, announce_drop
 from megatron_distopt.optimizer.inner import InParts
@@ -137,6 +139,7 @@ class TorchDistributedOptimizer(StateCalls):
         (group,) = as_torch_groups([param_group])
         self._consolidated = None
         model = self._model
+        meet_in_call("add_param_group", model.everyone)
         described = raise_together(
             lambda: self._check_added(group), model.everyone, "add_param_group"
         )
@@ -174,6 +177,10 @@ class TorchDistributedOptimizer(StateCalls):
         return Field(
             "param group that is added", (*options, *(name_of[param] for param in group["params"]))
         )
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """Refuses torch's `Join` context, as does a model in DistributedDataParallel."""
+        raise ConfigError(NO_JOIN)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise not_copied("copied")
@@ -237,6 +244,7 @@ class TorchDistributedOptimizer(StateCalls):
         return torch.tensor(norm, device=model.device)
 
     @torch.no_grad()
+    @on_all_ranks
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Collective: the averaged gradient of a param, whole, on every rank.
 
