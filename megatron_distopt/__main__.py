@@ -9,5 +9,6 @@ if __name__ == "__main__":
         main()
     # of which Python says nothing to what runs at the exit, unlike of other exceptions
     except SystemExit as error:
-        sys.last_value = error if error.code else None
-        raise
+        if error.code:
+            sys.last_value = error
+            raise

@@ -340,6 +340,12 @@ class DistOptConfig:
         "where each node keeps them, in memory; none for a folder below /dev/shm named by "
         "torchrun's --rdzv-id",
     )
+    protect_take: int | None = option(
+        None,
+        "the step of a snapshot to go on from, although the checkpoints on disk were changed since "
+        "it was made; none where such a start is refused",
+        at_least(0),
+    )
     protect_timeout: float = option(
         20.0,
         "seconds without a sign of life after which the other ranks of a protected run end, for "

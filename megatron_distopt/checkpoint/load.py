@@ -93,7 +93,10 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
             line
             for match in plan.groups
             for line in differences(
-                match.group, match.options, match.kept, match.optimizer.plan.choice.writes
+                match.group,
+                match.options,
+                match.kept,
+                match.optimizer.plan.choice.writes | match.given_alike,
             )
         ]
         return state.manifest.save_id, changed

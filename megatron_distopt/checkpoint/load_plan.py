@@ -29,7 +29,7 @@ from megatron_distopt.checkpoint.manifest import (
     name_of,
     some_of,
 )
-from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types
+from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types, given_alike
 from megatron_distopt.checkpoint.whole_model import (
     OwnedPiece,
     Share,
@@ -85,6 +85,7 @@ class GroupMatch:
     states: Mapping[str, SavedState]  # by the params' names in the optimizer
     is_same_class: bool = True  # whether the inner optimizer computes what the saved one did
     kept: frozenset[str] = frozenset()  # options that stay as the run has them
+    given_alike: frozenset[str] = frozenset()  # options that the user has not changed
 
     @property
     def group(self) -> dict[str, Any]:
@@ -361,8 +362,9 @@ def _match_group(
     check_steps(optimizer, steps, f"updates in checkpoint {where}")
     inner = optimizer.plan.choice.name
     is_same = state.manifest.inner == inner or {state.manifest.inner, inner} <= _ADAMS
-    options = records[first].options if records else {}
-    return GroupMatch(optimizer, number, options, states, is_same, model.kept_options)
+    record = records[first] if records else GroupRecord((), {})
+    alike = given_alike(record, optimizer.plan.groups[number].options)
+    return GroupMatch(optimizer, number, record.options, states, is_same, model.kept_options, alike)
 
 
 def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:

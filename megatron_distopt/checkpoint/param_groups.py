@@ -61,11 +61,13 @@ class GroupRecord:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     # options that a file cannot keep, with their types
     unsaved: Mapping[str, str] = field(default_factory=dict)
+    # as they were given, of options that the run has changed since, such as by a scheduler
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def meaning(self) -> tuple[object, ...]:
         """Everything except the names. For a param, groups of equal meaning are the same."""
-        return self.options, self.step, self.scalars, self.unsaved
+        return self.options, self.step, self.scalars, self.unsaved, self.given
 
 
 def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
@@ -87,6 +89,7 @@ def group_to_json(group: GroupRecord) -> dict[str, Any]:
         "step": group.step,
         "scalars": {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()},
         **({"unsaved": dict(group.unsaved)} if group.unsaved else {}),
+        **({"given": dict(group.given)} if group.given else {}),
     }
 
 
@@ -97,9 +100,8 @@ def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
         for key, (value, dtype) in group["scalars"].items()
     }
     unsaved = {str(key): str(value) for key, value in group.get("unsaved", {}).items()}
-    return GroupRecord(
-        tuple(map(str, group["names"])), dict(group["options"]), group["step"], scalars, unsaved
-    )
+    names, given = tuple(map(str, group["names"])), dict(group.get("given", {}))
+    return GroupRecord(names, dict(group["options"]), group["step"], scalars, unsaved, given)
 
 
 def known_dtype(name: str) -> str:
@@ -254,6 +256,23 @@ def options_of(
     for key, type_name in unsaved.items():
         _log.warning("param group option %r is a %s and is not saved", key, type_name)
     return {key: value for key, value in given.items() if key not in unsaved}, unsaved
+
+
+def given_otherwise(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of some options those that were given with another value; plain."""
+    plain = {key: plain_option(given[key]) for key in options if key in given}
+    return {key: value for key, value in plain.items() if value != options[key]}
+
+
+def given_alike(saved: GroupRecord, given: Mapping[str, Any]) -> frozenset[str]:
+    """The options that the saved run has changed by itself, and that both runs were given alike.
+
+    >>> scheduled = GroupRecord((), {"lr": 8e-4}, given={"lr": 1e-3})
+    >>> sorted(given_alike(scheduled, {"lr": 1e-3})), sorted(given_alike(scheduled, {"lr": 2e-3}))
+    (['initial_lr', 'lr'], [])
+    """
+    alike = saved.given.keys() - given_otherwise(given, saved.given)
+    return frozenset(alike | {"initial_lr"} if "lr" in alike else alike)  # of torch's schedulers
 
 
 def plain_option(value: Any) -> Any:

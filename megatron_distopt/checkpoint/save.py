@@ -27,6 +27,7 @@ from megatron_distopt.checkpoint.manifest import (
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_values,
+    given_otherwise,
     join_groups,
     not_options,
     options_of,
@@ -126,9 +127,9 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
         for flat in flat_params_of(optimizer, number):
             names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
             scalars = scalars_of(optimizer, flat)
-            yield GroupRecord(
-                tuple(names), options, step_of(optimizer, group, flat, scalars), scalars, unsaved
-            )
+            step = step_of(optimizer, group, flat, scalars)
+            given = given_otherwise(optimizer.plan.groups[number].options, options)
+            yield GroupRecord(tuple(names), options, step, scalars, unsaved, given)
 
 
 def _resting_of(share: Share) -> Iterator[GroupRecord]:

@@ -41,7 +41,8 @@ from megatron_distopt.layout import Box
 
 #: The checkpoint of ours in an iteration folder of a fork.
 BESIDE_MODEL = "distrib_optim.distopt"
-_TRACKER = "latest_checkpointed_iteration.txt"
+#: In the --save folder of a Megatron: the newest iteration.
+TRACKER = "latest_checkpointed_iteration.txt"
 #: Layouts of the Megatrons of 2023: name, whether a model file is of it, and its reader.
 _OF_2023: tuple[tuple[str, Callable[[ModelFile], bool], Callable[[ModelFile], FileState]], ...] = (
     ("plain", is_plain_file, read_plain),
@@ -125,8 +126,8 @@ def _of_a_fork(path: Path) -> Opened:
             f"has no optimizer state in {files[0].path}",
             "Save it without --no-save-optim.",
         )
-    elif (path / _TRACKER).is_file():
-        last = (path / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()[:20]
+    elif (path / TRACKER).is_file():
+        last = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()[:20]
         name = f"iter_{int(last):07d}" if last.isdecimal() else last
         got, remedy = "is a --save folder with its iterations", f"Give {path / name}."
     raise CheckpointError(

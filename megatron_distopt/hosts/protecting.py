@@ -16,9 +16,13 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
 from functools import partial
 from inspect import signature
-from types import FrameType, ModuleType
+from pathlib import Path
+from traceback import walk_stack
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,20 +35,18 @@ from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import (
-    CheckpointError,
-    ConfigError,
-    HostError,
-    HostMismatchError,
-    refusal,
-)
+from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError
+from megatron_distopt.formats.recognise import TRACKER
 from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, apply, script_undos
 from megatron_distopt.hosts.saving import ProtectedCalls, untrained_tensors
 
 _log = logging.getLogger("megatron_distopt")
 _LEAVE_OUT = "leave --distopt-protect-every (MEGATRON_DISTOPT_PROTECT_EVERY) out"
 _AT_EACH_START = "every start of the script begins anew with it, also one that goes on from memory"
-_STARTS_THERE = "every start of the script goes on from there"
+_STARTS_THERE = (
+    "every start of the script goes on from there, also one after a lost node; to go back once, "
+    f"write the iteration into {TRACKER} of --load"
+)
 _LOADS_AGAIN = "the script loads weights once more after its start"
 _IN_MODULES = "scales of fp8 are in modules, and no snapshot has them"
 #: Arguments of Megatrons' scripts that change from where a start goes on, or what it needs for
@@ -55,6 +57,8 @@ _REFUSED = {
     "reset_iteration": _AT_EACH_START,
     "ckpt_step": _STARTS_THERE,
     "override_ckpt_iteration": _STARTS_THERE,
+    "load_tag": _STARTS_THERE,
+    "no_load_lr_state": _AT_EACH_START,
     "dataloader_save": "the place in the data is in files that are written with the host's "
     "checkpoints alone",
     "perform_rl_step": _LOADS_AGAIN,
@@ -111,9 +115,11 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
             except HostError as error:
                 raise type(error)(f"{error} Or {_LEAVE_OUT}.") from error
         if (found := getattr(training, load.attribute, None)) is not load.current:
-            owner = getattr(found, "__qualname__", found)
-            text = f"{training.__name__}.{load.attribute} is {owner}, and must be {load}"
-            raise HostMismatchError(f"{text}. {OTHER}, or {_LEAVE_OUT}.")
+            other = getattr(found, "__code__", found)  # says in which file it is
+            raise HostMismatchError(
+                f"{training.__name__}.{load.attribute} is other code, {other}, and must be {load} "
+                f"itself. {OTHER}, or {_LEAVE_OUT}."
+            )
 
     raise_together(enter, Group.of())
     optimizer.in_script = ScriptRun(optimizer, training, args, device)
@@ -122,12 +128,9 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
 def check_arguments(args: Any) -> None:
     """Refuses arguments of the host with which a restart could not go on from where the run was."""
     if getattr(args, "load", None) is None:
-        rule, remedy = (
-            "say where a start looks for a checkpoint",
-            "Write --load FOLDER, the same as --save",
-        )
         raise ConfigError(
-            refusal("--distopt-protect-every", "no --load", rule, f"{remedy}, or {_LEAVE_OUT}")
+            "--distopt-protect-every was given without --load, which has to say where a start "
+            f"looks for a checkpoint. Write --load FOLDER, the same as --save, or {_LEAVE_OUT}."
         )
     of_core = {"fp8": _IN_MODULES} if getattr(args, "fp8_recipe", "delayed") == "delayed" else {}
     for name, reason in {**_REFUSED, **of_core}.items():
@@ -196,22 +199,23 @@ class ScriptRun:
         is_same_model_parallel = tuple(state["model_parallel"]) == _model_parallel()
 
         def check() -> None:
-            if state["global_batch_size"] != args.global_batch_size:
-                got, was = args.global_batch_size, state["global_batch_size"]
-                remedy = f"Write --global-batch-size {was}, at any number of ranks that divides it"
+            if (was := state["global_batch_size"]) != args.global_batch_size:
                 raise ConfigError(
-                    refusal("global_batch_size", got, f"stay {was} as before the restart", remedy)
+                    f"Invalid global_batch_size: {args.global_batch_size}. It was {was} before "
+                    f"the restart. Write --global-batch-size {was}, at any number of ranks that "
+                    "divides it."
                 )
             is_cut_otherwise = iteration == 0 and not is_same_model_parallel
             if is_cut_otherwise and any(
                 isinstance(each, Parameter) for each in untrained_tensors(chunks).values()
             ):
-                got, rule = (
-                    "frozen params and no checkpoint on disk",
-                    "keep its tensor- and pipeline-parallel size",
+                raise CheckpointError(
+                    "The model has frozen params, which no snapshot has, no checkpoint is on disk, "
+                    "and the tensor- or pipeline-parallel size has changed. Start at the sizes of "
+                    "the run before, or load a checkpoint that has the frozen params."
                 )
-                remedy = "Start at the sizes of the run before, or load a checkpoint that has them"
-                raise CheckpointError(refusal("restart from memory", got, rule, remedy))
+            if Group.of().rank == 0:
+                self._check_disk(resumed)
 
         raise_together(check, Group.of(), "resume")
         vars(scheduler).update(before)
@@ -224,6 +228,14 @@ class ScriptRun:
         if others and state["operations"] is not None:
             others[0] = state["operations"]
         return (resumed.step, *others) if isinstance(loaded, tuple) else resumed.step
+
+    def _check_disk(self, resumed: Resumed) -> None:
+        """Refuses a snapshot where the checkpoint of this start is not the one that was the newest
+        when the snapshot was made, nor one that the run has saved since."""
+        found, was = _newest_on_disk(self._args.load), resumed.state["on_disk"]
+        if found != was and not (found[0] == was[0] and found[1] > was[1]):
+            named = [f"{text} in {file}{written}" for file, text, written in (found, was)]
+            self._optimizer.refuse_change(resumed.step, *named)
 
     def _restore_random(self, resumed: Resumed, *, is_same_model_parallel: bool) -> None:
         """As the host at its own load: at another data-parallel size every rank has the states of
@@ -242,12 +254,9 @@ class ScriptRun:
         """Collective: before a step of the script."""
         iteration = self._args.curr_iteration
         if iteration <= self._iteration:
-            got = f"iteration {iteration} after iteration {self._iteration}"
-            rule = "count on from step to step in args.curr_iteration"
             raise HostError(
-                refusal(
-                    "training loop", got, rule, f"Train by the host's pretrain, or {_LEAVE_OUT}"
-                )
+                f"args.curr_iteration is {iteration} after {self._iteration}, and must grow from "
+                f"step to step. Train by the host's pretrain, or {_LEAVE_OUT}."
             )
         self._iteration, self._num_borders = iteration, self._num_borders + 1
         if self._num_borders == 1:
@@ -265,12 +274,9 @@ class ScriptRun:
         """Refuses a model that training changes beside the params that it updates."""
         for name, version in _versions(self._chunks).items():
             if self._versions.get(name) != version:
-                got, rule = (
-                    f"without {name!r}, which training changes",
-                    "hold all that training changes",
-                )
                 raise ConfigError(
-                    refusal("snapshot", got, rule, f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}")
+                    f"Training changes {name!r}, which no snapshot has. "
+                    f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}."
                 )
 
     def _state(self, scheduler: Any) -> dict[str, Any]:
@@ -283,6 +289,7 @@ class ScriptRun:
             "global_batch_size": self._args.global_batch_size,
             "model_parallel": _model_parallel(),
             "random": self._random,
+            "on_disk": _newest_on_disk(self._args.load) if Group.of().rank == 0 else None,
             "operations": _variable_of_callers("num_floating_point_operations_so_far"),
         }
 
@@ -291,6 +298,17 @@ def _versions(chunks: Sequence[Module]) -> dict[str, int]:
     """How often everything was changed that the host's checkpoints have of the model, and snapshots
     have not."""
     return {name: tensor._version for name, tensor in untrained_tensors(chunks).items()}
+
+
+def _newest_on_disk(folder: str) -> tuple[str, str, str]:
+    """The file that names the newest checkpoint in --load, the iteration, which sorts as a text as
+    well, and when it was written."""
+    file = Path(folder).resolve() / TRACKER
+    with suppress(OSError):  # there is none, or for a moment
+        iteration = file.read_text(encoding="utf-8").strip().zfill(7)
+        written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc)
+        return str(file), f"iteration {iteration}", f", written {written}"
+    return str(file), "iteration (none)", ""
 
 
 def _one_copy() -> Group:
@@ -304,10 +322,8 @@ def _model_parallel() -> tuple[int, int]:
 
 def _variable_of_callers(name: str) -> Any:
     """The local variable of that name of the nearest caller that has one; None where none has."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and name not in frame.f_locals:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals[name]
+    found = (frame.f_locals for frame, _ in walk_stack(sys._getframe(1)))
+    return next((variables[name] for variables in found if name in variables), None)
 
 
 # --- random states

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ from megatron_distopt.checkpoint.param_groups import SCHEDULE
 from megatron_distopt.checkpoint.protect.nodes import folder_of
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
-from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import CheckpointError, ConfigError
 from megatron_distopt.hosts.averaging import AveragedCalls
 from megatron_distopt.hosts.on_all_ranks import on_all_ranks
 from megatron_distopt.hosts.report import announce
-from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.inner import InnerChoice, count_updates
 from megatron_distopt.optimizer.step import finish_deferred_check
+from megatron_distopt.options import variable_of
 
 _CLASS = "updates_whole_params"
 #: What a host calls around each step and after a load.
@@ -86,8 +88,9 @@ def protection_of(
         settle()
         finish_deferred_check([share.optimizer for share in whole().shares], everyone)
 
-    timeout = config.protect_timeout
-    protection = Protection(config.protect_every, folder, whole, everyone, device, settled, timeout)
+    protection = Protection(
+        config.protect_every, folder, whole, everyone, device, settled, config.protect_timeout
+    )
     if everyone.rank == 0:
         announce(f"megatron_distopt protects this run: {protection.described()}")
     return protection
@@ -112,6 +115,9 @@ class ProtectedCalls(AveragedCalls):
     protecting.py."""
 
     protection: Protection | None
+    #: Updates of the newest checkpoint on disk, from `save` and `load` of a protected run; None
+    #: where that is not known.
+    _newest: int | None = None
 
     def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
         """Collective: keeps a snapshot of this step in memory, at every `protect_every`-th call.
@@ -129,7 +135,7 @@ class ProtectedCalls(AveragedCalls):
             ConfigError: `protect_every` is not set, or `resume` was not called before.
             CheckpointError, RanksDisagreeError: on all ranks, where one cannot take its part.
         """
-        self._protected("protect").border(step, state)
+        self._protected("protect").border(step, lambda: {"state": state(), "newest": self._newest})
 
     @torch.no_grad()
     @on_all_ranks
@@ -146,20 +152,54 @@ class ProtectedCalls(AveragedCalls):
 
         Raises:
             ConfigError: `protect_every` is not set.
+            CheckpointError: on all ranks: `load` took an older checkpoint before than was the
+                newest when the snapshot was made.
         """
-        protection = self._protected("resume")
+        protection, loaded = self._protected("resume"), self._newest
         self._begin_load()
         resumed = protection.resume(newer_than, self._grow_to_saved)
-        if resumed is not None:
-            self._end_load()
-        return resumed
+        if resumed is None:
+            return None
+        was = resumed.state["newest"]
+        self._newest = was if loaded is None else loaded
+        if was not in (None, self._newest) and (loaded or 0) < self._num_updates(protection):
+            self.refuse_change(
+                resumed.step, f"a checkpoint of {loaded} updates", f"one of {was} updates"
+            )
+        self._end_load()
+        return replace(resumed, state=resumed.state["state"])
 
     def _protected(self, call: str) -> Protection:
         self._all_sharded()[0].check_has_params(call)
         if self.protection is None:
-            remedy = "Give protect_every a number of steps, such as 100"
-            raise ConfigError(refusal(call, "no protect_every", "be of a protected run", remedy))
+            raise ConfigError(
+                f"{call} was called in a run that is not protected. Give protect_every a number of "
+                "steps, such as 100."
+            )
         return self.protection
+
+    def note_newest(self) -> None:
+        """Collective: the present state is that of the newest checkpoint on disk, unless one is
+        written in the background, which a crash may prevent."""
+        is_written = not self._all_sharded()[0].config.async_save
+        if self.protection is not None and is_written:
+            self._newest = self._num_updates(self.protection)
+
+    def _num_updates(self, protection: Protection) -> int:
+        """Collective: of the params that were updated most often."""
+        counts = [count_updates(sharded.inner) or 0 for sharded in self._all_sharded()]
+        return max(exchange(max(counts), protection.nodes.group))
+
+    def refuse_change(self, step: int, found: str, was: str) -> None:
+        """Refuses a snapshot after which the checkpoints on disk were changed by hand, unless
+        `protect_take` names it."""
+        if self._all_sharded()[0].config.protect_take != step:
+            raise CheckpointError(
+                f"This start found {found}, and the newest checkpoint was {was} when the snapshot "
+                f"of step {step} in memory was made. To go on from memory, set "
+                f"{variable_of('protect_take')}={step} on all nodes. To go on from the checkpoint, "
+                f"remove {self._protected('resume').folder} on all nodes."
+            )
 
     def _begin_load(self) -> None:
         """Collective: ends what reads or writes the state."""

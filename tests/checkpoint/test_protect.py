@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, ConfigError
 from tests.support.models import Params, exact_grads
+from tests.support.refusals import assert_mentions
 from tests.support.spawn import run_ranks
 
 SIZE, NUM_STEPS, EVERY = 4, 8, 2
@@ -50,6 +54,7 @@ class _Run:
         layout: Sequence[int],
         group: Any = None,
         model: Any = None,
+        lr: float = 2.0**-6,
         **options: Any,
     ) -> None:
         rank = dist.get_rank()
@@ -59,7 +64,7 @@ class _Run:
             Params(default=torch.bfloat16) if model is None else model,
         )
         adamw = torch.optim.AdamW(
-            self.model.groups() if model is None else self.model.parameters(), lr=2.0**-6
+            self.model.groups() if model is None else self.model.parameters(), lr=lr
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1 / (1 + step))
         self.optimizer = distribute(
@@ -284,6 +289,185 @@ def test_run_when_training_changes_buffers_and_frozen_params_then_they_are_back_
     tmp_path: Path,
 ) -> None:
     assert run_ranks(_beside, SIZE, tmp_path) == [[True] * 9] * SIZE
+
+
+def _said_by(start: Callable[[], object]) -> list[str]:
+    """What the package logs meanwhile."""
+    lines: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("megatron_distopt")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        start()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return lines
+
+
+def _beside_a_disk(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """A run with a snapshot of step 6 and checkpoints of steps 2, 4 and 7, of which the last came
+    after the snapshot: by what a start does before `resume`, the step from which it goes on, or the
+    error."""
+    numbers, found = (0, 1), dict[str, Any]()
+    run = _Run(folder / "memory", numbers, protect_every=EVERY)
+    run.resume()
+    for step in (2, 4, 7):
+        run.train(step)
+        run.optimizer.save(folder / f"disk-{step}")
+    run.end()
+    starts: dict[str, tuple[int, int, dict[str, Any]]] = {
+        "nothing": (0, -1, {}),
+        "the newest then": (4, -1, {}),
+        "the newest then, and says its step": (4, 4, {}),
+        "a newer one": (7, -1, {}),
+        "a newer one, and says its step": (7, 7, {}),
+        "an older one": (2, -1, {}),
+        "an older one, and says its step": (2, 2, {}),
+        "an older one, and takes memory": (2, 2, {"protect_take": 6}),
+        "an older one, and takes another step": (2, 2, {"protect_take": 4}),
+    }
+    for name, (step, newer_than, options) in starts.items():
+        kept = folder / name
+        if rank == 0:
+            shutil.copytree(folder / "memory", kept)
+        dist.barrier()
+        run = _Run(kept, numbers, protect_every=EVERY, **options)
+        if step:
+            run.optimizer.load(folder / f"disk-{step}")
+        try:
+            resumed = run.resume(newer_than)
+            found[name] = resumed and resumed.step
+        except CheckpointError as error:
+            found[name] = str(error)
+        run.end()
+    return found
+
+
+@pytest.fixture(scope="module")
+def beside_a_disk(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_beside_a_disk, 2, tmp_path_factory.mktemp("memory"))
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("nothing", 6),
+        ("the newest then", 6),
+        ("the newest then, and says its step", 6),
+        ("a newer one", 6),
+        ("a newer one, and says its step", None),
+        ("an older one, and takes memory", 6),
+    ],
+)
+def test_run_when_its_checkpoints_are_as_it_left_them_then_it_goes_on_from_the_newest_state(
+    name: str, step: int | None, beside_a_disk: list[dict[str, Any]]
+) -> None:
+    assert [each[name] for each in beside_a_disk] == [step] * 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["an older one", "an older one, and says its step", "an older one, and takes another step"],
+)
+def test_run_when_it_was_rolled_back_by_hand_then_refused_with_both_ways_on(
+    name: str, beside_a_disk: list[dict[str, Any]]
+) -> None:
+    for rank, said in enumerate(beside_a_disk):
+        folder = f"node-{rank}/0"
+        assert_mentions(
+            said[name], "2 updates", "4 updates", "MEGATRON_DISTOPT_PROTECT_TAKE=6", folder
+        )
+
+
+def _other_starts(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
+    """What starts say that one after the other have the same options, another rate, and another
+    form of the state; then of a checkpoint that has the state of the first."""
+    numbers, said, options = (0, 1), dict[str, list[str]](), dict[str, Any]()
+    # groups without a wd_mult, by which those of a Megatron are known
+    new_model = partial(Params, default=torch.bfloat16)
+    run = _Run(folder / "memory", numbers, model=new_model(), protect_every=EVERY)
+    run.resume()
+    run.train(5)
+    run.optimizer.save(folder / "disk")
+    run.end()
+    starts = ("the same", {}), ("another rate", {"lr": 2.0**-5}), ("that rate again", {})
+    for name, changed in (*starts, ("another form", {"exp_avg_sq_dtype": "bfloat16"})):
+        options |= changed
+        run = _Run(folder / "memory", numbers, model=new_model(), protect_every=EVERY, **options)
+        said[name] = _said_by(run.resume)
+        run.train(run.step + EVERY + 1)
+        run.end()
+    for name, lr in (("disk", 2.0**-6), ("disk, another rate", 2.0**-5)):
+        run = _Run(folder / name, numbers, model=new_model(), lr=lr)
+        said[name] = _said_by(lambda run=run: run.optimizer.load(folder / "disk"))
+        run.end()
+    return said
+
+
+@pytest.fixture(scope="module")
+def other_starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_ranks(_other_starts, 2, tmp_path_factory.mktemp("memory"))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("the same", []),
+        ("another rate", ["initial_lr", "lr"]),
+        ("that rate again", []),
+        ("another form", []),
+        ("disk", []),
+        ("disk, another rate", ["initial_lr", "lr"]),
+    ],
+)
+def test_option_when_a_scheduler_changes_it_then_told_only_where_the_user_gave_another(
+    name: str, expected: list[str], other_starts: dict[str, list[str]]
+) -> None:
+    told = [line.split()[1] for line in other_starts[name] if line.startswith("resumed: ")]
+    assert told == expected, other_starts[name]
+
+
+def test_state_when_its_form_is_another_after_a_restart_then_told(
+    other_starts: dict[str, list[str]],
+) -> None:
+    (line,) = [line for line in other_starts["another form"] if line.startswith("resumed at")]
+    assert re.search("in .*exp_avg_sq_dtype='float32'.* goes on in .*_sq_dtype='bfloat16'", line)
+    assert "goes on in" not in "".join(other_starts["that rate again"])
+
+
+def _left(rank: int, size: int, folder: Path) -> list[str]:
+    """Says what starts say of the run before. Ends with one run released, one not, and one that
+    never began."""
+    said = []
+    for name in ("released", "held"):
+        run = _Run(folder / name, (0, 1), protect_every=EVERY)
+        said += [line for line in _said_by(run.resume) if "Lost ranks" not in line]
+        run.train(5)
+        if name == "released":
+            run.end()
+        _OPEN.append(run)
+    _OPEN.append(_Run(folder / "only made", (0, 1), protect_every=EVERY))
+    return said
+
+
+#: Runs that live as long as their process.
+_OPEN: list[_Run] = []
+
+
+def test_run_when_its_process_has_ended_then_its_memory_is_free_and_the_next_start_says_so(
+    tmp_path: Path,
+) -> None:
+    for is_first in (True, False):
+        said = run_ranks(_left, 2, tmp_path)
+        assert said[1] == []
+        expected = "no snapshot in memory is taken; the run before had ended at step 5"
+        found = [line.startswith(expected) for line in said[0]]
+        assert found == ([] if is_first else [True] * 2), said[0]
+        for name in ("released", "held"):
+            assert [held(tmp_path / name / node / "0") for node in ("node-0", "node-1")] == [{}] * 2
 
 
 def _refusals(rank: int, size: int, folder: Path) -> dict[str, str]:

@@ -11,7 +11,8 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ import torch
 
 import megatron_distopt
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from tests.support.cases import Case
 from tests.support.spawn import run_ranks
 
@@ -60,9 +62,15 @@ def _whose(groups: list[dict[str, Any]], keys: Collection[str] = SAVED.keys()) -
     return owners
 
 
-def _set(groups: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
+def _set(
+    groups: list[dict[str, Any]], values: Mapping[str, Any], given: Iterable[ShardedOptimizer] = ()
+) -> None:
+    """Sets options in live groups, and as if the optimizers had been built with them."""
     for group in groups:
         group.update(values)
+    for sharded in given:
+        built = [replace(each, options={**each.options, **values}) for each in sharded.plan.groups]
+        sharded.plan = replace(sharded.plan, groups=built)
 
 
 @contextlib.contextmanager
@@ -110,6 +118,7 @@ def _in_torch(rank: int, size: int, folder: Path) -> Found:
             _set(
                 optimizer.param_groups,
                 {key: value for key, value in values.items() if key != left_out},
+                [optimizer.sharded],
             )
             if values is SAVED:
                 optimizer.save(folder / name)
@@ -181,7 +190,8 @@ def _in_core(rank: int, size: int, folder: Path) -> Found:
     with contextlib.closing(Training(Case("distopt", dp=size, num_microbatches=1))) as training:
         optimizer = training.optimizer
         training.step()
-        _set(optimizer.param_groups, SAVED)
+        given = [each.sharded for each in optimizer.ours()]
+        _set(optimizer.param_groups, SAVED, given)
         optimizer.save(folder / "core")
         head = optimizer.state_dict()
         for case, flag in (("run's schedule", False), (USE_CHECKPOINT, True)):
@@ -190,7 +200,7 @@ def _in_core(rank: int, size: int, folder: Path) -> Found:
             )
             with mock.patch.dict(sys.modules, {"megatron.training.global_vars": args}):
                 for way in ("head", "folder"):
-                    _set(optimizer.param_groups, OF_RUN)
+                    _set(optimizer.param_groups, OF_RUN, given)
                     with _lines() as lines:
                         optimizer.load_state_dict(head) if way == "head" else optimizer.load(
                             folder / "core"

@@ -10,8 +10,9 @@ import os
 import shutil
 import time
 import types
+from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,7 +90,40 @@ def _first(
     fork.train("straight", "", folder / "unused")
     fork.train("stopped", f"--exit-interval {STOP}", memory)
     fork.train("none on disk", "", _copied(memory, folder / "memory-0"))
-    return fork.runs(), _refusals(fork, _copied(memory, folder / "memory-1"))
+    refusals = _refusals(fork, _copied(memory, folder / "memory-1"))
+    refusals |= _beside_a_disk(fork, folder)
+    return fork.runs(), refusals
+
+
+def _beside_a_disk(fork: Fork, folder: Path) -> dict[str, tuple[str, str]]:
+    """A run that dies in its second save, with a snapshot after the first one; then starts as it
+    left the disk, and after a user has changed it. What is refused, by name."""
+    disk, memory, training = folder / "disk", folder / "memory-died", fork.fork.training
+    save, tracker = training.save_checkpoint, disk / "latest_checkpointed_iteration.txt"
+
+    def dying(iteration: int, *others: Any) -> None:
+        if iteration == STOP:
+            raise RuntimeError("no power")
+        save(iteration, *others)
+
+    saving = f"--save {disk} --save-interval {ON_DISK}"
+    with mock.patch.object(training, "save_checkpoint", dying):
+        assert "no power" in raised(lambda: fork.train("died", saving, memory, disk))[1]
+    copies = iter([_copied(memory, folder / f"memory-died-{number}") for number in range(5)])
+    fork.train("as it was left", "", next(copies), disk)
+
+    def refusal(name: str) -> tuple[str, str]:
+        return raised(lambda: fork.train(f"refused, {name}", "", next(copies), disk))
+
+    point_to(disk, ON_DISK)
+    found = {"latest is written again": refusal("again")}
+    if dist.get_rank() == 0:
+        tracker.unlink()
+    dist.barrier()
+    found["checkpoints are removed"] = refusal("removed")
+    fork.train("memory is taken", f"--distopt-protect-take {NEWEST}", next(copies), disk)
+    moved = raised(lambda: fork.train("refused, moved", "", next(copies)))
+    return {**found, "another folder": moved}
 
 
 def _four_ranks(rank: int, size: int, folder: Path) -> None:
@@ -99,7 +133,8 @@ def _four_ranks(rank: int, size: int, folder: Path) -> None:
     fork.train("stopped", f"{SPLIT} --exit-interval {STOP} --save {disk} --save-interval 1", memory)
     copies = iter([_copied(memory, folder / f"memory-{number}") for number in range(5)])
     point_to(disk, ON_DISK)
-    fork.train("older on disk", SPLIT, next(copies), disk)
+    take = f"--distopt-protect-take {NEWEST}"  # the run had saved in another folder than it loaded
+    fork.train("older on disk", f"{SPLIT} {take}", next(copies), disk)
     fork.train("whole", "", next(copies))
     fork.train("in stages", "--pipeline-model-parallel-size 2", next(copies))
     point_to(disk, STOP)
@@ -144,6 +179,9 @@ def _refusals(fork: Fork, memory: Path) -> dict[str, tuple[str, str]]:
 
         return provide
 
+    from megatron_distopt.hosts.protecting import check_arguments
+
+    found["--ckpt-step"] = raised(lambda: check_arguments(Namespace(load="disk", ckpt_step=2)))
     GPTModel = script.GPTModel
     with mock.patch.object(
         script, "model_provider", model_with(lambda module: module.bias.add_(1.0))
@@ -161,7 +199,12 @@ def _refusals(fork: Fork, memory: Path) -> dict[str, tuple[str, str]]:
     with mock.patch.object(training, "train_step", other):
         found["other signature"] = refusal()
         fork.fork.uninstall()
-    with mock.patch.object(training, "load_checkpoint", partial(training.load_checkpoint)):
+
+    @wraps(training.load_checkpoint)
+    def logged(*given: Any, **named: Any) -> Any:
+        """What users write around it."""
+
+    with mock.patch.object(training, "load_checkpoint", logged):
         found["wrapped load"] = refusal()
         fork.fork.uninstall()
     return found
@@ -169,10 +212,12 @@ def _refusals(fork: Fork, memory: Path) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the first rank returned; the other one was refused the same."""
+    """What the first rank returned; the other one was refused the same, or because of the first,
+    which alone looks at the disk."""
     ranks = run_ranks(_first, 2, tmp_path_factory.mktemp("first"))
     kinds = [{name: kind for name, (kind, _) in refusals.items()} for _, refusals in ranks]
-    assert kinds[0] == kinds[1]
+    of_disk = {name for name in kinds[1] if kinds[1][name] == "RanksDisagreeError"}
+    assert kinds[0] == kinds[1] | dict.fromkeys(of_disk, "CheckpointError")
     return ranks[0]
 
 
@@ -193,8 +238,28 @@ def _assert_goes_on(straight: LoggedRun, resumed: LoggedRun, first: int) -> None
     )
 
 
-def test_fork_of_2023_when_nothing_is_on_disk_then_goes_on_to_the_bit(first: Any) -> None:
-    _assert_goes_on(first[0]["straight"], first[0]["none on disk"], NEWEST)
+@pytest.mark.parametrize("name", ["none on disk", "as it was left", "memory is taken"])
+def test_fork_of_2023_when_memory_is_newer_than_its_disk_then_goes_on_to_the_bit(
+    name: str, first: Any
+) -> None:
+    _assert_goes_on(first[0]["straight"], first[0][name], NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("latest is written again", "iteration 0000002 in"),
+        ("checkpoints are removed", "iteration (none) in"),
+        ("another folder", "empty/latest"),
+    ],
+)
+def test_fork_of_2023_when_its_disk_was_changed_by_hand_then_refused_with_both_ways_on(
+    name: str, found: str, first: Any
+) -> None:
+    kind, said = first[1][name]
+    ways = f"MEGATRON_DISTOPT_PROTECT_TAKE={NEWEST}", "remove", "memory-died"
+    assert kind == "CheckpointError"
+    assert_mentions(said, found, "iteration 0000002 in", "disk/latest", *ways)
 
 
 @pytest.mark.long
@@ -238,7 +303,17 @@ def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(
         (
             "wrapped load",
             "HostMismatchError",
-            ["megatron.training.load_checkpoint", "--distopt-protect-every"],
+            [
+                "megatron.training.load_checkpoint",
+                "code object logged",
+                "test_protect_megatrons.py",
+                "--distopt-protect-every",
+            ],
+        ),
+        (
+            "--ckpt-step",
+            "ConfigError",
+            ["ckpt_step=2", "Drop --ckpt-step", "latest_checkpointed_iteration.txt"],
         ),
         (
             "other signature",
@@ -268,6 +343,8 @@ def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
         protect = {
             "MEGATRON_DISTOPT_PROTECT_EVERY": "1",
             "MEGATRON_DISTOPT_PROTECT_FOLDER": str(memory),
+            # the run has saved in another folder than it loads
+            **({"MEGATRON_DISTOPT_PROTECT_TAKE": str(NEWEST)} if name == "older on disk" else {}),
         }
         with mock.patch.dict(os.environ, protect):
             script.run(case, load, **{"train_iters": ITERATIONS, **arguments})

@@ -75,6 +75,7 @@ def test_worker_when_killed_in_a_step_a_snapshot_or_a_restart_then_the_run_is_th
                 begins,
                 job.output,
             )
+    assert "resumed at step" in job.output and "resumed: lr" not in job.output
     job.assert_equal(whole)
 
 
@@ -171,8 +172,10 @@ def test_folder_when_of_another_model_or_in_use_then_it_is_passed_over_or_refuse
 ) -> None:
     """Of one name: a job after one that trained another model, and a job beside one that runs. Of
     another: it runs."""
-    other = Plan(str(tmp_path / "other"), 12, PROTECT, hidden=128)
-    Job(nodes, other, ranks=(1, 1), name="one").start().end()
+    kill = Fault("kill", number=11, argument="10")
+    other = Plan(str(tmp_path / "other"), 12, PROTECT, [[kill]], hidden=128)
+    Job(nodes, other, ranks=(1, 1), name="one", restarts=0).start().fail()
+    other = replace(other, attempts=[])
     job = Job(nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, pause=0.5), name="one").start()
     job.wait_for_step(5)
     beside = Job(
@@ -188,8 +191,65 @@ def test_folder_when_of_another_model_or_in_use_then_it_is_passed_over_or_refuse
     apart.end()
     job.end()
     assert job.begins[0] == ("nothing", 0), job.output
-    assert re.search("no snapshot in memory is taken", job.output), job.output
+    assert re.search("no snapshot in memory is taken; .*shape", job.output), job.output
     job.assert_equal(whole)
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_run_when_it_has_ended_then_the_next_of_its_name_begins_anew_and_says_so(
+    releases: bool, nodes: MortalNodes, tmp_path: Path
+) -> None:
+    new = replace(nodes, forks=False)  # scripts of their own, as torchrun starts them
+    first = Plan(str(tmp_path / "first"), 12, PROTECT, releases=releases)
+    ended = Job(new, first).start().end()
+    assert ended.output.count("this run ended at step 12") == 1, ended.output
+    again = Job(new, replace(first, folder=str(tmp_path / "again"))).start().end()
+    assert again.begins[0] == ("nothing", 0), again.output
+    assert "the run before had ended at step 12" in again.output
+
+
+def test_run_when_preempted_by_sigterm_then_it_goes_on_from_memory(
+    nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    """torchrun hands it on to the script, whose handler leaves by `sys.exit(143)`."""
+    new = replace(nodes, forks=False)
+    plan = Plan(str(tmp_path / "run"), STEPS, PROTECT, pause=0.2, exits_on_sigterm=True)
+    job = Job(new, plan).start()
+    job.wait_for_step(17)
+    for rank, process in job.processes(0.0).items():
+        if rank in (0, 2):  # one of each node
+            new.do(rank // 2, f"kill -TERM $(ps -o ppid= -p {process})")
+    job.fail()
+    job.start().end()
+    assert job.begins[1][0] == "memory" and job.begins[1][1] >= 15, job.output
+    assert "the run before had ended at step" in job.output and "is not known" in job.output
+    job.assert_equal(whole)
+
+
+def test_run_when_rolled_back_by_hand_then_it_stops_and_says_both_ways_on(
+    nodes: MortalNodes, whole: Job, tmp_path: Path
+) -> None:
+    kill = Fault("kill", number=22, rank=1, argument="20")
+    plan = Plan(str(tmp_path / "run"), STEPS, PROTECT, [[kill]], [4, 14], pause=0.1)
+    died = Job(nodes, plan, restarts=0).start()
+    died.fail()
+    older = replace(
+        plan,
+        folder=str(tmp_path / "older"),
+        attempts=[],
+        load=f"{plan.folder}/disk/4",
+        loads_first=True,
+    )
+    said = Job(nodes, older, restarts=0).start().fail()
+    assert re.search("of 4 updates, .* of 14 updates .*_PROTECT_TAKE=20 .* remove /dev/shm", said)
+    assert said.count("MEGATRON_DISTOPT_PROTECT_TAKE=20") >= 4, "not on all ranks"
+    take = {**PROTECT, "protect_take": 20}
+    taken = Job(nodes, replace(older, folder=str(tmp_path / "taken"), options=take)).start().end()
+    assert taken.begins[0] == ("memory", 20)
+    taken.assert_equal(whole)
+    newest = replace(older, folder=str(tmp_path / "newest"), load=f"{plan.folder}/disk/14")
+    kept = Job(nodes, newest).start().end()
+    assert kept.begins[0][0] == "memory", kept.output
 
 
 def test_node_when_it_loses_power_and_comes_back_then_its_neighbour_has_its_state(

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, RMSprop
 
 from megatron_distopt import DistOptConfig, distribute
+from megatron_distopt.comm import Group
 from megatron_distopt.errors import (
     AccessError,
     ConfigError,
@@ -31,6 +33,7 @@ from megatron_distopt.errors import (
     NonFiniteGradError,
     RanksDisagreeError,
 )
+from megatron_distopt.hosts.torch.step import _check_rounds
 from tests.support.spawn import run_ranks
 
 #: Ranks at start-up, where two pairs may differ, and in training.
@@ -741,3 +744,12 @@ def test_optimizer_when_there_is_no_equal_result_then_every_rank_is_told(
     name: str, in_training: list[Found]
 ) -> None:
     check_refusals([found[name] for found in in_training], TRAINING[name][1][:SIZE_TRAINED])
+
+
+@pytest.mark.parametrize(("is_dropped", "named"), [(True, "rank 0"), (False, "rank none")])
+def test_step_when_another_rank_makes_another_call_then_names_the_ranks_that_cleared(
+    is_dropped: bool, named: str
+) -> None:
+    model: Any = SimpleNamespace(everyone=Group(None, 0, 1), grads=SimpleNamespace(num_rounds=1))
+    with pytest.raises(RanksDisagreeError, match=f"in round 2 of .* cleared on {named}"):
+        _check_rounds(model, 3, 10, is_dropped=is_dropped)

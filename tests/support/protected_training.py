@@ -62,6 +62,9 @@ class Plan:
     pause: float = 0.0  # seconds a step
     # for a snapshot to be written before the next one begins, on a machine that is busy
     waits: bool = True
+    loads_first: bool = False  # before it looks into memory
+    exits_on_sigterm: bool = False
+    releases: bool = True  # the optimizer, at its end
 
     def write(self, file: Path) -> Path:
         Path(self.folder).mkdir(parents=True, exist_ok=True)
@@ -237,6 +240,8 @@ def wait_for_snapshot() -> None:
 def main(plan: Plan) -> None:
     faults = Faults(plan)
     start()
+    if plan.exits_on_sigterm:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     dist.init_process_group("gloo")
     log, rank, size = Log(plan, faults.attempt), dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -259,6 +264,8 @@ def main(plan: Plan) -> None:
         return {"scheduler": scheduler.state_dict(), "random": torch.get_rng_state()}
 
     before = time.monotonic()
+    if plan.loads_first:
+        optimizer.load(plan.load)
     resumed = optimizer.resume() if "protect_every" in plan.options else None
     step = 0
     if resumed is not None:
@@ -300,7 +307,8 @@ def main(plan: Plan) -> None:
             optimizer.save(folder)
             torch.save({**state(), "step": step}, folder / f"state-{rank}.pt")
     log(ended=step, checksum=checksum(model, optimizer.sharded))
-    optimizer.release()
+    if plan.releases:
+        optimizer.release()
     dist.destroy_process_group()
 
 

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
-from megatron_distopt.errors import CheckpointError, ConfigError, refusal
+from megatron_distopt.errors import CheckpointError, ConfigError
 
 _MEMORY = Path("/dev/shm")
 #: Processes that a killed rank has forked, such as data loaders, hold its lock until they notice.
 _SECONDS_OF_A_LOCK = 20.0
+LOCK = "protecting.lock"
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,17 @@ def folder_of(given: str | None, environ: Mapping[str, str], group: Group) -> Pa
         environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     ):
-        got, rule = "one for all starts", "be a new one at each start, or a restart hangs"
-        remedy = "Write export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on all nodes"
-        raise ConfigError(refusal("store of torchrun", got, rule, remedy))
+        raise ConfigError(
+            "The store of torchrun is one for all starts, and must be a new one at each start, or "
+            "a restart hangs. Write export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, "
+            "on all nodes."
+        )
     job = environ.get("TORCHELASTIC_RUN_ID", "none")
     if given is None and (job in ("", "none") or not _MEMORY.is_dir()):
-        got, rule = "none, for a job without a name", "name the memory of this job"
-        remedy = f"Start with torchrun --rdzv-id NAME, or write protect_folder='{_MEMORY}/NAME'"
-        raise ConfigError(refusal("protect_folder", got, rule, remedy))
+        raise ConfigError(
+            "The job has no name and no protect_folder, one of which has to name its memory. Start "
+            f"with torchrun --rdzv-id NAME, or write protect_folder='{_MEMORY}/NAME'."
+        )
     base = (
         Path(given)
         if given is not None
@@ -133,15 +137,13 @@ def lock(folder: Path, nodes: Nodes) -> int | None:
     def locked() -> int | None:
         while nodes.is_first:
             try:
-                return disk.lock(folder / "protecting.lock")
+                return disk.lock(folder / LOCK)
             except CheckpointError:
                 if time.monotonic() > end:
-                    remedy = (
-                        "End that run, or start this one with another --rdzv-id or protect_folder"
-                    )
-                    what, rule = "in use by another run", "belong to one run at a time"
                     raise CheckpointError(
-                        refusal(f"protect_folder {folder}", what, rule, remedy)
+                        f"protect_folder {folder} is in use by another run, and must belong to one "
+                        "run at a time. End that run, or start this one with another --rdzv-id or "
+                        "protect_folder."
                     ) from None
                 time.sleep(0.1)
         return None
@@ -163,13 +165,11 @@ def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
         used = sum(path.stat().st_size for path in folder.glob("*/*"))
         free = shutil.disk_usage(folder).free + used
         if free < needed:
-            got, what = f"{free / 1e6:,.0f} MB free", f"two snapshots of {len(kept)} ranks"
-            remedy = (
-                f"Start a container with --shm-size={needed // 10**9 + 1}g or --ipc=host, or give "
-                "another folder"
+            raise CheckpointError(
+                f"Invalid protect_folder {folder}: {free / 1e6:,.0f} MB free. Two snapshots of "
+                f"{len(kept)} ranks need {needed / 1e6:,.0f} MB. Start a container with "
+                f"--shm-size={needed // 10**9 + 1}g or --ipc=host, or give another folder."
             )
-            rule = f"have room for {needed / 1e6:,.0f} MB, {what}"
-            raise CheckpointError(refusal(f"protect_folder {folder}", got, rule, remedy))
 
     raise_together(check, nodes.group, "protect_folder")
 

@@ -11,12 +11,14 @@ always one that is whole, of which each node holds its own and its neighbour's p
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from megatron_distopt.checkpoint.background import Staging, let_training_first, 
 from megatron_distopt.checkpoint.folder import new_save_id
 from megatron_distopt.checkpoint.manifest import Manifest, no_collection
 from megatron_distopt.checkpoint.protect.nodes import (
+    LOCK,
     check_space,
     find_nodes,
     is_removed_at_logout,
@@ -33,12 +36,17 @@ from megatron_distopt.checkpoint.protect.nodes import (
 )
 from megatron_distopt.checkpoint.protect.pace import Pace
 from megatron_distopt.checkpoint.protect.restart import Resumed, restore
+from megatron_distopt.checkpoint.protect.script_end import came_to_its_end, note_sigterm
 from megatron_distopt.checkpoint.protect.snapshots import (
+    ENDED,
+    FORM,
     NUM_RANKS,
     Snapshot,
+    form_of,
     keep_only,
     key_of_state,
-    note_step,
+    last_step,
+    note,
     packed,
 )
 from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
@@ -47,7 +55,7 @@ from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group, exchange, meet_in_call, raise_together
 from megatron_distopt.comm.alive import LifeSigns, begin_thread, ended_by
 from megatron_distopt.device import fence, mark, new_stream, on_stream
-from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError, refusal
+from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision, as_plain
 
@@ -95,7 +103,7 @@ class Protection:
         settle: Callable[[], None],
         timeout: float,
     ) -> None:
-        self._pace, self._folder, self._whole, self._everyone = Pace(every), folder, whole, everyone
+        self._pace, self.folder, self._whole, self._everyone = Pace(every), folder, whole, everyone
         self._device, self._settle = device, settle
         self.nodes = find_nodes(folder, everyone)
         self._lock = lock(folder, self.nodes)
@@ -110,6 +118,8 @@ class Protection:
         self._kept: Snapshot | None = None  # the newest that is whole on all ranks
         self._is_ready = False  # whether `resume` was called
         self._num_steps = 0  # since the last border
+        self._script = [frame for frame, _ in walk_stack(sys._getframe())][-1]  # the outermost
+        self._sigterm = threading.Event()
         Finalize(None, self._at_exit, exitpriority=0)
 
     def described(self) -> str:
@@ -117,20 +127,18 @@ class Protection:
         every = (
             "as many steps as cost 1 %" if self._pace.is_measuring else f"{self._pace.every} steps"
         )
-        text = f"every {every} in {self._folder}"
-        if self.nodes.num_nodes == 1:
-            text += (
-                "; one node, so there is no second copy: a killed process loses nothing, a lost "
-                "node everything"
-            )
-        else:
-            text += f"; the second copy lies on the next of {self.nodes.num_nodes} nodes"
-        if is_removed_at_logout():
-            text += (
-                "; systemd may remove it at a logout: write RemoveIPC=no into "
-                "/etc/systemd/logind.conf"
-            )
-        return text
+        copies = (
+            "one node, so there is no second copy: a killed process loses nothing, a lost node "
+            "everything"
+            if self.nodes.num_nodes == 1
+            else f"the second copy lies on the next of {self.nodes.num_nodes} nodes"
+        )
+        logout = (
+            "; systemd may remove it at a logout: write RemoveIPC=no into /etc/systemd/logind.conf"
+            if is_removed_at_logout()
+            else ""
+        )
+        return f"every {every} in {self.folder}; {copies}{logout}"
 
     # --- a step, as its hook
 
@@ -138,8 +146,10 @@ class Protection:
         """Refuses steps that no snapshot can follow; the state may change afterwards."""
         self._num_steps += 1
         if self._num_steps > 2:
-            got, rule = "a third step without a border", "be told of each border between two steps"
-            raise ConfigError(refusal("use of protect_every", got, rule, _RESUME_FIRST))
+            raise ConfigError(
+                "This is a third step without a border, and protect_every has to be told of each "
+                f"border between two steps. {_RESUME_FIRST}."
+            )
         self.wait_for_copy()
 
     def after(self, decision: object) -> None:
@@ -173,10 +183,12 @@ class Protection:
                 no memory.
         """
         if not self._is_ready:
-            got, rule = "no resume()", "look for a snapshot first"
-            raise ConfigError(refusal("use of protect_every", got, rule, _RESUME_FIRST))
+            raise ConfigError(
+                "protect was called without a resume() before it, which looks for a snapshot. "
+                f"{_RESUME_FIRST}."
+            )
         self._life.is_paused, self._num_steps = False, 0
-        note_step(self._folder, self._everyone.rank, step)
+        note(self.folder, f"reached-{self._everyone.rank:05d}", str(step))
         if not self._pace.next():
             return
         meet_in_call("protect", self._everyone)
@@ -187,12 +199,9 @@ class Protection:
             *exchange(said, self._everyone), strict=True
         )
         if len(set(steps)) > 1:
-            got, rule = (
-                f"{min(steps)} on one rank and {max(steps)} on another",
-                "be the same on all ranks",
-            )
             raise RanksDisagreeError(
-                refusal("step of protect", got, rule, "Give protect the number of steps done")
+                f"The step of protect is {min(steps)} on one rank and {max(steps)} on another, and "
+                "must be the same on all ranks. Give protect the number of steps done."
             )
         if any(run):
             if not self._pace.looks:
@@ -216,16 +225,16 @@ class Protection:
     def _begin(self, snapshot: Snapshot, state: Callable[[], Any]) -> None:
         """Collective: copies the state and lets threads write, send and receive."""
         self._settle()
-        contribution = raise_together(
+        contribution, staging = raise_together(
             lambda: self._contribution(snapshot, state), self._everyone, "protect"
         )
         if not self._has_space:
-            check_space(self._folder, room_for(list(contribution.tensors)), self.nodes)
+            check_space(self.folder, room_for(list(contribution.tensors)), self.nodes)
             self._lines.connect_buddies()
             self._has_space = True
         if self.nodes.is_first:
-            keep_only(self._folder, [each for each in (self._kept, snapshot) if each is not None])
-        copy, ready = self._copy(contribution)
+            keep_only(self.folder, [each for each in (self._kept, snapshot) if each is not None])
+        copy, ready = self._copy(contribution, staging)
         copying = self._copying = _Copying(snapshot)
         tasks = {
             "send": lambda: self._send(snapshot, copy, ready),
@@ -235,30 +244,32 @@ class Protection:
             begin_thread(self._guarded, f"snapshot, {name}", copying, tasks[name]) for name in tasks
         ]
 
-    def _contribution(self, snapshot: Snapshot, state: Callable[[], Any]) -> Contribution:
-        snapshot.folder(self._folder).mkdir(exist_ok=True)
+    def _contribution(
+        self, snapshot: Snapshot, state: Callable[[], Any]
+    ) -> tuple[Contribution, Staging]:
+        """What this rank keeps, and the memory for a copy of it."""
+        snapshot.folder(self.folder).mkdir(exist_ok=True)
         contribution, tensor = contribution_of(self._whole()), packed(state)
         shape = tuple(tensor.shape)
         training = Written(key_of_state(self._everyone.rank), shape, Box.whole(shape), tensor)
-        about = {**contribution.head.about, NUM_RANKS: self._everyone.size}
+        form, size = form_of(self._whole()), self._everyone.size
+        about = {**contribution.head.about, NUM_RANKS: size, FORM: form}
         tensors = [*contribution.tensors, training]
         if self._staging is None or self._staging.nbytes < room_for(tensors):
             self._staging = None  # frees the old memory before the new one is allocated
             self._staging = Staging(room_for(tensors), self._device)
-        return Contribution(replace(contribution.head, about=about), tensors)
+        return Contribution(replace(contribution.head, about=about), tensors), self._staging
 
-    def _copy(self, contribution: Contribution) -> tuple[Contribution, Callable[[], None]]:
+    def _copy(
+        self, contribution: Contribution, staging: Staging
+    ) -> tuple[Contribution, Callable[[], None]]:
         """The copy, under way on a stream of its own, and a function that waits until it is
         there."""
-        if self._staging is None:
-            raise CheckpointError(
-                refusal("snapshot", "no memory for the copy", "be allocated before", "Report this")
-            )
         tensors = list(contribution.tensors)
         reached = fence(self._device)
         with on_stream(self._stream, self._device):
             reached()
-            copies = self._staging.begin_copy(tensors)
+            copies = staging.begin_copy(tensors)
             copied, ready = fence(self._device), mark(self._device)
 
         def wait(kept: Sequence[Written] = tensors) -> None:
@@ -285,7 +296,7 @@ class Protection:
         whether that was done."""
         ready()
         rank = self._everyone.rank
-        buddy, path = self.nodes.buddy_of(rank), snapshot.file(self._folder, rank)
+        buddy, path = self.nodes.buddy_of(rank), snapshot.file(self.folder, rank)
         try:
             _check_finite(copy, snapshot)
             part = write_tensors(path, copy, snapshot.save_id)
@@ -295,12 +306,12 @@ class Protection:
             raise
         is_there = buddy is None or send_copy(self._lines.to(buddy), path, part)
         if is_there:
-            snapshot.commit(self._folder, rank, part)
+            snapshot.commit(self.folder, rank, part)
         return is_there
 
     def _receive(self, snapshot: Snapshot) -> bool:
         for rank in self.nodes.protected_by(self._everyone.rank):
-            receive_copy(self._lines.to(rank), snapshot, self._folder, rank)
+            receive_copy(self._lines.to(rank), snapshot, self.folder, rank)
         return True
 
     def finish(self) -> None:
@@ -309,24 +320,30 @@ class Protection:
             thread.join(_SECONDS_AT_EXIT)
 
     def _at_exit(self) -> None:
-        """Frees the memory of a run that has ended in an orderly way, in which another one would go
-        on from its end.
-
-        A process that `multiprocessing` started does not know here whether an exception ended it.
-        """
+        """Frees the memory of a run that has ended, because another one would go on from its end,
+        and notes for the next start how it ended."""
         self.finish()
         # Megatrons leave without an error where they cannot load
-        has_ended = self._is_ready and ended_by() is None
-        if (
-            has_ended
-            and self._lock is not None
-            and parent_process() is None
-            and self._folder.is_dir()
-        ):
-            keep_only(self._folder, ())
+        is_over = self._is_ready and ended_by() is None
+        if is_over and self.nodes.is_first and self.folder.is_dir():
+            with suppress(CheckpointError):  # another run has had the folder since the release
+                self._lock = self._lock or disk.lock(self.folder / LOCK)
+                note(self.folder, ENDED, self._freed(last_step(self.folder)))
+
+    def _freed(self, step: int) -> str:
+        """Removes the snapshots where the script came to its end; what the next start says of
+        it."""
+        if self._sigterm.is_set() or not came_to_its_end(self._script):
+            return (
+                f"whether the run before had ended at step {step} is not known, as after "
+                f"sys.exit() or SIGTERM: if it had, remove {self.folder} on all nodes"
+            )
+        keep_only(self.folder, ())
+        self._say("this run ended at step %d, and its snapshots in memory are removed", step)
+        return f"the run before had ended at step {step}, and its snapshots were removed"
 
     def release(self) -> None:
-        """Ends the protection; the snapshots stay."""
+        """Ends the protection; the snapshots stay until the script has ended."""
         self.finish()
         self._life.stop()
         lock, self._lock = self._lock, None
@@ -349,10 +366,11 @@ class Protection:
             nothing has changed.
         """
         self._is_ready = True
+        note_sigterm(self._sigterm)
         if unwatched := self._life.start():
             self._say("%s", unwatched)
         self._life.is_paused = False
-        found = restore(self._folder, self._lines, self._whole, newer_than, prepare)
+        found = restore(self.folder, self._lines, self._whole, newer_than, prepare)
         # until the first border: a host that builds its data set may stand still for long
         self._life.is_paused = True
         self._kept = found[0] if found is not None else None
@@ -370,12 +388,9 @@ def _check_finite(copy: Contribution, snapshot: Snapshot) -> None:
             tensor.float() if tensor.is_floating_point() and tensor.element_size() < 2 else tensor
         )
         if not bool(values.isfinite().all()):
-            got, remedy = (
-                f"inf or nan in {written.key}",
-                "Training goes on; the snapshot before it stays",
-            )
             raise CheckpointError(
-                refusal(f"snapshot of step {snapshot.step}", got, "be finite", remedy)
+                f"The state of step {snapshot.step} has inf or nan in {written.key}, and must be "
+                "finite. Training goes on, and the snapshot before it stays."
             )
 
 

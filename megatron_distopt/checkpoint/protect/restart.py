@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from megatron_distopt.checkpoint.load_plan import plan_load
 from megatron_distopt.checkpoint.manifest import Manifest, join
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import (
+    ENDED,
+    FORM,
     NUM_RANKS,
     Snapshot,
+    form_of,
     held,
     key_of_state,
     last_step,
@@ -93,7 +97,10 @@ def restore(
     """
     start, nodes = time.monotonic(), lines.nodes
     here = held(base)
-    listings, reached = zip(*exchange((list(here), last_step(base)), nodes.group), strict=True)
+    end_here = [path.read_text(encoding="utf-8") for path in base.glob(ENDED)]
+    said = list(here), last_step(base), end_here
+    listings, reached, ends = zip(*exchange(said, nodes.group), strict=True)
+    ended = list(chain(*ends))[:1]  # how the run before ended, as a node says it
     found = sorted({snapshot for listing in listings for snapshot in listing}, reverse=True)
     passed_over = [
         f"step {each.step} is not newer than {newer_than}"
@@ -118,21 +125,19 @@ def restore(
             continue
         load_state(partial(loadable_files, folder, manifest), model, nodes.group)
         state = raise_together(partial(_read_state, folder, manifest, key), nodes.group, "resume")
-        text = f"resumed at step {snapshot.step} from memory: {len(manifest.files)} files"
-        text += (
-            f", {num_moved} of them brought to another node, "
-            f"{max(0, max(reached) - snapshot.step)} steps lost"
+        text = (
+            f"resumed at step {snapshot.step} from memory: {len(manifest.files)} files, "
+            f"{num_moved} of them brought to another node, "
+            f"{max(0, max(reached) - snapshot.step)} steps lost, {time.monotonic() - start:.1f} s"
         )
-        text += f", {time.monotonic() - start:.1f} s" + (
-            "" if is_same else "; other parallel sizes"
-        )
-        _tell("; ".join((text, *passed_over)), nodes)
+        others = [] if is_same else ["other parallel sizes"]
+        if (was := manifest.about.get(FORM)) not in (None, form_of(model)):
+            others.append(f"the state was in {was}, and goes on in {form_of(model)}")
+        _tell("; ".join((text, *others, *ended, *passed_over)), nodes)
         return snapshot, Resumed(snapshot.step, state, is_same)
-    if found or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        _tell(
-            "; ".join(("no snapshot in memory is taken", *(passed_over or ["there is none"]))),
-            nodes,
-        )
+    if found or ended or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        why = [*ended, *passed_over] or ["there is none"]
+        _tell("; ".join(("no snapshot in memory is taken", *why)), nodes)
     return None
 
 

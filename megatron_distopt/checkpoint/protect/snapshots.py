@@ -4,6 +4,7 @@
 
     protecting.lock, node               which run uses the folder; which node it is
     reached-00003                       the last step of rank 3, 8 bytes
+    ended                               how the run ended, for the next start
     0000000120-1f2e3d4c/                a snapshot of step 120
       1f2e3d4c-00003.distcp             what rank 3 owns and its training state; as in a checkpoint
       1f2e3d4c-00003.part               the manifest of that file; written last, it is there where
@@ -27,16 +28,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import file_of
 from megatron_distopt.checkpoint.manifest import Manifest, from_text, key_of, to_text
 from megatron_distopt.checkpoint.tensor_file import crc_of_file
+from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 
 _NAME = re.compile(r"(\d{10})-([0-9a-f]{8})")
 _RECORD = re.compile(r"[0-9a-f]{8}-(\d{5,})\.part")
+#: The file that says how a run ended.
+ENDED = "ended"
 #: In what a manifest says about a run.
-NUM_RANKS = "snapshot_ranks"
+NUM_RANKS, FORM = "snapshot_ranks", "snapshot_form"
 
 
 @dataclass(frozen=True, order=True)
@@ -93,21 +99,29 @@ def held(base: Path) -> dict[Snapshot, list[int]]:
 
 
 def keep_only(base: Path, kept: Iterable[Snapshot]) -> None:
-    """Removes all other snapshots; of a run that keeps none, also what it says of its ranks."""
+    """Removes all other snapshots, and what the run before said of its end; of a run that keeps
+    none, what it says of its ranks."""
     names = {snapshot.folder(base).name for snapshot in kept}
     for folder in base.iterdir():
         if _NAME.fullmatch(folder.name) and folder.name not in names:
             shutil.rmtree(folder, ignore_errors=True)
-    for path in base.glob("reached-*") if not names else ():
+    for path in base.glob(ENDED if names else "reached-*"):
         disk.remove(path)
 
 
-# --- the last step of each rank
+def form_of(model: WholeModel) -> str:
+    """The dtypes of a rank's params, and the forms of its state."""
+    optimizer = model.shares[0].optimizer
+    dtypes = sorted({dtype_name(buffer.param.dtype) for buffer in optimizer.buffers})
+    return f"params of {' and '.join(dtypes)}, {Precision.of(optimizer.config)}"
 
 
-def note_step(base: Path, rank: int, step: int) -> None:
+# --- what a run leaves for the next start to say
+
+
+def note(base: Path, name: str, text: str) -> None:
     with suppress(OSError):  # it is for a line of the log alone
-        (base / f"reached-{rank:05d}").write_text(str(step), encoding="utf-8")
+        (base / name).write_text(text, encoding="utf-8")
 
 
 def last_step(base: Path) -> int:
@@ -140,9 +154,11 @@ def packed(state: Callable[[], Any]) -> Tensor:
         unpacked(tensor)
     except Exception as error:
         reason = str(error).strip().splitlines()[-1]
-        rule = "hold tensors, numbers, texts, lists, tuples and dicts alone"
-        remedy = "Convert what else is in it, such as torch.from_numpy(array)"
-        raise CheckpointError(refusal("state of training", reason, rule, remedy)) from error
+        raise CheckpointError(
+            f"The state of training cannot be kept: {reason}. It must hold tensors, numbers, "
+            "texts, lists, tuples and dicts alone. Convert what else is in it, such as "
+            "torch.from_numpy(array)."
+        ) from error
     return tensor
 
 

@@ -149,6 +149,7 @@ class CheckpointCalls(StepCalls):
         self.check_is_there("save")
         self._saver = self._saver or Saver(self.ours()[0].sharded.config, Group.of())
         self._saver.save(Path(folder), whole_model_of(self.ours()))
+        self.note_newest()
 
     def finish_saving(self) -> None:
         """Collective: waits for a save in the background, where there is one; raises what went
@@ -204,6 +205,7 @@ class CheckpointCalls(StepCalls):
                 load_nameless(path, self.ours(), everyone, resume_step=resume_step)
             else:
                 load_any(path, whole_model_of(self.ours()), everyone, resume_step=resume_step)
+        self.note_newest()
 
     @on_all_ranks
     def load_state_dict(self, state_dict: Any) -> None:
@@ -279,6 +281,7 @@ class CheckpointCalls(StepCalls):
     def _writes_hosts_own(self, what: str) -> bool:
         """Collective: whether the methods of the host are to write, which go by [Note: aligned
         lists]."""
+        self._newest = None  # of what the host saves
         if self.ours()[0].sharded.config.checkpoint_format != "gathered":
             return False
         if not hasattr(DistributedOptimizer, "_get_main_param_and_optimizer_states"):

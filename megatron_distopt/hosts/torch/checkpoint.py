@@ -179,6 +179,7 @@ class StateCalls(ProtectedCalls, Optimizer):
         self._model.bring_up_to_date()
         raise_together(lambda: self._check_folder(Path(folder)), self._model.everyone, "save")
         self._saver.save(Path(folder), self._model.whole())
+        self.note_newest()
 
     def _check_folder(self, folder: Path) -> None:
         """Refuses a folder in which another process group of the job saves, which would be
@@ -187,11 +188,9 @@ class StateCalls(ProtectedCalls, Optimizer):
         if group.rank == 0 and group.size < Group.of(None).size and is_checkpoint(folder):
             first = read_manifest(folder).about.get(FIRST_RANK, group.global_rank(0))
             if first != group.global_rank(0):
-                got, rule = f"that of the process group of rank {first}", "be of one process group"
                 raise CheckpointError(
-                    refusal(
-                        f"checkpoint {folder}", got, rule, "Give each group a folder of its own"
-                    )
+                    f"Checkpoint {folder} is that of the process group of rank {first}, and must "
+                    "be of one process group. Give each group a folder of its own."
                 )
 
     def finish_saving(self) -> None:
@@ -219,6 +218,7 @@ class StateCalls(ProtectedCalls, Optimizer):
             )
         load_any(Path(folder), self._model.whole(), self._model.everyone)
         self._end_load()
+        self.note_newest()
 
     def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
         super().protect(step, lambda: {"state": state(), "beside": self._changed_untrained()})
@@ -227,13 +227,10 @@ class StateCalls(ProtectedCalls, Optimizer):
         """Buffers, whose changes torch's norms do not count, and frozen params that were changed
         since a start."""
         found = untrained_tensors(self._model.chunks)
-        is_new = {
-            name: self._versions.get(name) != tensor._version for name, tensor in found.items()
-        }
         return {
-            name: each
-            for name, each in found.items()
-            if is_new[name] or not isinstance(each, Parameter)
+            name: tensor
+            for name, tensor in found.items()
+            if self._versions.get(name) != tensor._version or not isinstance(tensor, Parameter)
         }
 
     @torch.no_grad()
@@ -247,12 +244,9 @@ class StateCalls(ProtectedCalls, Optimizer):
             if saved and (
                 is_cut_otherwise or any(saved[name].shape != found[name].shape for name in saved)
             ):
-                got, rule = (
-                    "buffers of a model that is cut otherwise",
-                    "be of this model at these sizes",
-                )
                 raise CheckpointError(
-                    refusal("snapshot", got, rule, "Start at the sizes of the run before")
+                    "The snapshot has buffers of a model that is cut otherwise. Start at the sizes "
+                    "of the run before."
                 )
             for name, tensor in saved.items():
                 found[name].copy_(tensor)

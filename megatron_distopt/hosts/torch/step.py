@@ -247,8 +247,9 @@ def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
             str(group.global_rank(rank)) for rank, (_, dropped) in enumerate(said) if dropped
         )
         raise RanksDisagreeError(
-            f"A step was made on other ranks while rank {ranks} cleared the gradients of round "
-            f"{numbers[0] + 1}. Call step() and zero_grad() on all ranks alike."
+            f"A step was made on some ranks and another call on others in round {numbers[0] + 1} "
+            f"of gradients (gradients were cleared on rank {ranks or 'none'}). Call step(), "
+            "zero_grad() and clip_grad_norm_() on all ranks alike."
         )
     odd, usual = _two_that_differ(numbers)
     raise RanksDisagreeError(
