@@ -8,6 +8,7 @@ from megatron_distopt.buffers.grad_buffer import (
     allocate_grads,
     check_grad_dtype,
     getters,
+    refuse_local_grads,
     show_assigned,
 )
 from megatron_distopt.buffers.sharded_buffer import (
@@ -30,6 +31,7 @@ __all__ = [
     "getters",
     "move_into_buffer",
     "pack_params",
+    "refuse_local_grads",
     "show_assigned",
     "view_of",
 ]

@@ -12,7 +12,8 @@ error, so reading it is refused, also where a program has assigned it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -89,15 +90,7 @@ _DESCRIBING = {
                 "is_inference",
                 "get_device",
             ),
-            *(
-                "_is_view",
-                "untyped_storage",
-                "data_ptr",
-                "is_same_size",
-                "__len__",
-                "is_coalesced",
-                "is_signed",
-            ),
+            *("_is_view", "is_same_size", "__len__", "is_coalesced", "is_signed"),
         )
     ),
     torch._has_compatible_shallow_copy_type,
@@ -118,6 +111,8 @@ _MOVING = {
 }
 #: module.to(...) converts gradients in place; `GradSlot.take` brings them back.
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+#: What autograd calls to accumulate a gradient into another.
+_ACCUMULATING = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}
 
 
 class LocalGrad(Tensor):
@@ -147,7 +142,7 @@ class LocalGrad(Tensor):
         """Every operator that Python code calls comes here."""
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], cls) else None
-        if func in _DESCRIBING:
+        if func in _DESCRIBING or (func is Tensor.untyped_storage and _is_asked_by_compiler()):
             return _unguarded(func, args, kwargs)
         if first is not None and func in _MOVING:
             return cls.of(_unguarded(func, args, kwargs), first.param_name, first.on_zero)
@@ -159,14 +154,20 @@ class LocalGrad(Tensor):
             return first
         raise _unreadable(_first_name(args, kwargs), func)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Every operator that C++ code calls comes here: of autograd, TorchScript, functorch and
+        extensions, which do not ask `__torch_function__`."""
+        kwargs = kwargs or {}
+        is_autograd = func in _ACCUMULATING and torch._C._current_graph_task_id() >= 0
+        if torch._C._is_torch_function_enabled() and not is_autograd:
+            raise _unreadable(_first_name(args, kwargs), func)
+        return _unguarded(func, args, kwargs)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LocalGrad(of {self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _unreadable(self.param_name, "pickle")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _unreadable(self.param_name, "copy.deepcopy")
 
 
 #: torch's own `param.grad`, and by param how a gradient is shown that a program assigns to it.
@@ -193,8 +194,20 @@ def _assign(param: Parameter, grad: Tensor | None) -> None:
 
 
 def _unguarded(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return func(*args, **kwargs)
+
+
+def _is_asked_by_compiler() -> bool:
+    """Whether `__torch_function__` was called by torch's compiler, which looks at the size of every
+    storage, also of the gradients of params that a graph reads."""
+    return str(sys._getframe(2).f_globals["__name__"]).startswith("torch._subclasses.")
+
+
+def refuse_local_grads(call: str, args: Sequence[Any]) -> None:
+    """Refuses a call that would read a `LocalGrad` among its arguments without asking its class."""
+    if name := _first_name(*args):
+        raise _unreadable(name, call)
 
 
 def _first_name(*values: Any) -> str:

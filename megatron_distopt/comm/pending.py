@@ -31,9 +31,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from threading import Event, Lock
 from time import sleep
 from typing import Protocol
@@ -158,8 +158,7 @@ threading._register_atexit(_end)  # type: ignore[attr-defined]
 _PREFIX = "megatron_distopt::"
 
 
-@contextmanager
-def profiled(name: str) -> Iterator[None]:
+def profiled(name: str) -> AbstractContextManager[object]:
     """Names what runs meanwhile, behind "megatron_distopt::", in `torch.profiler`.
 
     >>> with torch.profiler.profile() as profile, profiled("clip"):
@@ -168,7 +167,5 @@ def profiled(name: str) -> Iterator[None]:
     ['megatron_distopt::clip']
     """
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-        with record_function(_PREFIX + name):
-            yield
-    else:
-        yield
+        return record_function(_PREFIX + name)
+    return nullcontext()

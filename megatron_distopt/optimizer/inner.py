@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,6 +235,29 @@ def update_mains(
     finally:
         for main in mains:
             main.grad = None
+
+
+_WHEN = ("pre", "post")
+
+
+@contextmanager
+def without_step_hooks(*optimizers: Optimizer) -> Iterator[None]:
+    """Within it, hooks of the user on all optimizers, and those on these ones, are not called.
+
+    torch calls them in the `step` of every optimizer, also where a class or a part is stepped by
+    another.
+    """
+    of_torch: Any = sys.modules["torch.optim.optimizer"]
+    places = [(of_torch, f"_global_optimizer_{when}_hooks") for when in _WHEN]
+    places += [(each, f"_optimizer_step_{when}_hooks") for each in optimizers for when in _WHEN]
+    hooks = [getattr(*place) for place in places]
+    try:
+        for place in places:
+            setattr(*place, {})
+        yield
+    finally:
+        for place, found in zip(places, hooks, strict=True):
+            setattr(*place, found)
 
 
 def rounds_itself(inner: Optimizer) -> bool:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group, profiled
 from megatron_distopt.config import NonFinitePolicy
@@ -37,7 +39,12 @@ from megatron_distopt.optimizer.grad_norm import (
     report_nonfinite,
     sum_with,
 )
-from megatron_distopt.optimizer.inner import FlatOptimizer, rounds_itself, update_mains
+from megatron_distopt.optimizer.inner import (
+    FlatOptimizer,
+    rounds_itself,
+    update_mains,
+    without_step_hooks,
+)
 from megatron_distopt.optimizer.main_params import MainGrads, main_grads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -150,6 +157,8 @@ class HostStep:
     optimizers: Sequence[ShardedOptimizer]
     everyone: Group  # all ranks that hold a part of the model
     hooks: Sequence[StepHook] = ()  # called around the update
+    # whether users of the host hold the inner optimizers, so that torch's step hooks see those
+    shows_inner: bool = False
     # from the name of a phase, as Megatron has it, to what times it
     timer: Callable[[str], AbstractContextManager[object]] = nullcontext
     clip_grad: float | None = None  # as the config says where None; 0 for no clipping
@@ -229,7 +238,12 @@ def update_params(
     afterwards."""
     for number, optimizer in enumerate(host.optimizers):
         with host.timer("optimizer-inner-step"):
-            advance(optimizer, grads[number], decisions[number])
+            act = partial(advance, optimizer, grads[number], decisions[number])
+            # A rank that trains nothing has no buffers, and its host no inner optimizer.
+            if host.shows_inner and optimizer.buffers:
+                Optimizer.profile_hook_step(lambda _, act=act: act())(optimizer.inner)
+            else:
+                act()
         with host.timer("optimizer-copy-main-to-model-params"):
             write_model(optimizer)
         host.follow_update(number)
@@ -386,7 +400,7 @@ def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecisio
             due if averages.has_begun and found_inf is None else {},
             averages.weight,
         )
-    with profiled("update"):
+    with profiled("update"), without_step_hooks(optimizer.inner):
         if on_host is not None:
             on_the_way = on_host.copy_grads(optimizer.flat_params, grads, divisor, found_inf)
             grads = [
@@ -395,7 +409,7 @@ def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecisio
             ]
         update_mains(optimizer.inner, mains, grads, divisor, found_inf)
     if on_host is not None:
-        with profiled("update on the host"):
+        with profiled("update on the host"), without_step_hooks():
             on_host.update(on_the_way)
     if averages is not None:
         averages.update(due, lambda: decision.updated, found_inf)

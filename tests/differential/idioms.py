@@ -187,6 +187,13 @@ _CHANGED_WEIGHTS = {
 }
 
 _CHANGED_MODULES = {
+    "layer_scripted": Idiom(
+        _START,
+        "model.last.layer = torch.jit.script(model.last.layer)",
+        kinds=("Perceptron",),
+        # A script module cannot be pickled, converted or frozen.
+        needs=("not drawn",),
+    ),
     "load_state_dict_assign": Idiom(
         _WEIGHTS,
         """
@@ -435,6 +442,20 @@ _COPIES_AND_READS = {
         world.see("norm", in_fork(drop))
         """,
     ),
+    "weights_read_in_script": Idiom(
+        _ANY, 'world.see("norms", norms_in_script([*model.parameters()]))'
+    ),
+    "layer_in_script": Idiom(
+        _ANY,
+        """
+        layer = model.last.layer
+        x = noise((2, layer.weight.shape[1]), {n}, 5).to(layer.weight.dtype)
+        world.see("layer", torch.jit.script(layer)(x))
+        """,
+        kinds=("Perceptron", "Branching"),
+        # TorchScript takes neither hooks nor parametrizations.
+        needs=("not drawn",),
+    ),
     "weight_norm": Idiom(
         _ANY, 'world.see("norm", sum(float(p.detach().float().norm()) for p in model.parameters()))'
     ),
@@ -520,6 +541,15 @@ _GRADIENTS = {
         for p in model.parameters():
             if p.grad is not None:
                 p.grad.mul_(0.5)
+        """,
+        _SEVERAL,
+    ),
+    "grads_read_in_script": Idiom(
+        _GRADS,
+        """
+        world.average_now()
+        present = [p.grad for p in model.parameters() if p.grad is not None]
+        world.see("norms", norms_in_script(present))
         """,
         _SEVERAL,
     ),

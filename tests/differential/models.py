@@ -33,6 +33,12 @@ def grad_like(param: nn.Parameter, *seeds: int) -> Tensor:
     return noise(param.shape, *seeds).to(dtype) / 4
 
 
+@torch.jit.script
+def norms_in_script(tensors: list[Tensor]) -> list[float]:
+    """Norms, computed by TorchScript, which reads tensors in C++."""
+    return [float(each.float().norm()) for each in tensors]
+
+
 def halve_grad(param: nn.Parameter) -> None:
     """A hook that changes the gradient that backward has left."""
     param.grad.mul_(0.5)

@@ -175,6 +175,15 @@ EQUAL = {
     "full_grad where a rank has no data": program(
         Iteration(microbatches=(Microbatch(idle=1),), grads=_all(["full_grad"]))
     ),
+    "weights read by TorchScript with param overlap": Program(
+        phases=(_each(after=_all(["weights_read_in_script"])),), options=_PARAM_OVERLAP
+    ),
+    "a layer scripted midway, with param overlap": program(
+        after=["layer_in_script"], options=_PARAM_OVERLAP
+    ),
+    "a script module in the model, with param overlap": program(
+        before=["layer_scripted"], options=_PARAM_OVERLAP
+    ),
     "AveragedModel with param overlap": Program(
         phases=(_each(after=_all(["swa"])),), options=_PARAM_OVERLAP
     ),
@@ -312,6 +321,7 @@ REFUSED = {
         f"a model converted, then {name}": (program("other_dtype", grads=[name]), "LayoutError")
         for name in _READS
     },
+    "gradients read by TorchScript": (program(grads=["grads_read_in_script"]), "AccessError"),
     "an infinite gradient": (
         program(Iteration(microbatches=(Microbatch(infinite=1),))),
         "NonFiniteGradError",

@@ -21,6 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tests.support.fork_files import same
 from tests.support.forked import in_fork
@@ -291,6 +295,25 @@ def hook_the_inner_one(user: User) -> None:
     user.inner.register_step_post_hook(lambda *_: calls.append("after"))
 
 
+def hook_all_optimizers(user: User) -> None:
+    user.noted["calls"] = calls = list[str]()
+
+    def note(when: str) -> Callable[..., None]:
+        def called(optimizer: Any, *_: Any) -> None:
+            # It is not removed, and later trainings are none of this program.
+            if len(calls) < len(CALLS):
+                calls.append(when if optimizer is user.inner else type(optimizer).__name__)
+
+        return called
+
+    register_optimizer_step_pre_hook(note("before"))
+    register_optimizer_step_post_hook(note("after"))
+
+
+def compile_the_step(user: User) -> None:
+    user.optimizer.step = torch.compile(user.optimizer.step, backend="eager")
+
+
 def scale_as_in_torch(user: User) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones((), requires_grad=True))
@@ -378,6 +401,8 @@ COMMON: dict[str, Program] = {
     ),
     "optimizer_copied": Program(copy_it, NoEffect(), notes=NOT_COPIED),
     "hooks": Program(hook_the_inner_one, NoEffect(), notes={"calls": CALLS}),
+    "hooks_on_all": Program(hook_all_optimizers, NoEffect(), notes={"calls": CALLS}),
+    "step_compiled": Program(compile_the_step, NoEffect()),
     "torchs_scaler": Program(scale_as_in_torch, NoEffect(), notes={"step": "AssertionError"}),
     "group_added": Program(
         add_a_group,

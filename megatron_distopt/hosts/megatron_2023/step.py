@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo
 
 from megatron_distopt.errors import AccessError, HostError, LayoutError
 from megatron_distopt.hosts.between_steps import notice_for, params_that_left, raising
@@ -31,6 +32,7 @@ from megatron_distopt.optimizer.step import (
 class ForkSteps(BuiltOptimizer):
     """What the optimizer answers to the fork's training loop."""
 
+    @_disable_dynamo
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
         """Collective: the model-parallel sums, then the reduce-scatter; what is averaged is
         averaged in `step`."""
@@ -40,6 +42,7 @@ class ForkSteps(BuiltOptimizer):
         with phases(args, timers)("grads-reduce-scatter"):
             self.communication.reduce()
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, args: Any = None, timers: Any = None) -> tuple[bool, float | None, int | None]:
         """Collective: measures, decides, updates and rounds into this rank's shards; after
@@ -68,6 +71,7 @@ class ForkSteps(BuiltOptimizer):
             optimizers=[self.sharded],
             everyone=self.everyone,
             hooks=self.hooks,
+            shows_inner=True,
             timer=phase,
         )
         (decision,) = run_step(step)
@@ -78,6 +82,7 @@ class ForkSteps(BuiltOptimizer):
             norm, num_zeros = decision.norm_to_log, decision.zeros_to_log
         return True, norm if self.clip_grad > 0 else None, num_zeros
 
+    @_disable_dynamo
     @torch.no_grad()
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
         """Collective: every rank gets the new params."""

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, cast
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from megatron_distopt.checkpoint import WholeModel
 from megatron_distopt.checkpoint.protect.protection import Protection
@@ -93,6 +94,7 @@ class StepCalls(MegatronOptimizer, ScriptCalls):
     def _whole(self) -> WholeModel:
         return whole_model_of(self.ours())
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
         """Collective: the whole step.
@@ -141,6 +143,7 @@ class StepCalls(MegatronOptimizer, ScriptCalls):
             not _PARTS_OF_STEP.isdisjoint(vars(optimizer)) for optimizer in (self, *self.ours())
         )
 
+    @_disable_dynamo
     def prepare_grads(self) -> bool:
         """Collective: measures all gradients and decides; True where the step must be skipped.
 
@@ -189,6 +192,7 @@ class StepCalls(MegatronOptimizer, ScriptCalls):
             )
         return norm
 
+    @_disable_dynamo
     def step_with_ready_grads(self) -> bool:
         """Collective: updates all, then gathers the params once; after `prepare_grads`."""
         if self not in self.ours() and self._is_overridden():
@@ -246,6 +250,7 @@ class CoreStep(HostStep):
             optimizers=[each.sharded for each in ours],
             everyone=ours[0].stats_group,
             hooks=hooks,
+            shows_inner=True,
             timer=partial(timed, config.timers, barrier=config.barrier_with_L1_time),
             **options,
         )

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_distopt.buffers import getters
 from megatron_distopt.comm import Communicator
+from megatron_distopt.hosts.torch.cpp_calls import before_cpp_calls
 
 #: Operators that read nothing of the values.
 _DESCRIBING = {
@@ -48,10 +49,7 @@ _DESCRIBING = {
         getattr(torch.Tensor, name)
         for name in ("size", "stride", "numel", "dim", "is_contiguous", "requires_grad_")
     ),
-    *(
-        getattr(torch.Tensor, name)
-        for name in ("data_ptr", "element_size", "is_floating_point", "__hash__")
-    ),
+    *(getattr(torch.Tensor, name) for name in ("element_size", "is_floating_point", "__hash__")),
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
 }
@@ -92,6 +90,11 @@ def _wait_for(values: Iterable[Any]) -> None:
         if isinstance(value, Parameter):
             if gather := _gather_of(value):
                 gather.wait_for(value)
+        elif isinstance(value, torch._C.ScriptMethod):
+            _wait_for([value.owner])
+        elif isinstance(value, torch._C.ScriptModule):
+            parts: Any = (torch._C.ParameterDict(value), torch._C.ModuleDict(value))
+            _wait_for(part for each in parts for _, part in each.items())
         elif isinstance(value, (list, tuple)):
             _wait_for(value)
         elif isinstance(value, dict):
@@ -125,6 +128,7 @@ class ParamGather:
         self._is_compiled = False
         if communicator.overlaps_params:
             _gathers.add(self)
+            before_cpp_calls(_before_cpp_call)
 
     def add(self, named: Mapping[str, Parameter]) -> None:
         """Takes over further params, which the communicator gathers. Between two steps, on all
@@ -137,8 +141,8 @@ class ParamGather:
         self._remove_hooks()
         for module in {module: None for chunk in self._chunks for module in chunk.modules()}:
             own = [param for param in module.parameters(recurse=False) if param in self._names]
-            # a script module takes no hooks
-            if own and not isinstance(module, torch.jit.ScriptModule):
+            # a script module takes no hooks, and its calls wait, see [Note: reads in C++]
+            if own and not self._is_compiled and not isinstance(module, torch.jit.ScriptModule):
                 # In front of whatever else is hooked there, which may read params.
                 self._handles.append(
                     module.register_forward_pre_hook(_BeforeForward(own), prepend=True)
@@ -192,6 +196,12 @@ class ParamGather:
             param.__class__ = usual
             _pending.pop(id(param), None)
 
+    def gather_in_step(self) -> None:
+        """Ends the overlap: waits for what is under way, and from now on in `step()`."""
+        self._is_compiled = True
+        self.finish()
+        self._remove_hooks()
+
     def finish(self) -> None:
         """Waits until all params are there."""
         self._communicator.finish_params()
@@ -217,9 +227,22 @@ class _BeforeForward:
         return _BeforeForward, ()
 
 
+def _before_cpp_call(call: str, args: Sequence[Any]) -> None:
+    """Waits for params that C++ code is about to read, see [Note: reads in C++].
+
+    A module that becomes a script module cannot take hooks along, so its params are gathered in
+    `step()` from then on.
+    """
+    if _pending:
+        _wait_for(args)
+    params = {param for each in args if isinstance(each, Module) for param in each.parameters()}
+    for gather in list(_gathers) if params else ():
+        if not params.isdisjoint(gather._names):
+            gather.gather_in_step()
+
+
 def _compiler_starts(*_: Any) -> None:
     """Waits for all gathers, now and from then on in `step()`; see [Note: compiled models]."""
     for gather in list(_gathers):
         if gather._usual:
-            gather._is_compiled = True
-            gather.finish()
+            gather.gather_in_step()

@@ -24,10 +24,17 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_distopt.buffers import GradSlot, LocalGrad, ShardedBuffer, show_assigned
+from megatron_distopt.buffers import (
+    GradSlot,
+    LocalGrad,
+    ShardedBuffer,
+    refuse_local_grads,
+    show_assigned,
+)
 from megatron_distopt.comm import Communicator, sum_over
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
+from megatron_distopt.hosts.torch.cpp_calls import before_cpp_calls
 from megatron_distopt.hosts.torch.ddp import DDPWatch
 from megatron_distopt.layout import Span, owned_shards
 from megatron_distopt.optimizer.loss_scale import LossScale
@@ -135,6 +142,7 @@ class Grads:
                 earlier.remove()
             self._guarded[param] = handle
             show_assigned(param, partial(self._shown, name))
+            before_cpp_calls(refuse_local_grads)
             param.grad = param.grad  # it may have been assigned before
 
     def _shown(self, name: str, param: Parameter, grad: Tensor) -> Tensor:

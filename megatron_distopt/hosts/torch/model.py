@@ -108,6 +108,11 @@ def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None
         )
     check_dtypes(named, config)
     for name, param in named.items():
+        if not isinstance(param, Parameter):
+            raise LayoutError(
+                f"{name!r} is no Parameter but a Tensor, as in a script module that was loaded. "
+                "Load its state_dict() into a module written in Python, or freeze it."
+            )
         check_grad_dtype(name, param, torch.float32 if config.grads_in_fp32 else param.dtype)
 
 

@@ -11,6 +11,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -79,6 +80,7 @@ class TorchDistributedOptimizer(StateCalls):
         """Updates what this rank owns."""
         return self._model.sharded
 
+    @_disable_dynamo  # collectives and changes of objects are no graph
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective: reduce-scatter, update, all-gather.
 
@@ -104,6 +106,7 @@ class TorchDistributedOptimizer(StateCalls):
             vars(each)["_opt_called"] = True  # torch's schedulers look for it
         return loss
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, or zeroes them, as torch's.
 
@@ -205,6 +208,7 @@ class TorchDistributedOptimizer(StateCalls):
         scaled."""
         return self._model.grads.scaled(loss.float() * self.sharded.loss_scale.scale.squeeze())
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective: clips the gradient of the whole model, as `torch.nn.utils.clip_grad_norm_`
@@ -243,6 +247,7 @@ class TorchDistributedOptimizer(StateCalls):
         model.grads.clip(clip_divisor(norm, float(max_norm)))
         return torch.tensor(norm, device=model.device)
 
+    @_disable_dynamo
     @torch.no_grad()
     @on_all_ranks
     def full_grad(self, param: Parameter) -> Tensor | None:

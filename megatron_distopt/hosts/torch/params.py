@@ -180,7 +180,8 @@ class Params:
             if param.data_ptr() != trained.address:
                 left.append(trained)
             for held, key in trained.homes:
-                is_replaced = is_replaced or held.get(key) is not param
+                # the `_parameters` of a script module have no `get`
+                is_replaced = is_replaced or key not in held or held[key] is not param
             if trained.is_short and (trained.aliases or param._version != trained.version):
                 changed = changed | {trained.name}
         if left:
@@ -199,7 +200,9 @@ class Params:
         homes, ours = self._homes(), {each.param for each in self._params}
         new = {(id(held), key) for param in homes.keys() - ours for held, key in homes[param]}
         for trained in self._params:
-            if any(held.get(key) is not trained.param for held, key in trained.homes):
+            if any(
+                key not in held or held[key] is not trained.param for held, key in trained.homes
+            ):
                 if any((id(held), key) in new for held, key in trained.homes):
                     raise LayoutError(
                         f"Param {trained.name!r} was replaced by another Parameter, which no "

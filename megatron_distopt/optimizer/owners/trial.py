@@ -18,7 +18,6 @@ import copy
 import inspect
 import math
 import random
-import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer.inner import Build, option_values
+from megatron_distopt.optimizer.inner import Build, option_values, without_step_hooks
 from megatron_distopt.optimizer.owners.whole_params import OwnedParam
 
 
@@ -527,21 +526,16 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """Random states of torch, Python and numpy, hooks of the user on all optimizers, and warnings
     stay as they are."""
     states = random.getstate(), np.random.get_state()
-    # torch calls them for every optimizer
-    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    of_torch = vars(sys.modules["torch.optim.optimizer"])
-    hooks = {name: of_torch[name] for name in names}
     devices = [] if device.type == CPU else [device]
     try:
-        of_torch.update({name: {} for name in names})
         with (
             torch.random.fork_rng(devices, device_type=device.type),
             torch.enable_grad(),
+            without_step_hooks(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
             yield
     finally:
-        of_torch.update(hooks)
         random.setstate(states[0])
         np.random.set_state(states[1])
