@@ -15,7 +15,9 @@ from megatron_distopt.buffers.sharded_buffer import (
     SUPPORTED_DTYPES,
     ShardedBuffer,
     dtype_name,
+    memory_order,
     move_into_buffer,
+    view_like,
     view_of,
 )
 
@@ -29,9 +31,11 @@ __all__ = [
     "check_grad_dtype",
     "dtype_name",
     "getters",
+    "memory_order",
     "move_into_buffer",
     "pack_params",
     "refuse_local_grads",
     "show_assigned",
+    "view_like",
     "view_of",
 ]

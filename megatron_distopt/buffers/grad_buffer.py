@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_distopt.buffers.sharded_buffer import dtype_name, view_of
+from megatron_distopt.buffers.sharded_buffer import dtype_name, view_like
 from megatron_distopt.errors import AccessError, ConfigError
 from megatron_distopt.layout import BufferLayout
 
@@ -344,7 +344,7 @@ def allocate_grads(
     buffer = torch.zeros(layout.numel, dtype=dtype, device=first.device)
     slots = []
     for name, param in params.items():
-        view = view_of(buffer, layout.slot_of[name].in_buffer, param.shape)
+        view = view_like(buffer, layout.slot_of[name].in_buffer, param)
         if dtype is not param.dtype:
             param.grad_dtype = None
         slots.append(GradSlot(name, param, view, show(name, view)))

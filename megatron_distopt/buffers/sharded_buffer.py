@@ -33,6 +33,28 @@ def view_of(buffer: Tensor, in_buffer: Span, shape: torch.Size | None = None) ->
     return flat if shape is None else flat.view(shape)
 
 
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions by which the elements of a tensor lie one after the other, the slowest first;
+    () where these are 0, 1, 2 and so on, or where elements do not lie so.
+
+    >>> memory_order(torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    (0, 2, 3, 1)
+    """
+    order: tuple[int, ...] = tensor.dim_order()
+    return order if tensor.permute(order).is_contiguous() and not tensor.is_contiguous() else ()
+
+
+def view_like(buffer: Tensor, in_buffer: Span, tensor: Tensor) -> Tensor:
+    """A view of some elements of a 1-D buffer, in the shape of a tensor and in the order in which
+    its elements lie."""
+    flat = view_of(buffer, in_buffer)
+    return (
+        flat.as_strided(tensor.shape, tensor.stride())
+        if memory_order(tensor)
+        else flat.view(tensor.shape)
+    )
+
+
 def _with_own_storage(view: Tensor) -> Tensor:
     """The same memory under a storage that is as long as the view; it keeps the whole buffer alive.
 
@@ -110,9 +132,14 @@ class ShardedBuffer:
 
 
 @torch.no_grad()
-def move_into_buffer(params: Mapping[str, Parameter], layout: BufferLayout) -> Tensor:
+def move_into_buffer(
+    params: Mapping[str, Parameter], layout: BufferLayout, *, keeps_strides: bool = False
+) -> Tensor:
     """Allocates the buffer of params of one dtype and device, and makes each param a view of it,
     value kept.
+
+    `keeps_strides`: a param whose elements lie in another order than that of its shape lies so in
+    the buffer as well; see [Note: memory order] in layout/spans.py.
 
     Returns:
         1-D [layout.numel]; padding is zero.
@@ -120,7 +147,8 @@ def move_into_buffer(params: Mapping[str, Parameter], layout: BufferLayout) -> T
     first = next(iter(params.values()))
     buffer = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
     for name, param in params.items():
-        view = view_of(buffer, layout.slot_of[name].in_buffer, param.shape)
+        in_buffer = layout.slot_of[name].in_buffer
+        view = view_like(buffer, in_buffer, param if keeps_strides else param.contiguous())
         view.copy_(param)
         param.data = _with_own_storage(view)
     return buffer

@@ -106,7 +106,8 @@ class OwnedPiece:
         box."""
         in_shard = self.piece.in_param.relative_to(self.shard.in_param.start)
         stretch = self.flat.cut(tensor, self.shard)[in_shard.as_slice()]
-        return stretch.view(self.piece.sizes)[self.piece.inside.as_slices()]
+        shown = stretch.view(self.piece.sizes)[self.piece.inside.as_slices()]
+        return shown.permute(self.piece.dims) if self.piece.dims else shown
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the main param, of its average once there is one, and of the moments, by key."""

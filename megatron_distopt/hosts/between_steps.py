@@ -12,8 +12,11 @@ wrote to its params, `Parameter.data` notes every alias that it returns.
 
 from __future__ import annotations
 
+import gc
+import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 from weakref import ReferenceType, WeakSet, finalize, ref
@@ -24,13 +27,54 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
+from megatron_distopt.checkpoint.manifest import some_of
 from megatron_distopt.comm import Group, raise_together
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import AccessError, LayoutError, refusal
 from megatron_distopt.optimizer.deferred import Notice
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
+_log = logging.getLogger("megatron_distopt")
+
 #: torch's own `param.data`, which `DataWatch` replaces.
 _torch_data: Any = torch._C.TensorBase.data
+
+
+def _still_used(storages: Mapping[str, torch.UntypedStorage]) -> list[str]:
+    """The names of those that something uses beside this mapping."""
+    return [
+        name
+        for name, storage in storages.items()
+        if torch._C._storage_Use_Count(storage._cdata) > 1
+    ]
+
+
+@contextmanager
+def telling_of_aliases(named: Mapping[str, Parameter]) -> Iterator[None]:
+    """Params are moved to other memory in it; says in a warning whose old memory is still used."""
+    storages = {name: param.untyped_storage() for name, param in named.items()}
+    yield
+    if _still_used(storages):
+        gc.collect()  # what uses it may be gone but for a cycle
+    if names := _still_used(storages):
+        _log.warning(
+            "Something still uses the memory that param %s had before the distributed optimizer "
+            "was built: a state_dict(), .data, a view, a NumPy array, or the graph of an output. "
+            "It keeps the values of now; take it again afterwards, or delete it before.",
+            some_of(names),
+        )
+
+
+def check_not_shared(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuses params in memory of several processes: the others would never see an update."""
+    for name, param in named:
+        if param.device.type == CPU and param.untyped_storage().is_shared():
+            raise LayoutError(
+                f"Param {name!r} is in memory that processes share, as after share_memory(), and "
+                "the distributed optimizer writes to buffers of its own. Train a copy, "
+                "copy.deepcopy(model), and call shared_model.load_state_dict(model.state_dict()) "
+                "whenever other processes are to see its values."
+            )
 
 
 def check_own_memory(named: Mapping[str, Parameter]) -> None:
@@ -104,6 +148,7 @@ def check_that_left(params: Sequence[PlacedParam], left: Sequence[PlacedParam]) 
                 f"Param {moved.name!r} is {after} where it was {before}. Convert the model before "
                 "distribute(...) or get_megatron_optimizer(...) builds its optimizer."
             )
+    check_not_shared((moved.name, moved.param) for moved in left)
     places = [(placed.name, placed.view) for placed in params] + [
         (moved.name, moved.param) for moved in left
     ]

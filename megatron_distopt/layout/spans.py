@@ -8,13 +8,20 @@ two partial rows is such a stretch of one dimension less.
 [Note: strides] A tensor-parallel param is cut along one dimension. With a stride of s its slice is
 s pieces one after the other: piece k of rank r is number k * size + r of the whole. That is how
 Megatron keeps a fused gate and up projection: each half is cut by itself, so that a rank can
-multiply its gate with its up."""
+multiply its gate with its up.
+
+[Note: memory order] A param of plain torch keeps its strides in the buffer: a channels_last
+convolution or a transposed weight lies there in another order than that of its shape. Kernels are
+fast for these strides, and torch's DistributedDataParallel copies gradients by those that it found
+when it was built. The flattened param is the permuted one, whose elements lie one after the other.
+A checkpoint has boxes of the param itself, so that it loads whatever the strides are.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_distopt.errors import LayoutError
 
@@ -117,6 +124,14 @@ class Box:
         offsets[dim] += distance
         return Box(tuple(offsets), self.sizes)
 
+    def permuted(self, dims: Sequence[int]) -> Box:
+        """The same elements of a tensor that `permute(dims)` was called on.
+
+        >>> Box((0, 2), (4, 3)).permuted((1, 0))
+        Box(offsets=(2, 0), sizes=(3, 4))
+        """
+        return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
+
     def as_slices(self) -> tuple[slice, ...]:
         return tuple(
             slice(offset, stop) for offset, stop in zip(self.offsets, self.stops, strict=True)
@@ -173,6 +188,8 @@ class Piece:
     # the elements of that view that belong to the piece: all, unless a later dimension than 0 is
     # cut
     inside: Box
+    # how to permute those elements into the box, see [Note: memory order]; () where they lie so
+    dims: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +205,9 @@ class Placement:
     stride: int = 1  # see [Note: strides]
     # the first dimension ends with unused rows, of which other runs may have more or fewer
     is_padded: bool = False
+    # the dimensions by which elements lie one after the other, the slowest first, see [Note: memory
+    # order]; () for those of `shape`
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dim is None:
@@ -219,6 +239,18 @@ class Placement:
         >>> [piece.in_global for piece in half.pieces(Span(0, 8))]
         [Box(offsets=(2, 0), sizes=(2, 2)), Box(offsets=(6, 0), sizes=(2, 2))]
         """
+        if self.order:
+            back = tuple(self.order.index(dim) for dim in range(len(self.shape)))
+            lying = replace(
+                self,
+                shape=tuple(self.shape[dim] for dim in self.order),
+                dim=None if self.dim is None else back[self.dim],
+                order=(),
+            )
+            return tuple(
+                replace(piece, in_global=piece.in_global.permuted(back), dims=back)
+                for piece in lying.pieces(in_param)
+            )
         found, start = list[Piece](), in_param.start
         for box in boxes(self.shape, in_param):
             stretch = Span(start, start + box.numel)

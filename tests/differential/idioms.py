@@ -50,7 +50,8 @@ class Idiom:
     dtypes: tuple[str, ...] = ()
     # further requirements on the program: "one phase", "betas", "no loss scale", "no scheduler"
     # (torch's own fail where a group is added), "not reentrant" (torch refuses such a backward),
-    # "not drawn" for those that other idioms cannot stand beside
+    # "not fused" (torch's fused kernels take tensors of other strides for the same ones), "not
+    # drawn" for those that other idioms cannot stand beside
     needs: tuple[str, ...] = ()
 
 
@@ -123,7 +124,9 @@ _CHANGED_WEIGHTS = {
         ),
         dtypes=("float32", "bfloat16", "float16"),
     ),
-    "one_element": Idiom(_ANY, "with torch.no_grad():\n    pick(model, {n}).view(-1)[:1] = 0.25"),
+    "one_element": Idiom(
+        _ANY, "p = pick(model, {n})\nwith torch.no_grad():\n    p[(0,) * p.dim()] = 0.25"
+    ),
     "all_times": Idiom(
         _ANY, "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.75)"
     ),
@@ -138,6 +141,32 @@ _CHANGED_WEIGHTS = {
         torch._foreach_mul_(aliases, 0.5)
         """,
         # Behind `p.data = ...` torch's alias is of another tensor than ours.
+        needs=("not drawn",),
+    ),
+    "other_strides": Idiom(
+        _ANY,
+        """
+        for p in model.parameters():
+            p.data = p.data.t().contiguous().t() if p.dim() == 2 else p.data
+        """,
+        needs=("not fused",),
+    ),
+    "other_strides_before": Idiom(
+        _START,
+        """
+        for p in model.parameters():
+            p.data = p.data.t().contiguous().t() if p.dim() == 2 else p.data
+        """,
+        needs=("not fused",),
+    ),
+    "memory_shared": Idiom(_ANY, "model.share_memory()", _FIXED),
+    "memory_shared_before": Idiom(_START, "model.share_memory()", _FIXED),
+    "aliases_before": Idiom(
+        _START,
+        """
+        # Ours are told in a warning that these keep the values of now.
+        kept = [p.data for p in model.parameters()]
+        """,
         needs=("not drawn",),
     ),
     "reload": Idiom(_WEIGHTS, "optimizer.reload_model_params()", needs=("not drawn",)),
@@ -491,6 +520,15 @@ _GRADIENTS = {
     "grad_written": Idiom(
         _GRADS,
         "p = pick(model, {n})\np.grad = grad_like(p, {n}, rank)",
+        _OVERLAP,
+        needs=("no loss scale",),
+    ),
+    "grad_of_other_strides": Idiom(
+        _GRADS,
+        """
+        for p in model.parameters():
+            p.grad = grad_like(p, {n}, rank).mT.contiguous().mT if p.dim() > 1 else p.grad
+        """,
         _OVERLAP,
         needs=("no loss scale",),
     ),

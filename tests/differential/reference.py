@@ -291,7 +291,8 @@ class AveragingOptimizer(Optimizer):
             present = [grad for grad in grads if grad is not None]
             if present:
                 total = torch.stack([grad.float() for grad in present]).sum(0) / self.world.size
-                param.grad = total.to(getattr(param, "grad_dtype", None) or present[0].dtype)
+                dtype = getattr(param, "grad_dtype", None) or present[0].dtype
+                param.grad = torch.empty_like(param, dtype=dtype).copy_(total)  # in its strides
 
     def release(self) -> None:
         """Nothing: what the next optimizer is built over are the params as they are."""

@@ -80,6 +80,18 @@ _THEN_BFLOAT16 = {"dtype": "bfloat16"}
 EQUAL = {
     "bf16 weights loaded midway": program("load_state_dict", **_THEN_BFLOAT16),
     "bf16 weights initialised midway": program("init", **_THEN_BFLOAT16),
+    "weights of other strides midway": program("other_strides", grads=["grad_of_other_strides"]),
+    "weights of other strides from the start": Program(
+        start=_one("other_strides_before"),
+        phases=(Phase(2, (_PLAIN, Iteration(grads=_one("full_grad")))), Phase(3, (_PLAIN,) * 2)),
+        options=(*_OVERLAP, ("overlap_param_gather", True)),
+    ),
+    "bf16 weights of other strides from the start": Program(
+        start=_one("other_strides_before"),
+        phases=(_each(grads=_one("grad_of_other_strides"), zero="kept"),),
+        **_THEN_BFLOAT16,
+    ),
+    "aliases from before": program(before=["aliases_before"]),
     "bf16 weights clamped midway": program("data_clamp", **_THEN_BFLOAT16),
     "one bf16 element set": program("one_element", **_THEN_BFLOAT16),
     "bf16 weights changed behind the step": program(after=["all_times"], **_THEN_BFLOAT16),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -188,6 +189,38 @@ def move_on_one_rank(user: User) -> None:
 def move_before(chunk: Any) -> None:
     for param in chunk.parameters():
         param.data = param.detach() * 0.5
+
+
+def share(user: User) -> None:
+    user.chunk.share_memory()
+
+
+def share_before(chunk: Any) -> None:
+    chunk.share_memory()
+
+
+class _Told(logging.Handler):
+    """Collects what the package says in warnings, until it is asked."""
+
+    def __init__(self, aliases: list[Tensor]) -> None:
+        super().__init__(logging.WARNING)
+        self.aliases, self.texts = aliases, list[str]()
+        logging.getLogger("megatron_distopt").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def take_aliases(chunk: Any) -> None:
+    chunk.told = _Told([param.data for param in chunk.parameters()])
+
+
+def note_aliases(user: User) -> None:
+    told = user.chunk.told
+    logging.getLogger("megatron_distopt").removeHandler(told)
+    pairs = zip(told.aliases, user.chunk.parameters(), strict=True)
+    user.noted["are current"] = all(torch.equal(alias, param) for alias, param in pairs)
+    user.noted["told"] = "; ".join(told.texts)
 
 
 def tie(user: User) -> None:

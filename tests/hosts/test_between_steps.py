@@ -3,14 +3,18 @@ that touches memory."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Linear, Parameter
+from torch.optim import SGD
 
+from megatron_distopt import distribute
 from megatron_distopt.hosts.between_steps import _DataWatch, _Writes, data_watch
 from megatron_distopt.hosts.watch import Watch
 
@@ -124,3 +128,46 @@ def test_watch_when_the_answer_is_an_error_then_the_operation_does_not_run() -> 
     with pytest.raises(RuntimeError, match="c"), Watch(TENSORS, refuse):
         APART.fill_(7)
     assert not APART.any()
+
+
+def _in_a_cycle(model: Linear) -> None:
+    cycle = [model.weight.data]
+    cycle.append(cycle)  # type: ignore[arg-type]
+
+
+def _loaded(model: Linear) -> object:
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    return model.load_state_dict(kept), kept
+
+
+def _released(model: Linear) -> object:
+    optimizer = distribute(model, SGD(model.parameters()), accelerator="torch")
+    optimizer.release()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("take", "told"),
+    [
+        (lambda model: model.state_dict(), "'bias', 'weight'"),
+        (lambda model: model.weight.data, "'weight'"),
+        (lambda model: model.weight.detach().numpy(), "'weight'"),
+        (lambda model: model.weight.detach()[1], "'weight'"),
+        (lambda model: model.register_buffer("first", model.weight.detach()[:1]), "'weight'"),
+        (lambda model: copy.deepcopy(model).state_dict(), ""),
+        (lambda model: dict(model.named_parameters()), ""),
+        (lambda model: Linear.__new__(Linear).__dict__.update(model.__dict__), ""),
+        (_in_a_cycle, ""),
+        (_loaded, ""),
+        (_released, ""),
+    ],
+)
+def test_alias_when_it_was_taken_before_the_optimizer_then_the_param_is_named(
+    one_rank: None, caplog: pytest.LogCaptureFixture, take: Callable[[Linear], object], told: str
+) -> None:
+    model = Linear(2, 2)
+    taken = take(model)
+    with caplog.at_level(logging.WARNING, "megatron_distopt"):
+        distribute(model, SGD(model.parameters()), accelerator="torch")
+    assert [f"param {told} had" in message for message in caplog.messages] == [True] * bool(told)
+    del taken

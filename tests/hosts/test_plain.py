@@ -27,7 +27,16 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn import BatchNorm1d, Embedding, LayerNorm, Linear, Module, Parameter, Sequential
+from torch.nn import (
+    BatchNorm1d,
+    Conv2d,
+    Embedding,
+    LayerNorm,
+    Linear,
+    Module,
+    Parameter,
+    Sequential,
+)
 from torch.optim.lr_scheduler import StepLR
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
@@ -258,6 +267,70 @@ def params_that_are_saved_alone_are_small(rank: int) -> None:
     assert torch.equal(kept, values)
 
 
+def _strided(is_strided: bool, dtype: torch.dtype) -> Sequential:
+    """The second weight lies column by column and the convolution is channels_last, or neither."""
+    torch.manual_seed(0)
+    model = Sequential(Conv2d(3, 4, 3), Linear(16, 3)).to(dtype)
+    if is_strided:
+        model.to(memory_format=torch.channels_last)
+        model[1].weight.data = model[1].weight.data.t().contiguous().t()
+    return model
+
+
+def _train_exactly(model: Module, optimizer: Any, *steps: int) -> None:
+    """With gradients of 8 bits, whose sums are exact in any order."""
+    for step in steps:
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + dist.get_rank())
+        for param in model.parameters():
+            grad = torch.randint(-128, 128, param.shape) / 256
+            (param * grad.to(param.dtype)).sum().backward()
+        optimizer.step()
+
+
+def strides_stay_and_state_loads_whatever_they_are(rank: int) -> None:
+    folder = _from_ranks(tempfile.mkdtemp())[0]
+    for dtype in (torch.float32, torch.bfloat16):
+        models = {is_strided: _strided(is_strided, dtype) for is_strided in (True, False)}
+        optimizers = {key: distribute(model, CONFIG) for key, model in models.items()}
+        for is_strided, model in models.items():
+            _train_exactly(model, optimizers[is_strided], 0, 1)
+            optimizers[is_strided].save(f"{folder}/{dtype}/{is_strided}")
+        strides = [param.stride() for param in models[True].parameters()]
+        assert strides == [param.stride() for param in _strided(True, dtype).parameters()]
+        assert strides != [param.stride() for param in models[False].parameters()]
+        for one, other in zip(*(model.parameters() for model in models.values()), strict=True):
+            grads = optimizers[True].full_grad(one), optimizers[False].full_grad(other)
+            assert torch.equal(*grads) and grads[0].stride() == one.stride()
+        full = [optimizer.full_state_dict() for optimizer in optimizers.values()]
+        states = [each["state"] for each in full if each]  # on rank 0
+        assert all(
+            torch.equal(value, states[1][number][kind])
+            for number, kinds in (states or [{}])[0].items()
+            for kind, value in kinds.items()
+        )
+        again = copy.deepcopy(models[True])
+        optimizer = distribute(again, CONFIG)
+        state = get_optimizer_state_dict(models[True], optimizers[True])
+        set_optimizer_state_dict(again, optimizer, state)
+        _train_exactly(again, optimizer, 2, 3)
+        for is_strided, model in models.items():  # each goes on from what the other has saved
+            optimizers[is_strided].load(f"{folder}/{dtype}/{not is_strided}")
+            _train_exactly(model, optimizers[is_strided], 2, 3)
+        assert _equal(*models.values()) and _equal(again, models[True])
+
+
+def optimizers_of_whole_params_take_them_row_by_row(rank: int) -> None:
+    found = []
+    for is_strided in (True, False):
+        model = _strided(is_strided, torch.float32)
+        optimizer = distribute(model, torch.optim.Adafactor(model.parameters()))
+        _train_exactly(model, optimizer, 0, 1)
+        assert model[0].weight.is_contiguous()
+        found.append(_flat(model))
+    assert torch.equal(*found)
+
+
 # --- what a user brings along
 
 
@@ -417,6 +490,8 @@ CASES: dict[str, Callable[[int], None]] = {
         module_buffers_are_left_alone_when_told_so,
         reload_takes_what_is_below_the_precision_of_params,
         params_that_are_saved_alone_are_small,
+        strides_stay_and_state_loads_whatever_they_are,
+        optimizers_of_whole_params_take_them_row_by_row,
         given_optimizer_steps_ours,
         next_optimizer_trains_when_the_first_one_has_gone,
         loss_in_fp16_does_not_overflow_when_it_is_scaled,

@@ -160,6 +160,7 @@ CONVERTED = (
     "before distribute(...) or get_megatron_optimizer(...)",
 )
 TIED = (LAYER.format(0), LAYER.format(1), "b.weight = a.weight")
+SHARED = ("share_memory()", "copy.deepcopy(model)")
 USED = ("zero_grad_buffer()", "optimizer.zero_grad()")
 
 PROGRAMS: dict[str, Program] = {
@@ -177,6 +178,17 @@ PROGRAMS: dict[str, Program] = {
     ),
     "tied_by_data": Program(promises.tie, _refused(*TIED), setting=BF16),
     "tied_by_data_before": Program(expect=_refused(*TIED), wrapped=tie_before, setting=BF16),
+    "aliases_before": Program(
+        promises.note_aliases,
+        NoEffect(),
+        wrapped=promises.take_aliases,
+        setting=BF16,
+        notes={"are current": False, "told": "Something still uses the memory that param"},
+    ),
+    "memory_shared": Program(promises.share, _refused(*SHARED), setting=BF16),
+    "memory_shared_before": Program(
+        expect=_refused(*SHARED), wrapped=promises.share_before, setting=BF16
+    ),
     "unfrozen": Program(promises.unfreeze, NoEffect(), setting=FROZEN),
     "grads_kept_on_one_rank": Program(
         promises.keep_grads_on_one_rank, _refused(*USED, first=OTHER), setting=BF16

@@ -116,6 +116,15 @@ PROGRAMS: dict[str, Program] = {
     "tied_by_data": Program(
         promises.tie, Refused(BOTH, (BIAS.format(1).removeprefix("0."), *MOVED[1:])), setting=BF16
     ),
+    "aliases_before": Program(
+        promises.note_aliases,
+        NoEffect(),
+        wrapped=promises.take_aliases,
+        setting=BF16,
+        notes={"are current": True},
+    ),
+    "memory_shared": Program(promises.share, NoEffect(), setting=BF16),
+    "memory_shared_before": Program(expect=NoEffect(), wrapped=promises.share_before, setting=BF16),
     "unfrozen": Program(promises.unfreeze, NoEffect(), setting=FROZEN),
     "grads_kept": Program(promises.keep_grads, Equal(), setting=BF16),
     "loss_not_scaled": Program(forget_the_scale, at=0, setting=FP16),

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -273,6 +274,58 @@ def compiled(loop: Loop) -> None:
         loop.note()
 
 
+def strided(loop: Loop) -> None:
+    """Weights whose elements lie column by column when DDP and `distribute` find them."""
+    for layer in (loop.net.first, loop.net.second):
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    loop.wrapping = {**loop.wrapping, "find_unused_parameters": True}
+    clipped_steps(loop, *loop.wrap_then_distribute())
+    assert loop.net.first.weight.stride() == (1, 8)
+
+
+def hooked(loop: Loop) -> None:
+    """A communication hook that averages, and returns a tensor of its own."""
+    model, optimizer = loop.wrap_then_distribute()
+    model.register_comm_hook(None, fp16_compress_hook)
+    clipped_steps(loop, model, optimizer)
+
+
+def left_to_ranks(loop: Loop) -> None:
+    """Params and a module buffer that DDP ignores: each rank has its own, trained beside."""
+    torch.manual_seed(dist.get_rank())
+    loop.net.branch = nn.Linear(8, 8 + dist.get_rank())
+    loop.net.register_buffer("count", torch.full((3,), float(dist.get_rank())))
+    names = ["branch.weight", "branch.bias", "count"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loop.net, names)
+    beside = torch.optim.SGD(loop.net.branch.parameters(), lr=0.5)
+    model = loop.wrap()
+    optimizer = adamw([*loop.net.first.parameters(), *loop.net.second.parameters()])
+    if loop.build is ours:
+        optimizer = distribute(loop.net, optimizer, accelerator="torch", **loop.options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        beside.zero_grad()
+        loop.net.count = loop.net.count + 1
+        model(loop.batch(step)).backward()
+        loop.net.branch(loop.batch(step)[:, :1].expand(4, 8)).square().mean().backward()
+        optimizer.step()
+        beside.step()
+        loop.note(loop.net.count)
+
+
+def buffers_left_alone(loop: Loop) -> None:
+    """Module buffers follow no rank where DDP was told so."""
+    loop.net.register_buffer("count", torch.zeros(3))
+    loop.wrapping = {**loop.wrapping, "broadcast_buffers": False}
+    model, optimizer = loop.wrap_then_distribute()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loop.net.count += dist.get_rank()
+        model(loop.batch(step)).backward()
+        optimizer.step()
+        loop.note(loop.net.count)
+
+
 CASES: dict[str, Callable[[Loop], None]] = {
     each.__name__: each
     for each in (
@@ -287,6 +340,10 @@ CASES: dict[str, Callable[[Loop], None]] = {
         wrapped_twice,
         scaled,
         compiled,
+        strided,
+        hooked,
+        left_to_ranks,
+        buffers_left_alone,
     )
 }
 
@@ -310,7 +367,7 @@ def outcome(
 
 
 #: Cases that differ where gradients are views of DDP's buckets, in bf16.
-WITH_VIEWS = ("accumulated", "kept_references", "branches", "scaled")
+WITH_VIEWS = ("accumulated", "kept_references", "branches", "scaled", "strided")
 #: From a key to a case, a dtype, and whether gradients are views of DDP's buckets.
 KEYS = {
     **{f"{name}, float32, copies": (name, torch.float32, False) for name in CASES},

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import Linear, Module, Parameter, Sequential
@@ -156,6 +157,40 @@ def _tied_before(rank: int) -> None:
     distribute(model, AdamW(model.parameters()), accelerator="torch")
 
 
+def _shared(rank: int) -> None:
+    model = _model().share_memory()
+    distribute(model, AdamW(model.parameters()), accelerator="torch")
+
+
+def _transpose(model: Any) -> None:
+    """Leaves the values of the first weight alone, and the order of its elements in memory not."""
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()
+
+
+def _other_strides(rank: int) -> None:
+    model = _model()
+    if rank == 2:
+        _transpose(model)
+    distribute(model, AdamW(model.parameters()), accelerator="torch")
+
+
+def _strided_matrices_in_ddp(rank: int) -> None:
+    model = Sequential(Linear(6, 8, bias=False))
+    _transpose(model)
+    wrapped = DistributedDataParallel(model)
+    distribute(wrapped, torch.optim.Muon(model.parameters()), accelerator="torch")
+
+
+def _leave_to_ranks(model: Module, *names: str) -> None:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
+
+
+def _left_to_ranks(rank: int) -> None:
+    model = _model()
+    _leave_to_ranks(model, "0.weight")
+    distribute(model, AdamW(model.parameters()), accelerator="torch")
+
+
 def _tensor_parallel_param(rank: int) -> None:
     model, mesh = _model(), init_device_mesh("cpu", (SIZE,))
     model[0].weight = Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
@@ -273,6 +308,18 @@ START_UP: dict[str, Case] = {
         _tied_before,
         everyone(LayoutError, "'one.weight'", "'other.weight'", "b.weight = a.weight"),
     ),
+    "memory is shared before": (
+        _shared,
+        everyone(LayoutError, "'1.bias'", "share_memory()", "copy.deepcopy(model)"),
+    ),
+    "left to each rank by DDP": (
+        _left_to_ranks,
+        everyone(LayoutError, "'0.weight'", "_set_params_and_buffers", "AdamW([param])"),
+    ),
+    "strided matrix that DDP has": (
+        _strided_matrices_in_ddp,
+        everyone(LayoutError, "'module.0.weight'", "(1, 8)", "param.data.contiguous()"),
+    ),
     "tensor-parallel param": (
         _tensor_parallel_param,
         everyone(LayoutError, "DTensor", "'0.weight'"),
@@ -343,6 +390,10 @@ START_UP: dict[str, Case] = {
     "other module buffer": (
         _module_buffers_differ,
         everyone(RanksDisagreeError, "mask", "[3]", "[4]"),
+    ),
+    "other strides": (
+        _other_strides,
+        differing("memory order of the dimensions of params", "0.weight (1, 0)", "0.weight ()"),
     ),
     "bad variable": (
         with_bad_variable,
@@ -515,6 +566,25 @@ def _not_averaged(model: Any, optimizer: Any) -> None:
         _backward(model)
 
 
+def _add_noop_hook(model: Any, optimizer: Any) -> None:
+    model.register_comm_hook(None, noop_hook)
+
+
+def _set_mixed_precision(model: Any, optimizer: Any) -> None:
+    """What a device alone can train with."""
+    model.mixed_precision = "bfloat16"
+
+
+def _in_ddp_of_each_rank() -> Module:
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return DistributedDataParallel(_model(), process_group=own[dist.get_rank()])
+
+
+def _leave_to_ranks_later(model: Any, optimizer: Any) -> None:
+    _leave_to_ranks(model, "0.weight")
+    _backward(DistributedDataParallel(model))
+
+
 def _backward_in_no_sync(model: Any, optimizer: Any) -> None:
     with optimizer.no_sync():
         _backward(model)
@@ -608,6 +678,22 @@ TRAINING: dict[str, Case] = {
         trained(_not_averaged, _step, model=_in_ddp),
         everyone(LayoutError, "DistributedDataParallel", "no_sync()"),
     ),
+    "hook of DDP that does not average": (
+        trained(_add_noop_hook, _whole_step, _whole_step, _whole_step, model=_in_ddp),
+        everyone(RanksDisagreeError, "DistributedDataParallel", "communication hook", "all_reduce"),
+    ),
+    "mixed precision of DDP": (
+        trained(_backward, _set_mixed_precision, _step, model=_in_ddp),
+        everyone(ConfigError, "mixed_precision", "torch.autocast"),
+    ),
+    "DDP of each rank alone": (
+        trained(_whole_step, _whole_step, _whole_step, model=_in_ddp_of_each_rank),
+        everyone(RanksDisagreeError, "DistributedDataParallel", "process_group", "all_reduce"),
+    ),
+    "left to each rank by DDP later": (
+        trained(_leave_to_ranks_later, _step),
+        everyone(LayoutError, "'0.weight'", "_set_params_and_buffers", "AdamW([param])"),
+    ),
     "averaged by DDP and by us": (
         trained(_whole_step, model=_in_ddp, overlap_grad_reduce=True),
         everyone(ConfigError, "overlap_grad_reduce is True", "Leave overlap_grad_reduce out"),
@@ -643,6 +729,10 @@ TRAINING: dict[str, Case] = {
     "tied by data": (
         trained(lambda model, _: model.tie(), _whole_step, model=_Twins),
         everyone(LayoutError, "'other.weight'", "b.weight = a.weight"),
+    ),
+    "memory is shared": (
+        trained(lambda model, _: model.share_memory(), _whole_step),
+        everyone(LayoutError, "'1.bias'", "share_memory()", "copy.deepcopy(model)"),
     ),
     "members are edited": (
         trained(lambda _, optimizer: optimizer.param_groups[0]["params"].pop(), _whole_step),

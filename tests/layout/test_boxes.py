@@ -116,6 +116,29 @@ def test_pieces_when_a_param_is_cut_with_a_stride_then_each_lies_where_megatron_
     assert bool((seen == 1).all())
 
 
+@settings(deadline=None)  # torch is slow the first time
+@given(cuts(), st.data())
+def test_pieces_when_dimensions_lie_in_another_order_then_each_is_permuted_into_its_box(
+    cut: tuple[tuple[int, ...], int, int, int], data: st.DataObject
+) -> None:
+    shape, dim, size, stride = cut
+    order = tuple(data.draw(st.permutations(range(len(shape)))))
+    placements = [
+        Placement("w", shape, dim, rank, size, stride, order=order) for rank in range(size)
+    ]
+    whole = torch.arange(math.prod(placements[0].global_shape)).view(placements[0].global_shape)
+    seen = torch.zeros_like(whole)
+    for rank, placement in enumerate(placements):
+        flat = _slice_of(whole, dim, rank, size, stride).permute(order).reshape(-1)
+        middle = data.draw(st.integers(0, flat.numel()))
+        for span in (Span(0, middle), Span(middle, flat.numel())):
+            for piece in placement.pieces(span):
+                mine = flat[piece.in_param.as_slice()].view(piece.sizes)[piece.inside.as_slices()]
+                assert torch.equal(mine.permute(piece.dims), whole[piece.in_global.as_slices()])
+                seen[piece.in_global.as_slices()] += 1
+    assert bool((seen == 1).all())
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -17,7 +17,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
-from megatron_distopt.hosts.between_steps import check_own_memory
+from megatron_distopt.hosts.between_steps import check_not_shared, check_own_memory
 from megatron_distopt.hosts.inner_optimizers import groups_of, is_adam, is_sgd, unserved_options
 from megatron_distopt.hosts.megatron_2023.forks import NOT_CONTIGUOUS
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
@@ -152,6 +152,7 @@ def check_model(
         )
     check_dtypes(named, config)
     check_own_memory(named)
+    check_not_shared(named.items())
     index_maps = [
         spans for chunk in chunks for spans in chunk._grad_buffer_param_index_map.values()
     ]

@@ -40,6 +40,7 @@ from megatron_distopt.buffers import ShardedBuffer, move_into_buffer, pack_param
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, LayoutError
 from megatron_distopt.hosts.base import spec_of
+from megatron_distopt.hosts.between_steps import telling_of_aliases
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
 
 #: Getters of expert data-parallel groups, newest first.
@@ -210,11 +211,11 @@ def take_over(plan: BufferPlan, chunks: Sequence[Module]) -> GradBuffer:
         reverse=True,
     )
     layout, rank, (majority, *minorities) = plan.layout, plan.group.rank, by_numel
-    first = ShardedBuffer(
-        layout, rank, grad, move_into_buffer(majority, layout), frozenset(majority)
-    )
+    with telling_of_aliases(plan.params):
+        moved = move_into_buffer(majority, layout)
+        packed = [pack_params(minority, layout, rank, grad) for minority in minorities]
     return GradBuffer(
-        plan, (first, *(pack_params(minority, layout, rank, grad) for minority in minorities))
+        plan, (ShardedBuffer(layout, rank, grad, moved, frozenset(majority)), *packed)
     )
 
 

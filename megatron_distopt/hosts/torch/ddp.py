@@ -13,20 +13,28 @@ rank that has run out of them, and not for those of a step, in which the others 
 
 DDP averages only what a forward pass through it has prepared, outside its `no_sync()`. After any
 other backward torch's own optimizer would use each rank's own gradients, and the params of the
-ranks would differ: refused on all of them.
+ranks would differ: refused on all of them. So is a communication hook, or a process group, that
+does not average over all ranks: where there is one, the ranks compare a checksum of the gradients
+that DDP has left. A param that DDP leaves to each rank is refused in a param group.
+
+DDP lays out its buckets by the strides that it finds, and reads them by the strides of the moment,
+so params keep theirs: see [Note: memory order] in layout/spans.py.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_distopt.buffers import GradSlot, memory_order
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
 from megatron_distopt.hosts.torch.params import is_updated
 
@@ -108,10 +116,18 @@ class DDPWatch:
         """Notes that backward has added to the gradient of a param that DDP has."""
         self.used[id(param)] = self._models_of[id(param)]
 
-    def complaint(self) -> DistOptError | None:
+    def complaint(self, slots: Sequence[GradSlot]) -> DistOptError | None:
         """What was wrong with the backward passes since the last step; asked before a step."""
         if not self.used:
             return None
+        if ignored := [slot.name for slot in slots if is_ignored(slot.param)]:
+            return trained_though_ignored(ignored[0])
+        if any(model.mixed_precision is not None for model in self.used_models):
+            return ConfigError(
+                "DistributedDataParallel(mixed_precision=...) keeps params in memory of its own, "
+                "to which the distributed optimizer does not write. Leave mixed_precision out, and "
+                "use torch.autocast or a model in bfloat16."
+            )
         if not all(
             any(getattr(model(), _PREPARES, False) for model in models)
             for models in self.used.values()
@@ -129,9 +145,61 @@ class DDPWatch:
             )
         return None
 
+    def sum_of_hooked(self, slots: Sequence[GradSlot], num_ranks: int) -> int:
+        """A checksum of the gradients that DDP has left, for `num_ranks` ranks to compare.
+
+        0 where DDP has averaged them by itself over as many ranks; otherwise a communication hook
+        may have done something else. It waits for the device.
+        """
+        if not any(
+            model._comm_hooks or model.process_group.size() < num_ranks
+            for model in self.used_models
+        ):
+            return 0
+        grads = [slot.param.grad for slot in slots if self.has(slot.param)]
+        return int(
+            sum(grad.contiguous().view(torch.uint8).sum() for grad in grads if grad is not None)
+        )
+
+    @property
+    def used_models(self) -> set[DistributedDataParallel]:
+        """Through which backward has gone since the last step."""
+        return {
+            model
+            for models in self.used.values()
+            for reference in models
+            if (model := reference()) is not None
+        }
+
     def end_round(self) -> None:
         """Forgets what was prepared: the next backward needs a forward pass of its own."""
-        for model in (each() for models in self.used.values() for each in models):
-            if model is not None:
-                setattr(model, _PREPARES, False)
+        for model in self.used_models:
+            setattr(model, _PREPARES, False)
         self.used.clear()
+
+
+def is_ignored(tensor: Tensor | None) -> bool:
+    """Whether DDP leaves a param or module buffer to each rank, as users may ask it to."""
+    return getattr(tensor, "_ddp_ignored", False)
+
+
+def trained_though_ignored(name: str) -> LayoutError:
+    return LayoutError(
+        f"Param {name!r} is in the optimizer, and DistributedDataParallel was told to leave it to "
+        "each rank (_set_params_and_buffers_to_ignore_for_model). This optimizer gives all ranks "
+        "the same params: train it by torch.optim.AdamW([param]), and leave it out of this one."
+    )
+
+
+def check_strides(named: Mapping[str, Parameter]) -> None:
+    """Refuses params of DDP that are about to get other strides: it writes gradients by those that
+    it found, and reads them by those of the moment."""
+    watch = DDPWatch(overlaps=False)
+    for name, param in named.items():
+        if memory_order(param) and watch.has(param):
+            raise LayoutError(
+                f"Param {name!r} has strides {param.stride()} for shape {tuple(param.shape)} and "
+                "is in DistributedDataParallel. An optimizer of whole params needs it row by row: "
+                "write param.data = param.data.contiguous() before DistributedDataParallel wraps "
+                "the model, or wrap it after distribute(...)."
+            )

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megatron_distopt.buffers import dtype_name
+from megatron_distopt.buffers import dtype_name, memory_order
 from megatron_distopt.comm import Field, Group, ProcessGroup, compare, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_environment, with_options
@@ -31,6 +31,7 @@ from megatron_distopt.hosts.base import (
 )
 from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.report import announce, describe, sharded_over
+from megatron_distopt.hosts.torch.ddp import check_strides, is_ignored
 from megatron_distopt.hosts.torch.model import (
     ModelPlan,
     ShardedModel,
@@ -159,18 +160,31 @@ def distribute(
         sets = plan_sets(trained, merged, data.size)
         check_offload([(each.layout, each.dtype) for each in sets], merged, device, choice)
         groups = name_groups(torch_groups, trained)
-        for group in groups:
-            for name in (
-                group.names if choice.updates_whole_params or is_muons_group(group.options) else ()
-            ):
-                _check_whole(placement(name, named[name]), choice.name)
+        of_whole = [
+            group
+            for group in groups
+            if choice.updates_whole_params or is_muons_group(group.options)
+        ]
+        for name in (name for group in of_whole for name in group.names):
+            _check_whole(placement(name, named[name]), choice.name)
+        check_strides(trained if of_whole else {})
         scale = make_loss_scale(merged, device)
         step = StepPlan(
             groups, choice, merged, scale, lambda: everyone, data.size, excluded_from_norm
         )
         how = reduction_of(merged, named, [each.grad_dtype for each in sets])
         plan = ModelPlan(
-            chunks, named, torch_groups, sets, step, data, device, how, placement, broadcast_buffers
+            chunks,
+            named,
+            torch_groups,
+            sets,
+            step,
+            data,
+            device,
+            how,
+            placement,
+            broadcast_buffers,
+            keeps_strides=not of_whole,
         )
         return plan, given
 
@@ -426,7 +440,23 @@ def _compare(plan: ModelPlan, everyone: Group) -> None:
     kinds = {
         name: "trained" if param.requires_grad else "frozen" for name, param in plan.named.items()
     }
-    params = tuple(f"{described(name, param)}, {kinds[name]}" for name, param in plan.named.items())
-    of_modules = tuple(described(*each) for chunk in plan.chunks for each in chunk.named_buffers())
-    fields = [Field("params of the model", params), Field("module buffers", of_modules)]
+    params = tuple(
+        f"{described(name, param)}, {kinds[name]}"
+        for name, param in plan.named.items()
+        if not is_ignored(param)
+    )
+    of_modules = tuple(
+        described(name, buffer)
+        for chunk in plan.chunks
+        for name, buffer in chunk.named_buffers()
+        if not is_ignored(buffer)
+    )
+    fields = [
+        Field("params of the model", params),
+        Field(
+            "memory order of the dimensions of params",
+            tuple(f"{name} {memory_order(each)}" for name, each in trained.items()),
+        ),
+        Field("module buffers", of_modules),
+    ]
     raise_together(lambda: compare(fields, plan.data), everyone)

@@ -30,6 +30,9 @@ from megatron_distopt.buffers import (
     ShardedBuffer,
     refuse_local_grads,
     show_assigned,
+    show_assigned,
+    view_like,
+    view_of,
 )
 from megatron_distopt.comm import Communicator, sum_over
 from megatron_distopt.config import DistOptConfig
@@ -65,7 +68,7 @@ class Grads:
         )
         #: Whether every backward has to begin at a loss that `scaled` returned.
         self._needs_scaling = config.loss_scale not in (None, 1, 1.0)
-        self._ddp = DDPWatch(overlaps=communicator.overlaps_grads)
+        self.ddp = DDPWatch(overlaps=communicator.overlaps_grads)
         #: The gradient of each param, in the order of the buffers.
         self.slots: list[GradSlot] = []
         self._buffers: list[ShardedBuffer] = []
@@ -89,6 +92,8 @@ class Grads:
         #: see `_mark_of`.
         self._kept: set[str] = set()
         self.kept = 0
+        #: What all ranks must have alike of gradients that DDP has left to communication hooks.
+        self.sum_of_hooked = 0
         #: Gradients that have been zeroed in place since they were reduced.
         self._zeroed: set[str] = set()
         #: By what users have clipped the sums since they were reduced, or since the step.
@@ -146,7 +151,7 @@ class Grads:
             param.grad = param.grad  # it may have been assigned before
 
     def _shown(self, name: str, param: Parameter, grad: Tensor) -> Tensor:
-        return grad if self._ddp.has(param) else LocalGrad.of(grad, name, self.zeroing)
+        return grad if self.ddp.has(param) else LocalGrad.of(grad, name, self.zeroing)
 
     def release(self) -> None:
         """Removes the hooks: from now on gradients are torch's own and are not reduced."""
@@ -207,9 +212,9 @@ class Grads:
                 self._communicator.check_open(slot.name)
             # it was cleared without `clear`: by model.zero_grad() or param.grad = None
             self._drop_round()
-        if self._ddp.has(slot.param):  # see [Note: gradients under DDP]
+        if self.ddp.has(slot.param):  # see [Note: gradients under DDP]
             slot.give_back()
-            self._ddp.arrived(slot.param)
+            self.ddp.arrived(slot.param)
             self._has_arrived = True
             return
         if grad is not slot.shown:
@@ -232,8 +237,7 @@ class Grads:
             self.phase is Phase.STEPPED
             and self._needs_scaling
             and (
-                kept
-                or any(not slot.is_missing and self._ddp.has(slot.param) for slot in self.slots)
+                kept or any(not slot.is_missing and self.ddp.has(slot.param) for slot in self.slots)
             )
         ):
             raise ConfigError(
@@ -244,7 +248,8 @@ class Grads:
             divisor = self._divisor_of(buffer)
             for slot in [kept[each.name] for each in buffer.layout.slots if each.name in kept]:
                 slot.take()
-                flat, owned = slot.view.view(-1), self._owned.get(slot.name, Span(0, 0))
+                flat = view_of(buffer.grad, buffer.layout.slot_of[slot.name].in_buffer)
+                owned = self._owned.get(slot.name, Span(0, 0))
                 flat[: owned.start].zero_()
                 flat[owned.stop :].zero_()
                 flat[owned.as_slice()].mul_(self._data.size / divisor)
@@ -280,7 +285,10 @@ class Grads:
         except ConfigError as error:
             self.complaints.append(error)
         self.kept = self._mark() if self._kept else 0
-        if complaint := self._ddp.complaint():
+        self.sum_of_hooked = (
+            self.ddp.sum_of_hooked(self.slots, self._data.size) if self.ddp.used else 0
+        )
+        if complaint := self.ddp.complaint(self.slots):
             self.complaints.append(complaint)
         self._take_grads(for_step=for_step)
         self._communicator.finish_grads()
@@ -315,7 +323,7 @@ class Grads:
                         f"The grad of param {slot.name!r} was assigned after clip_grad_norm_ or "
                         "full_grad. Assign it first, or call optimizer.zero_grad() in between."
                     )
-            elif for_step and self._ddp.has(slot.param):
+            elif for_step and self.ddp.has(slot.param):
                 slot.copy()
             else:
                 slot.take()
@@ -398,7 +406,7 @@ class Grads:
     def _next_round(self) -> None:
         self.num_rounds += 1
         self._has_arrived = self._is_scaled = False
-        self._ddp.end_round()
+        self.ddp.end_round()
 
     def averaged(self, slot: GradSlot) -> Tensor | None:
         """Collective: a reduced gradient, divided: fp32 in the shape of the param; None where no
@@ -409,13 +417,12 @@ class Grads:
             self._owned.get(slot.name, Span(0, 0)),
         )
         if not slot.is_missing:
-            whole[owned.as_slice()] = slot.view.view(-1)[
-                owned.as_slice()
-            ].float() / self._divisor_of(buffer)
+            flat = view_of(buffer.grad, buffer.layout.slot_of[slot.name].in_buffer)
+            whole[owned.as_slice()] = flat[owned.as_slice()].float() / self._divisor_of(buffer)
         present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
         both = torch.cat([whole, present])
         sum_over(both, self._data)
-        return both[:-1].view(slot.view.shape) if both[-1] > 0 else None
+        return view_like(both, Span(0, whole.numel()), slot.view) if both[-1] > 0 else None
 
     def clear(self, *, set_to_none: bool = True) -> None:
         """Drops the gradients, or zeroes them; collective where buckets are under way."""

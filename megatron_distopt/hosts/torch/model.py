@@ -10,7 +10,7 @@ the same values as there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_distopt.buffers import (
     ShardedBuffer,
     allocate_grads,
     check_grad_dtype,
+    memory_order,
     move_into_buffer,
 )
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel, without_wrappers
@@ -42,7 +43,9 @@ from megatron_distopt.comm import (
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, named_params, spec_of
+from megatron_distopt.hosts.between_steps import check_not_shared, telling_of_aliases
 from megatron_distopt.hosts.saving import hooks_of, protection_of
+from megatron_distopt.hosts.torch.ddp import check_strides, is_ignored, trained_though_ignored
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
 from megatron_distopt.hosts.torch.params import Params
@@ -85,6 +88,9 @@ class ModelPlan:
     # where this rank's part of a param lies in the whole model
     placement: Callable[[str, Parameter], Placement]
     broadcast_buffers: bool  # whether module buffers that training changes follow the first rank
+    # whether params lie in the buffers in the order of their strides; not where an optimizer takes
+    # them whole
+    keeps_strides: bool
 
 
 def name_groups(
@@ -99,7 +105,9 @@ def name_groups(
     return [ParamGroup(*each) for each in zip(options, names, strict=True)]
 
 
-def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
+def check_trained(
+    named: Mapping[str, Parameter], config: DistOptConfig, *, keeps_strides: bool = True
+) -> None:
     """Refuses params that cannot be trained with a config."""
     if not named:
         remedy = "Unfreeze something, and give the optimizer params of this model"
@@ -107,12 +115,17 @@ def check_trained(named: Mapping[str, Parameter], config: DistOptConfig) -> None
             refusal("model", "no trainable param in the optimizer", "have at least 1", remedy)
         )
     check_dtypes(named, config)
+    check_not_shared(named.items())
+    if not keeps_strides:
+        check_strides(named)
     for name, param in named.items():
         if not isinstance(param, Parameter):
             raise LayoutError(
                 f"{name!r} is no Parameter but a Tensor, as in a script module that was loaded. "
                 "Load its state_dict() into a module written in Python, or freeze it."
             )
+        if is_ignored(param):
+            raise trained_though_ignored(name)
         check_grad_dtype(name, param, torch.float32 if config.grads_in_fp32 else param.dtype)
 
 
@@ -160,14 +173,21 @@ class ShardedModel:
         self.gather = ParamGather(self.communicator, chunks)
         buffers, slots = self._allocate(plan.sets)
         trained = {slot.param for slot in slots}
-        outside = [param.data for param in plan.named.values() if param not in trained]
-        outside += [buffer for chunk in chunks for buffer in chunk.buffers()]
+        untrained = [param for param in plan.named.values() if param not in trained]
+        outside = [*untrained, *(buffer for chunk in chunks for buffer in chunk.buffers())]
         sums = tuple(
             int(buffer.param.view(torch.uint8).sum()) for buffer in buffers if data.size > 1
         )
         # what each rank drew for itself differs in sums
         self.had_same_values = len(set(exchange(sums, data))) == 1
-        share_initial([*(buffer.param for buffer in buffers), *outside], data, plan.device)
+        share_initial(
+            [
+                *(buffer.param for buffer in buffers),
+                *(tensor.data for tensor in outside if not is_ignored(tensor)),
+            ],
+            data,
+            plan.device,
+        )
         self.sharded = ShardedOptimizer(buffers, plan.step)
         self.communicator.count_updates = partial(count_updates, self.sharded.inner)
         self.params = Params(chunks, plan.torch_groups, self.sharded)
@@ -203,7 +223,10 @@ class ShardedModel:
 
         buffers, slots = [], list[GradSlot]()
         for each in sets:
-            param = move_into_buffer(each.named, each.layout)
+            with telling_of_aliases(each.named):
+                param = move_into_buffer(
+                    each.named, each.layout, keeps_strides=self._plan.keeps_strides
+                )
             grad, of_set = allocate_grads(each.named, each.layout, each.grad_dtype, shown)
             buffers.append(ShardedBuffer(each.layout, self.data.rank, grad, param))
             slots += of_set
@@ -214,9 +237,10 @@ class ShardedModel:
     ) -> None:
         for each in sets:
             self.params.add(each.named)
-            self.placements |= {
-                name: self._plan.placement(name, param) for name, param in each.named.items()
-            }
+            for name, param in each.named.items():
+                self.placements[name] = replace(
+                    self._plan.placement(name, param), order=memory_order(param)
+                )
         self.params.learn_groups()
         self.communicator.add(buffers, buffers)
         self.grads.add(buffers, slots)
@@ -263,9 +287,18 @@ class ShardedModel:
         before a change."""
         wanted = {name for named in exchange(list(names), self.data) for name in named}
         added = {name: param for name, param in reversed(self.waiting.items()) if name in wanted}
-        raise_together(lambda: check_trained(added, self.config) if added else None, self.everyone)
+        raise_together(
+            lambda: (
+                check_trained(added, self.config, keeps_strides=self._plan.keeps_strides)
+                if added
+                else None
+            ),
+            self.everyone,
+        )
         sets = plan_sets(added, self.config, self.data.size)
-        specs = tuple(str(spec_of(name, param)) for name, param in added.items())
+        specs = tuple(
+            f"{spec_of(name, param)} {memory_order(param)}" for name, param in added.items()
+        )
         raise_together(
             lambda: compare([Field("params that begin to train", specs)], self.data), self.everyone
         )
@@ -333,7 +366,14 @@ class ModuleBuffers:
         self._modules, self._data, self._device = modules, data, device
         #: Of those whose buffers change, by name and the same on all ranks, how the buffers look.
         self._changing: dict[str, tuple[str, ...]] = {}
-        self._seen = {name: _seen_in(module) for name, module in modules.items()}
+        #: Those that DDP leaves to each rank, by their modules and names there.
+        self._ignored = {
+            (module, key)
+            for module in modules.values()
+            for key, buffer in module._buffers.items()
+            if is_ignored(buffer)
+        }
+        self._seen = {name: self._seen_in(name) for name in modules}
         # The kernels of torch's norms change running statistics without counting a version.
         norms = {name: module for name, module in modules.items() if isinstance(module, _NormBase)}
         self.learn([name for name, module in norms.items() if module.track_running_stats])
@@ -344,11 +384,11 @@ class ModuleBuffers:
         looks, seen = self._changing, self._seen
         return [
             name
-            for name, module in self._modules.items()
+            for name in self._modules
             if (
-                looks[name] != _described(module)
+                looks[name] != self._described(name)
                 if name in looks
-                else seen[name] != _seen_in(module)
+                else seen[name] != self._seen_in(name)
             )
         ]
 
@@ -356,30 +396,34 @@ class ModuleBuffers:
         """Collective: from now on these modules' buffers are broadcast, whichever rank has named
         them."""
         named = {name for names in exchange(list(begun), self._data) for name in names}
-        self._changing |= {name: _described(self._modules[name]) for name in sorted(named)}
+        self._changing |= {name: self._described(name) for name in sorted(named)}
         looks = tuple(
             f"{name}: {look}" for name in sorted(self._changing) for look in self._changing[name]
         )
         compare([Field("module buffers that training changes", looks)], self._data)
 
     @torch.no_grad()
-    def sync(self) -> None:
-        """Collective: every rank has the values of the first one."""
+    def sync(self, *, is_taken: bool = True) -> None:
+        """Collective: every rank that takes them has the values of the first one."""
         tensors = [
-            tensor for name in sorted(self._changing) for tensor in _tensors_of(self._modules[name])
+            tensor if is_taken else tensor.clone()
+            for name in sorted(self._changing)
+            for tensor in self._tensors_of(name)
         ]
         share_initial(tensors, self._data, self._device)
 
+    def _tensors_of(self, name: str) -> list[Tensor]:
+        module = self._modules[name]
+        return [
+            buffer
+            for key, buffer in sorted(module._buffers.items())
+            if buffer is not None and (module, key) not in self._ignored
+        ]
 
-def _tensors_of(module: Module) -> list[Tensor]:
-    return [buffer for _, buffer in sorted(module._buffers.items()) if buffer is not None]
+    def _described(self, name: str) -> tuple[str, ...]:
+        return tuple(f"{tensor.dtype}{list(tensor.shape)}" for tensor in self._tensors_of(name))
 
-
-def _described(module: Module) -> tuple[str, ...]:
-    return tuple(f"{tensor.dtype}{list(tensor.shape)}" for tensor in _tensors_of(module))
-
-
-def _seen_in(module: Module) -> tuple[tuple[int, int], ...]:
-    """By buffer its identity and version: what changes one is a new tensor, or an operation in
-    place."""
-    return tuple((id(buffer), buffer._version) for buffer in _tensors_of(module))
+    def _seen_in(self, name: str) -> tuple[tuple[int, int], ...]:
+        """By buffer its identity and version: what changes one is a new tensor, or an operation in
+        place."""
+        return tuple((id(buffer), buffer._version) for buffer in self._tensors_of(name))

@@ -38,6 +38,11 @@ _MODULUS = 64
 #: Numbers of a census that all ranks sum; the same with those that only ranks with the same params
 #: sum. Then follows for each param whether the rank has a gradient of it.
 _COMMON_NUMEL, HEAD_NUMEL = 6, 10
+#: For errors: `Grads.sum_of_hooked`.
+_HOOKED = (
+    "checksum of the gradients that DistributedDataParallel left, which its communication hook or "
+    "process_group has to make alike on all ranks,"
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -119,7 +124,10 @@ class TorchStep(HostStep):
 
     def end(self, decisions: Sequence[StepDecision]) -> None:
         if self.model.module_buffers is not None:
-            self.model.module_buffers.sync()
+            # DDP may have been told to leave them alone.
+            self.model.module_buffers.sync(
+                is_taken=all(each.broadcast_buffers for each in self.model.grads.ddp.used_models)
+            )
         self.model.grads.end_round(decisions[0])
 
 
@@ -133,7 +141,7 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     number, kept = (2 * grads.num_rounds + is_dropped) % _MODULUS, grads.kept
     # The sum of squares over 4,096 ranks is exact.
     modulus = 2**20 if model.sharded.stats_dtype is torch.float64 else _MODULUS
-    options = model.params.options.checksum(grads.num_rounds, modulus)
+    options = model.params.options.checksum(grads.num_rounds + grads.sum_of_hooked, modulus)
     newcomers = len(model.newcomers()) if model.waiting else 0
     begun = 0 if model.module_buffers is None else len(model.module_buffers.begun())
     alike = kept, kept**2, options, options**2
@@ -196,9 +204,8 @@ def _difference(model: ShardedModel, alike: Any) -> Any:
 
 def _check_alike(model: ShardedModel) -> None:
     """Collective: raises on all ranks that have the same params where they differ."""
-    kept, said = zip(
-        *exchange((model.grads.kept, model.params.options.described()), model.data), strict=True
-    )
+    alike = {**model.params.options.described(), _HOOKED: str(model.grads.sum_of_hooked)}
+    kept, said = zip(*exchange((model.grads.kept, alike), model.data), strict=True)
     if len(set(kept)) > 1:
         odd, other = map(model.data.global_rank, _two_that_differ(kept))
         raise RanksDisagreeError(
