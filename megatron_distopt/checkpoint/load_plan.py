@@ -6,7 +6,12 @@ the other way round, keeps its main param and nothing else: SGD and Muon have a 
 name that is not the same, and each needs an lr of its own. Its moments and its count begin anew,
 its options stay those of the run, and the load says so. The same holds for optimizers that update
 whole params, each of which keeps what no other one understands and nobody else can cut: the state
-of a param that tensor-parallel ranks share is for as many ranks, and for the shape that it had."""
+of a param that tensor-parallel ranks share is for as many ranks, and for the shape that it had.
+
+[Note: another class] The state of any other class is refused, also where its tensors have the names
+of the run's: `exp_avg` of Lion is none of Adam. The manifest names the inner optimizer, and all
+implementations of Adam, with whichever kind of decay, are one class. A param that had no state
+begins anew, as above."""
 
 from __future__ import annotations
 
@@ -50,6 +55,9 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 _log = logging.getLogger("megatron_distopt")
 #: Names of inner optimizers that compute the same.
 _ADAMS = frozenset((*ADAM_NAMES, torch.optim.Adam.__name__, torch.optim.AdamW.__name__))
+MOMENTS_OF_ADAM = frozenset(("exp_avg", "exp_avg_sq"))
+#: The class of inner optimizers that have other names.
+_CLASSES = {**dict.fromkeys(("adam", *_ADAMS), "Adam"), "torch_sgd": "SGD"}
 
 
 @dataclass(frozen=True)
@@ -279,7 +287,7 @@ def _saved_params(
             SavedState(group.step, tuple(sorted(group.scalars.items())), moments),
             owned,
         )
-        if _begins_anew(saved, manifest, placement, current, optimizer):
+        if _begins_anew(saved, state, placement, current, optimizer, model.from_weights):
             saved = SavedParam(name, group, SavedState(), (), begins_anew=True)
         found[placement.name] = replace(
             saved, owned=tuple(key for key in saved.owned if is_owned_part(key, placement))
@@ -289,19 +297,27 @@ def _saved_params(
 
 def _begins_anew(
     saved: SavedParam,
-    manifest: Manifest,
+    state: Loadable,
     placement: Placement,
     current: Mapping[str, Any],
     optimizer: ShardedOptimizer,
+    from_weights: str,
 ) -> bool:
-    """Whether nothing saved but the main param is of use, see [Note: another kind of optimizer]."""
+    """Whether nothing saved but the main param is of use, see [Note: another kind of optimizer].
+
+    Raises:
+        CheckpointError: it is the state of [Note: another class].
+    """
     if saved.group.options and is_muons_group(saved.group.options) != is_muons_group(current):
         return True
-    if not optimizer.plan.choice.updates_whole_params:
-        return bool(saved.owned)
-    if class_of(manifest.inner) != class_of(optimizer.plan.choice.name):
-        return True
-    main = manifest.tensors[key_of(MAIN, saved.name)]
+    choice, other = optimizer.plan.choice, class_of(state.manifest.inner)
+    is_other = other != class_of(choice.name) and not is_muons_group(current)
+    if is_other and saved.state.kinds and not choice.updates_whole_params:
+        where, ours = f"checkpoint {state.where}", class_of(choice.name)
+        raise another_class(where, other, ours, from_weights)
+    if is_other or not choice.updates_whole_params:
+        return is_other or bool(saved.owned)
+    main = state.manifest.tensors[key_of(MAIN, saved.name)]
     is_cut_alike = main.shape == placement.global_shape and any(
         is_owned_part(key, placement) for key in saved.owned
     )
@@ -309,12 +325,21 @@ def _begins_anew(
 
 
 def class_of(inner: str) -> str:
-    """The name of a class that was given as an object, or asked for as module:Class.
+    """The class of an inner optimizer; of one beside Muon, that of the other params.
 
-    >>> class_of("pytorch_optimizer:SOAP")
-    'SOAP'
+    >>> class_of("pytorch_optimizer:SOAP"), class_of("torch_muon and torch_fused")
+    ('SOAP', 'Adam')
     """
-    return inner.rpartition(":")[2]
+    name = inner.rpartition(" and ")[2].rpartition(":")[2]
+    return _CLASSES.get(name, name)
+
+
+def another_class(what: str, other: str, ours: str, from_weights: str) -> CheckpointError:
+    """The error of [Note: another class]."""
+    return CheckpointError(
+        f"The {what} has the state of {other}, and the optimizer of this run is {ours}. Resume "
+        f"with the optimizer of the saved run, or {from_weights}."
+    )
 
 
 def _match_group(
@@ -375,7 +400,7 @@ def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:
     """
     updater = part_for(optimizer.inner, optimizer.inner.param_groups[number])
     if isinstance(updater, (torch.optim.Adam, torch.optim.AdamW)):
-        return frozenset(("exp_avg", "exp_avg_sq"))
+        return MOMENTS_OF_ADAM
     if isinstance(updater, (torch.optim.SGD, FlatMuon)):
         return frozenset(("momentum_buffer",))
     return optimizer.plan.choice.moments

@@ -16,7 +16,9 @@ from megatron_distopt.checkpoint.load_plan import (
     GroupMatch,
     Read,
     SavedState,
+    another_class,
     check_steps,
+    class_of,
     needed_moments,
 )
 from megatron_distopt.checkpoint.manifest import Chunk, check_counts, covering, key_of
@@ -31,21 +33,33 @@ from megatron_distopt.checkpoint.param_groups import (
     take_options,
 )
 from megatron_distopt.checkpoint.torch_state import (
+    CLASS,
     MAIN_PARAM,
     STEP,
     ShardedValue,
     TorchParams,
+    first_state,
     is_adam,
     is_unwritten,
 )
-from megatron_distopt.checkpoint.whole_model import load_loss_scale
+from megatron_distopt.checkpoint.whole_model import WholeModel, load_loss_scale
 from megatron_distopt.comm import exchange_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
-from megatron_distopt.optimizer.inner import moments_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 
+#: Options by which torch's classes differ whose state may have the same names.
+_TELLING = {
+    "amsgrad",
+    "momentum_decay",
+    "betas",
+    "momentum",
+    "alpha",
+    "dampening",
+    "rho",
+    "lr_decay",
+}
 _REMEDY = "Load what optimizer.state_dict() of the same params in the same groups returned"
 
 
@@ -144,10 +158,10 @@ def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _G
         for name, entry in entries.items()
         if name in params.trained
     }
-    for group, names in zip(state_dict["param_groups"], params.names, strict=True):
-        for name in names:
-            if name in given:
-                _check_kinds(params, name, given[name], has_maxima=bool(group.get("amsgrad")))
+    for number, group in enumerate(state_dict["param_groups"]):
+        begin = _first_state(params, number, group)
+        for name in given.keys() & params.names[number]:
+            _check_kinds(params, name, entries[name], begin)
     for _ in _reads(params, given):
         pass  # finds missing elements before anything is changed
     _check_counts(params, given)
@@ -195,7 +209,7 @@ def _options(
     params: TorchParams, group: Mapping[str, Any], current: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Those that a load takes: of None only what the group has already, see `torch_state_dict`."""
-    others = (*not_options(params.share.optimizer), "param_names")
+    others = (*not_options(params.share.optimizer), "param_names", CLASS)
     is_written = {key for key, value in group.items() if value is not None or key in current}
     return {
         key: plain_option(value)
@@ -276,22 +290,34 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
-def _check_kinds(params: TorchParams, name: str, given: _GivenState, *, has_maxima: bool) -> None:
-    """Checks that the state holds what the inner optimizer needs, or nothing."""
-    optimizer, number = params.share.optimizer, params.number_of[name]
-    kinds = given.values.keys() - {MAIN_PARAM, AVERAGE}
-    known = (
-        frozenset(moments_of(optimizer.inner, flat.main)) - {STEP} for flat in optimizer.flat_params
-    )
-    wanted = needed_moments(optimizer, number) or next(
-        (moments for moments in known if moments), frozenset()
-    )
-    wanted |= {"max_exp_avg_sq"} if is_adam(optimizer, number) and has_maxima else set()
-    if (kinds or given.step) and not wanted <= kinds:
+def _first_state(params: TorchParams, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a param has after its first update with the options of a saved group; refuses the group
+    of [Note: another class].
+
+    Where it does not name its class, those of torch are told by the options that they have.
+    """
+    current, optimizer = params.groups[number], params.share.optimizer
+    ours = class_of(optimizer.plan.choice.name)
+    is_torchs = "foreach" in group and "foreach" in current
+    is_like = not is_torchs or _TELLING & group.keys() == _TELLING & current.keys()
+    other = group.get(CLASS, ours if is_like else "another class")
+    if other != ours:
+        raise another_class("state dict", other, ours, WholeModel.from_weights)
+    return first_state(optimizer, number, {**current, **_options(params, group, current)})
+
+
+def _check_kinds(
+    params: TorchParams, name: str, entry: Mapping[str, Any], begin: Mapping[str, Any]
+) -> None:
+    """Checks that a param has what the inner optimizer keeps, or nothing."""
+    found = {key for key, value in entry.items() if value is not None} - {MAIN_PARAM, AVERAGE}
+    moments = {key for key in found if torch.is_tensor(entry[key]) and entry[key].dim()}
+    others = moments - begin.keys() - {"max_exp_avg_sq"}
+    if found and (others or not begin.keys() <= found):
         raise CheckpointError(
-            f"Invalid state of {name!r} in the state dict: {', '.join(sorted(kinds)) or 'nothing'} "
-            f"besides the param. Must hold {', '.join(sorted(wanted))} for "
-            f"{optimizer.plan.choice.name}. Load a state of the same class."
+            f"Invalid state of {name!r} in the state dict: {', '.join(sorted(found))} besides the "
+            f"param. Must hold {', '.join(sorted(begin)) or 'nothing'} for "
+            f"{params.share.optimizer.plan.choice.name}. Load a state of the same class."
         )
 
 

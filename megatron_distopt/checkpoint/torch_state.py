@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any, NoReturn, TypeAlias
@@ -29,11 +29,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from megatron_distopt.checkpoint.load_plan import needed_moments
+from megatron_distopt.checkpoint.load_plan import MOMENTS_OF_ADAM, class_of, needed_moments
 from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, not_options, step_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.comm import Group, exchange_together
-from megatron_distopt.errors import CheckpointError
+from megatron_distopt.errors import AccessError, CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import moments_of, part_for
@@ -48,6 +48,8 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.
 MAIN_PARAM, STEP = "main_param", "step"
+#: In the first param group: the class whose state it is, if its moments have the names of Adam's.
+CLASS = "optimizer_class"
 #: Operators that are applied to each box by itself: they move, copy or allocate.
 _ON_EACH_BOX = (
     "aten::detach",
@@ -89,6 +91,7 @@ class ShardedValue(Tensor):
     writes: bool
     # whether no other rank has a part of it: operators are applied to the only box then
     is_whole: bool
+    is_copy: bool  # whether a write to it would be lost
 
     @staticmethod
     def __new__(
@@ -101,6 +104,7 @@ class ShardedValue(Tensor):
         device: torch.device,
         writes: bool = True,
         is_whole: bool = False,
+        is_copy: bool = False,
     ) -> ShardedValue:
         value: ShardedValue = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
@@ -110,7 +114,7 @@ class ShardedValue(Tensor):
             tuple(boxes),
             _LowPrecisionParts(parts) if is_low else list(parts),
         )
-        value.writes, value.is_whole = writes, is_whole
+        value.writes, value.is_whole, value.is_copy = writes, is_whole, is_copy
         return value
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -155,6 +159,8 @@ class ShardedValue(Tensor):
             for into, part in zip(value.parts, args[1].parts, strict=True):
                 into.copy_(part)
             return value
+        if value is not None and value.is_copy and func._schema.is_mutable:
+            refuse_write()
         if value is not None and value.is_whole:
             whole_args, whole_kwargs = tree_map_only(
                 cls, lambda whole: whole.parts[0], (args, given)
@@ -214,7 +220,8 @@ def _refuse_part(got: str, rule: str) -> NoReturn:
     raise CheckpointError(
         f"Invalid sharded value of the optimizer's state: {got}. Must {rule}. Call "
         "optimizer.save(folder) or torch.distributed.checkpoint.save on all ranks, or "
-        "optimizer.full_state_dict() on all ranks for whole tensors on rank 0."
+        "optimizer.full_state_dict() on all ranks for whole tensors on rank 0; to scale moments, "
+        "optimizer.reset_state(params, scale={'exp_avg': 0.1})."
     )
 
 
@@ -294,9 +301,15 @@ class TorchParams:
 
 def moments_to_begin(optimizer: ShardedOptimizer, number: int) -> set[str]:
     """What the inner optimizer will keep for each element of the params of a group."""
-    group = optimizer.inner.param_groups[number]
-    begin = _begin(optimizer, number, group, _stand_in(optimizer, number, group))
-    return set(filter(lambda key: _is_moment(begin[key]), begin))
+    begin = first_state(optimizer, number, optimizer.inner.param_groups[number])
+    return {key for key, value in begin.items() if _is_moment(value)}
+
+
+def first_state(
+    optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state of `TorchParams.begins` for a group that has these options."""
+    return _begin(optimizer, number, group, _stand_in(optimizer, number, group))
 
 
 def _is_moment(value: Any) -> bool:
@@ -320,13 +333,13 @@ def _stand_in(
 ) -> Optimizer | None:
     if _begins_with_zeros(optimizer, number, group):
         return None
-    live, param = optimizer.inner.param_groups[number], torch.zeros(3, device=optimizer.device)
+    param = torch.zeros(3, device=optimizer.device)
     # With what the class itself has written since then, such as a count, it would go on and not
     # begin.
     options = {
-        key: copy.deepcopy(live[key])
+        key: copy.deepcopy(group[key])
         for key in optimizer.plan.groups[number].options
-        if key in live
+        if key in group
     }
     with undisturbed(optimizer.device):
         stand_in = optimizer.plan.choice.build([{**options, "params": [param]}])
@@ -374,6 +387,10 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
                 **group[LOSS_SCALE],
                 "num_skipped": params.share.optimizer.num_skipped,
             }
+    begin, name = params.begins[0], class_of(params.share.optimizer.plan.choice.name)
+    kinds = {key for key, value in begin.items() if _is_moment(value)}
+    if name != "Adam" and kinds and kinds <= MOMENTS_OF_ADAM:
+        groups[0][CLASS] = name
     states = {number: _state_of(params, name) for number, name in enumerate(params.numbered)}
     return {
         "state": {number: state for number, state in states.items() if state is not None},
@@ -381,16 +398,61 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
     }
 
 
-class StateByParam(Mapping[Parameter, dict[str, Any]]):
-    """`optimizer.state` of a torch optimizer, made when it is read. Plain tensors in it are
-    live."""
+def refuse_write(*_: Any, **__: Any) -> NoReturn:
+    """Refuses a write to state that would be lost, because what is shown is a copy."""
+    raise AccessError(
+        "The optimizer's state was assigned or removed, and what optimizer.state shows is a copy. "
+        "Call optimizer.reset_state(params) to let it begin anew, optimizer.reset_state(params, "
+        "scale={'exp_avg': 0.1}) to scale moments, or optimizer.load_state_dict(...)."
+    )
 
-    def __init__(self, params: TorchParams, name_of: Mapping[Parameter, str]) -> None:
-        self._params, self._name_of = params, name_of
+
+class StateOfParam(dict[str, Any]):
+    """What `optimizer.state` shows of one param."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = refuse_write
+    pop = popitem = update = setdefault = refuse_write
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class StateByParam(MutableMapping[Parameter, dict[str, Any]]):
+    """`optimizer.state` of a torch optimizer, made when it is read. Plain tensors in it are live;
+    what is removed begins anew, by a call of `reset`."""
+
+    def __init__(
+        self,
+        params: TorchParams,
+        name_of: Mapping[Parameter, str],
+        reset: Callable[[Sequence[Parameter] | None], None],
+    ) -> None:
+        self._params, self._name_of, self._reset = params, name_of, reset
 
     def __getitem__(self, param: Parameter) -> dict[str, Any]:
+        name = self._name_of[param]
+        live = {MAIN_PARAM, AVERAGE, *_moments_here(self._params, name)}
+        shown = StateOfParam()
         # as in torch, where every param has an entry then
-        return _state_of(self._params, self._name_of[param]) or {}
+        for key, value in (_state_of(self._params, name) or {}).items():
+            is_live = key in live or type(value) is not Tensor
+            dict.__setitem__(shown, key, value if is_live else _as_copy(value))
+        return shown
+
+    def __setitem__(self, param: Parameter, state: Any) -> None:
+        if state:
+            refuse_write()
+        self._begin([param])
+
+    def __delitem__(self, param: Parameter) -> None:
+        self._begin([param])
+
+    def clear(self) -> None:
+        self._begin(None)
+
+    def _begin(self, params: Sequence[Parameter] | None) -> None:
+        self._reset(params)
+        self._params = replace(self._params)  # with flat params as they are cut now
 
     def __iter__(self) -> Iterator[Parameter]:
         return (param for param in self._name_of if param in self)
@@ -413,14 +475,17 @@ class StateByParam(Mapping[Parameter, dict[str, Any]]):
         ranks meet."""
         return True
 
-    def clear(self, *_: object) -> NoReturn:
-        """Refused, as is every other way to replace state."""
-        raise CheckpointError(
-            "Invalid optimizer.state: changed. Must be read here alone. Change what "
-            "optimizer.state_dict() returns and give it to load_state_dict."
-        )
 
-    __setitem__ = __delitem__ = clear
+def _moments_here(params: TorchParams, name: str) -> Mapping[str, Tensor]:
+    """The live moments of the first piece that this rank owns of a param; empty without any."""
+    pieces = params.pieces.get(name)
+    return moments_of(params.share.optimizer.inner, pieces[0].flat.main) if pieces else {}
+
+
+def _as_copy(value: Tensor) -> ShardedValue:
+    how = {"is_whole": True, "is_copy": True}
+    whole = [Box.whole(value.shape)]
+    return ShardedValue(value.shape, whole, [value], dtype=value.dtype, device=value.device, **how)
 
 
 def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
@@ -437,7 +502,7 @@ def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     if name not in params.trained:
         return None
     optimizer, flat = params.share.optimizer, pieces[0].flat if pieces else None
-    moments = moments_of(optimizer.inner, flat.main) if flat is not None else {}
+    moments = _moments_here(params, name)
     values = {key: value for key, value in begin.items() if torch.is_tensor(value)}
     kinds = dict.fromkeys([*filter(lambda key: _is_moment(begin[key]), begin), *moments])
     if flat is None:  # only the owners know what is kept once

@@ -16,12 +16,14 @@ from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.pickles import as_number
 from megatron_distopt.layout import Box, Piece, Placement, Span
 
-_ADAM, _MOMENTS_OF_ADAM = "adam", frozenset(("exp_avg", "exp_avg_sq"))
+_ADAM = "adam"
+_MOMENTS = {_ADAM: {"exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
 
 
 def inner_name(kinds: Iterable[str]) -> str:
     """What a `Source` calls the inner optimizer that keeps tensors of these kinds."""
-    return _ADAM if set(kinds) >= _MOMENTS_OF_ADAM else "unknown"
+    found = set(kinds)
+    return next((name for name, moments in _MOMENTS.items() if found >= moments), "unknown")
 
 
 def loss_scale_of(scaler: Mapping[str, Any] | None) -> dict[str, float]:

@@ -207,6 +207,8 @@ class GroupCounts:
                 self._show(number, group, int(group["step"]))
             elif value is not None and counts and counts[0]._version != writes:
                 self._show(number, group, int(counts[0]))
+            elif value is not None and group["params"] and not counts:  # the state begins anew
+                del group["step"], self._shown[number]
 
     def show(self, *, is_after_update: bool = False) -> None:
         """Writes the counts, which are read off the state; after an update one is added to what was

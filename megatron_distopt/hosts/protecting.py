@@ -83,6 +83,16 @@ class ScriptCalls(ProtectedCalls):
         if found is not None:
             found.wait_for_copy()
 
+    def reset_state(self) -> None:
+        """Lets the optimizer state of all params begin anew, on all ranks and between two steps.
+
+        Moments are zero or absent, and counts of updates are 0; params, main params and averages
+        stay. Of all params, because files of a Megatron have one count for them.
+        """
+        self.wait_for_snapshot()
+        for sharded in self._all_sharded():
+            sharded.reset_state()
+
     def _settle_script(self) -> None:
         """Collective: before a snapshot."""
         if self.in_script is not None:

@@ -282,7 +282,7 @@ class HostUpdates:
                 for number, options in enumerate(on_the_way.groups)
             ]
             self._on_host = self._build(groups)
-            self._on_host.state = self._inner.state
+        self._on_host.state = self._inner.state  # others may assign another one
         if isinstance(self._on_host, FlatOptimizer):
             self._on_host.round_into({flat.main: host.model for flat, host in members})
         return self._on_host

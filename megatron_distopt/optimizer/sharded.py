@@ -25,7 +25,7 @@ main params are in the cache ([Note: blocks] in blocked_adam.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -46,6 +46,8 @@ from megatron_distopt.optimizer.inner import (
     Groups,
     InnerChoice,
     InParts,
+    counts_in_groups,
+    moments_of,
     skips_by_itself,
     split_state,
     state_of,
@@ -67,6 +69,7 @@ from megatron_distopt.optimizer.main_params import (
     split_flat_param,
 )
 from megatron_distopt.optimizer.offload import HostUpdates, buckets_on_host
+from megatron_distopt.optimizer.owners.whole_params import owned_params
 
 
 @dataclass(frozen=True)
@@ -235,6 +238,55 @@ class ShardedOptimizer:
         return [
             None if flat.plan.shards[0].name in names else next(rest) for flat in self.flat_params
         ]
+
+    @torch.no_grad()
+    def reset_state(
+        self, names: Collection[str] | None = None, scale: Mapping[str, float] | None = None
+    ) -> None:
+        """Lets the state of params begin anew, of all where None; between two steps.
+
+        Main params, averages, and what a class of the user's writes into its param groups stay.
+        `scale` has factors of moments, by the inner optimizer's names of them: they are multiplied,
+        and nothing begins anew.
+
+        Raises:
+            ConfigError: an Adam counts the updates of a whole param group; or no param has a moment
+                that `scale` names.
+        """
+        trained = {name for group in self.plan.groups for name in group.names}
+        chosen = trained if names is None else trained.intersection(names)
+        if scale is not None:
+            self._scale_moments(chosen, scale)
+            return
+        if self.plan.choice.is_adam and counts_in_groups(self.plan.choice, self.inner):
+            rule, remedy = "count the updates of each param", "Write adam='torch_fused'"
+            raise ConfigError(refusal("adam for reset_state", self.plan.choice.name, rule, remedy))
+        self.separate(chosen.__contains__)
+        mains = {flat.main for flat in self.flat_params if flat.plan.shards[0].name in chosen}
+        for main in mains:
+            self.inner.state.pop(main, None)
+        for name, owned, options in owned_params(self.inner):
+            if name in chosen:
+                owned.begin(options)
+        if not isinstance(self.inner, InParts):
+            groups = [
+                {**group, "params": list(filter(mains.__contains__, group["params"]))}
+                for group in self.inner.param_groups
+            ]
+            # Built anew, because some classes fill their state in the constructor.
+            self.inner.state.update(self.plan.choice.build(groups).state)
+
+    def _scale_moments(self, names: Collection[str], factors: Mapping[str, float]) -> None:
+        known = {kind for flat in self.flat_params for kind in moments_of(self.inner, flat.main)}
+        if not known.issuperset(factors) and (known or self.plan.choice.updates_whole_params):
+            rule = f"name some of {', '.join(sorted(known)) or 'nothing: owners keep the state'}"
+            remedy = "Leave it out to let the whole state begin anew"
+            raise ConfigError(refusal("scale of reset_state", dict(factors), rule, remedy))
+        for flat in self.flat_params:
+            for kind, moment in moments_of(self.inner, flat.main).items():
+                for shard in flat.plan.shards if kind in factors else ():
+                    if shard.name in names:
+                        flat.cut(moment, shard).mul_(factors[kind])
 
     def extend(self, buffers: Sequence[ShardedBuffer], groups: Sequence[ParamGroup]) -> None:
         """Takes over further params, between two steps.

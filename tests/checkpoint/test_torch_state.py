@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.torch_state import ShardedValue
-from megatron_distopt.errors import CheckpointError, DistOptError
+from megatron_distopt.errors import AccessError, CheckpointError, DistOptError
 from megatron_distopt.layout import Box
 from tests.support.fork_files import same
 from tests.support.models import SHAPES, Params, exact_grads
@@ -251,10 +251,13 @@ def test_state_when_read_by_param_then_it_is_live_and_cannot_be_replaced() -> No
     assert len(optimizer.state) == len(SHAPES) and param in optimizer.state
     optimizer.state[param]["exp_avg"].fill_(3.0)
     assert bool((optimizer.state[param]["exp_avg"] == 3.0).all())
-    with pytest.raises(CheckpointError, match="load_state_dict"):
-        optimizer.state[param] = {}
-    with pytest.raises(CheckpointError, match="load_state_dict"):
-        optimizer.state.clear()
+    with pytest.raises(AccessError, match="reset_state"):
+        optimizer.state[param] = {"exp_avg": torch.zeros(())}
+    with pytest.raises(AccessError, match="reset_state"):
+        optimizer.state[param]["exp_avg"] = torch.zeros(())
+    with pytest.raises(AccessError, match="reset_state"):
+        optimizer.state[param]["step"].fill_(0)
+    assert copy.deepcopy(optimizer.state[param])["step"].item() == 1
 
 
 #: What is done to a good state, and what the error must name.

@@ -24,6 +24,7 @@ from megatron_distopt.checkpoint import WholeModel
 from megatron_distopt.checkpoint.load import note_averages
 from megatron_distopt.checkpoint.manifest import MAIN
 from megatron_distopt.checkpoint.param_groups import take_options
+from megatron_distopt.checkpoint.torch_state import moments_to_begin
 from megatron_distopt.checkpoint.whole_model import load_loss_scale
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
 from megatron_distopt.errors import CheckpointError
@@ -200,12 +201,15 @@ def check_moments(
 ) -> None:
     """Refuses the state of another class than the run's, which would be left out, or fail at the
     next step."""
-    choice = optimizer.sharded.plan.choice
-    if not choice.moments <= set(found) and (found or not may_be_none):
+    if not found and may_be_none:
+        return
+    numbers = range(len(optimizer.param_groups))
+    wanted = [moments_to_begin(optimizer.sharded, number) for number in numbers]
+    if set(found) not in wanted:
         raise CheckpointError(
-            f"The {what} has {', '.join(sorted(found)) or 'params alone'}, and {choice.name} needs "
-            f"{', '.join(sorted(choice.moments))}. Resume with the optimizer of the saved run, or "
-            "start from its weights with --no-load-optim."
+            f"The {what} has {', '.join(sorted(found)) or 'params alone'}, and "
+            f"{optimizer.sharded.plan.choice.name} needs {', '.join(sorted(wanted[0]))}. Resume "
+            "with the optimizer of the saved run, or start from its weights with --no-load-optim."
         )
 
 

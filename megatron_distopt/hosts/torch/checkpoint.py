@@ -3,7 +3,7 @@ checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,11 +23,12 @@ from megatron_distopt.checkpoint.torch_state import (
     StateByParam,
     TorchParams,
     full_state_dict,
+    refuse_write,
     torch_state_dict,
 )
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
-from megatron_distopt.errors import CheckpointError, ConfigError, refusal
+from megatron_distopt.errors import CheckpointError, ConfigError, LayoutError, refusal
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.on_all_ranks import on_all_ranks
@@ -59,11 +60,48 @@ class StateCalls(ProtectedCalls, Optimizer):
         if not self._is_built:
             return {}
         self._check_torchs_format("state")
-        return StateByParam(self._torch_params(), self._names_of_grouped())
+        return StateByParam(self._torch_params(), self._names_of_grouped(), self.reset_state)
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Ignores the empty state that torch's constructor sets."""
+        """Lets all state begin anew where it is empty; torch's constructor sets one, too."""
+        if value:
+            refuse_write()
+        if self._is_built:
+            self.reset_state()
+
+    __setstate__ = refuse_write
+
+    @torch.no_grad()
+    def reset_state(
+        self, params: Iterable[Parameter] | None = None, *, scale: Mapping[str, float] | None = None
+    ) -> None:
+        """Lets the optimizer state of params begin anew, on all ranks alike and between two steps.
+
+        As `optimizer.state.pop(param)` in torch: moments are zero or absent, and the count of
+        updates is 0. Values of params, their main params and averages stay, and so does what a
+        class of your own writes into its param groups. Ranks compare their resets in the next step.
+
+        Args:
+            params: that this optimizer has; all of them where None.
+            scale: multiplies moments instead, as `state[param]["exp_avg"].mul_(0.1)` does:
+                `{"exp_avg": 0.1}`. Counts and other moments stay.
+
+        Raises:
+            LayoutError: a param is in no param group.
+            ConfigError: the inner optimizer keeps no moment that `scale` names, or is an Adam that
+                counts the updates of a whole param group.
+        """
+        name_of = self._names_of_grouped()
+        names = sorted(name_of.get(param, "") for param in (name_of if params is None else params))
+        if "" in names:
+            got, remedy = f"{names.count('')} in no param group", "Give params of the optimizer"
+            raise LayoutError(refusal("params of reset_state", got, "be in a group", remedy))
+        if self.protection is not None:
+            self.protection.wait_for_copy()
+        self.sharded.reset_state(names, scale)
+        self._model.params.options.note_reset(names, scale)
+        self._consolidated = None
 
     def _names_of_grouped(self) -> dict[Parameter, str]:
         names = {param: name for name, param in named_params(self._model.chunks).items()}

@@ -3,7 +3,7 @@ step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
@@ -34,6 +34,17 @@ from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure
 from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now, run_step
 
 
+def _set_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Refuses other param groups than those that it was built with, which would not be used."""
+    if getattr(optimizer, "_is_built", False):
+        raise ConfigError(
+            "optimizer.param_groups was assigned, and stays the list that the optimizer was built "
+            "with. Write into its groups, optimizer.param_groups[0]['lr'] = 1e-4, or call "
+            "optimizer.add_param_group(...)."
+        )
+    vars(optimizer)["param_groups"] = groups
+
+
 class TorchDistributedOptimizer(StateCalls):
     """A `torch.optim.Optimizer` whose state is sharded over the data-parallel ranks. Made by
     `distribute`.
@@ -50,6 +61,8 @@ class TorchDistributedOptimizer(StateCalls):
     Example: see `megatron_distopt.distribute`.
     """
 
+    param_groups = property(lambda self: vars(self)["param_groups"], _set_groups)
+
     def __init__(
         self, model: ShardedModel, groups: list[dict[str, Any]], given: Sequence[Optimizer]
     ) -> None:
@@ -57,8 +70,8 @@ class TorchDistributedOptimizer(StateCalls):
         # Of several optimizers none, as torch would put them into the groups of the others.
         defaults = [each.defaults for each in given] or [model.sharded.inner.defaults]
         super().__init__(groups, dict(defaults[0]) if len(defaults) == 1 else {})
-        self._is_built = True
         self.param_groups = groups
+        self._is_built = True
         for group in groups:
             group.pop(LOSS_SCALE, None)
         if isinstance(model.sharded.loss_scale, DynamicLossScale):
@@ -322,7 +335,10 @@ def _redirect(given: Optimizer, ours: TorchDistributedOptimizer, *, is_alone: bo
         )
 
     given.state.clear()
-    given.state = _StateElsewhere()  # type: ignore[assignment]
+    kind, elsewhere = type(given), property(_refuse_state, _refuse_state)
+    # Only a class sees what is assigned to the attributes of its objects.
+    attributes = {"state": elsewhere, "param_groups": type(ours).param_groups, "_is_built": True}
+    given.__class__ = type(kind.__name__, (kind,), {**attributes, "__setstate__": _refuse_state})
     if is_alone:
         calls = {name: partial(getattr(ours, name)) for name in _CALLS}
         ours._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
@@ -340,14 +356,10 @@ def _redirect(given: Optimizer, ours: TorchDistributedOptimizer, *, is_alone: bo
         setattr(given, name, call)
 
 
-class _StateElsewhere(MutableMapping[Any, Any]):
-    """In the place of the state of an optimizer that was given: a method of its class that uses it
-    would do nothing."""
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise AccessError(
-            "The state of an optimizer was used after it was given to distribute. Use the "
-            "optimizer that distribute(...) returned."
-        )
-
-    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
+def _refuse_state(*_: Any) -> NoReturn:
+    """Refuses the state of an optimizer that was given: a method of its class that uses it would do
+    nothing."""
+    raise AccessError(
+        "The state of an optimizer was used or assigned after it was given to distribute. Use the "
+        "optimizer that distribute(...) returned: its reset_state(params) lets state begin anew."
+    )

@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_distopt.checkpoint.manifest import some_of
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.between_steps import PlacedParam, check_that_left, data_watch
@@ -255,6 +256,8 @@ class GroupOptions:
         self._crc: int | None = None
         self._in_place: list[Any] = []  # options that may change in place
         self._stamps: list[str] = []  # of these, when the checksum was made
+        #: What was reset so far, which ranks have to do alike; see `note_reset`.
+        self._resets = "as it was"
 
     def learn(self) -> None:
         """Takes the options of further groups for known."""
@@ -285,6 +288,13 @@ class GroupOptions:
                 theirs.update(shown)
                 self._last[number], self._crc = (option_values(theirs), option_values(ours)), None
 
+    def note_reset(self, names: Sequence[str], scale: Mapping[str, float] | None) -> None:
+        """Adds a reset of state to what ranks compare in the next step."""
+        history = zlib.crc32(repr((self._resets, names, scale)).encode())
+        what = "reset" if scale is None else f"scaled by {dict(scale)}"
+        self._resets = f"{what} for {some_of(names)} ({history:08x} with all before)"
+        self._crc = None
+
     def checksum(self, salt: int, modulus: int) -> int:
         """The same on all ranks that have the same options; others that have the same have not with
         another salt.
@@ -310,7 +320,7 @@ class GroupOptions:
             for number, of_group in enumerate(self._groups)
             for each in of_group.items()
         ]
-        return {
+        return {"optimizer state": self._resets} | {
             f"{key} of param group {number}": _text(value)
             for number, key, value in numbered
             if key != "params"

@@ -157,11 +157,9 @@ class MuonAndAdam(InParts):
             [group for group in groups if is_muons_group(group)] or [{"params": []}]
         )
         self._rest = rest(others or [{"params": []}]) if rest is not None else None
-        parts = [self._muon] if self._rest is None else [self._muon, self._rest]
-        groups_of = {part: iter(part.param_groups) for part in parts}
+        self._parts = [self._muon] if self._rest is None else [self._muon, self._rest]
+        groups_of = {part: iter(part.param_groups) for part in self._parts}
         self.param_groups = [next(groups_of[self.part_for(group)]) for group in groups]
-        for part in parts:
-            part.state = self.state
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
         """Muon for its own groups."""
@@ -183,9 +181,9 @@ class MuonAndAdam(InParts):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Collective: updates every main param that has a gradient."""
         self._muon.left_out, self.left_out = self.left_out, frozenset()
-        self._muon.step()
-        if self._rest is not None:
-            self._rest.step()
+        for part in self._parts:
+            part.state = self.state  # others may assign another one
+            part.step()
 
 
 class FlatMuon(Optimizer):

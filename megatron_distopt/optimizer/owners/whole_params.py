@@ -210,7 +210,8 @@ class OwnersState(dict[Tensor, dict[str, Any]]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise AccessError(
             "optimizer.state was used with a class that updates whole params, whose owners keep "
-            "what there is. Call save(folder) and load(folder) of the optimizer."
+            "what there is. Call save(folder) and load(folder) of the optimizer, or reset_state() "
+            "to let it begin anew."
         )
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
