@@ -20,6 +20,7 @@ from pathlib import Path
 
 import peers.environment  # noqa: F401 - before torch
 import torch
+import torch.distributed as dist
 from peers.ranks import exchange, log, now, run_on_ranks
 from peers.report import Spread, over, table
 from peers.script import conclude, parser_of
@@ -34,11 +35,11 @@ Way = Callable[[Tensor, Tensor, Group], object]
 
 
 def by_torch_sum(bucket: Tensor, shard: Tensor, group: Group) -> None:
-    collectives._reduce_scatter(shard, bucket, group=group.handle)
+    getattr(dist, collectives.REDUCE_SCATTER)(shard, bucket, group=group.handle)
 
 
 def by_torch_gather(bucket: Tensor, shard: Tensor, group: Group) -> None:
-    collectives._all_gather(bucket, shard, group=group.handle)
+    getattr(dist, collectives.ALL_GATHER)(bucket, shard, group=group.handle)
 
 
 def between_pairs(collective: Callable[..., None], *, messages: bool = False) -> Way:

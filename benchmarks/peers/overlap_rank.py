@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.futures import Future
 
 import peers.environment  # noqa: F401 - for the path; its variables are inherited
-from megatron_distopt.comm import collectives
 from peers import fork_step
 from peers.crew import answer, orders
 from peers.train_contestants import (
@@ -58,7 +57,7 @@ _NAMES = (
     "all_gather_single",
     "all_gather_into_tensor",
 )
-#: What modules that are imported before call them.
+#: What the module that is imported before calls them.
 _OWN_NAMES = ("_reduce_scatter", "_all_gather")
 #: Elements of a tensor of statistics, at most: gradients are longer.
 _MOST_SUMMED = 1 << 14
@@ -152,7 +151,7 @@ def rate_of(arrivals: Sequence[tuple[float, int]]) -> float:
 
 def mute() -> None:
     """Before anything else asks torch for its collectives."""
-    for module, names in ((dist, _NAMES), (collectives, _OWN_NAMES), (fork_step, _OWN_NAMES)):
+    for module, names in ((dist, _NAMES), (fork_step, _OWN_NAMES)):
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, _unless_in_place(getattr(module, name)))

@@ -31,11 +31,15 @@ from megatron_distopt.comm.pairwise import FormOfNode
 from megatron_distopt.comm.pending import Done, Pending, profiled, run_in_turn
 from megatron_distopt.comm.shared_memory import nodes_of
 from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.stand_ins import code_of
 
-# torch 2.13 renamed them; the old names warn there, and older releases have only those.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
+#: Functions of torch.distributed, which other code may have replaced by the time they are called.
+#: torch 2.13 renamed them; the old names warn there, and older releases have only those.
+REDUCE_SCATTER, ALL_GATHER = (
+    ("reduce_scatter_single", "all_gather_single")
+    if hasattr(dist, "reduce_scatter_single")
+    else ("reduce_scatter_tensor", "all_gather_into_tensor")
+)
 #: The same on all ranks, see [Note: carrier of a collective].
 _PAIRWISE_OVER = "gloo"
 #: Backends whose launches cost the CPU and the device something, and which average by themselves.
@@ -128,7 +132,10 @@ def reduce_scatter(
         )
     if members is None or len(members) == 1:
         return (
-            _reduce_scatter(shard, bucket, op=op, group=group.handle, async_op=overlapped) or Done()
+            getattr(dist, REDUCE_SCATTER)(
+                shard, bucket, op=op, group=group.handle, async_op=overlapped
+            )
+            or Done()
         )
     pending = pairwise.begin_reduce_scatter(bucket, group, members, form_of)
     if overlapped:
@@ -185,7 +192,8 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool 
         return Done()
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         return run_in_turn(partial(pairwise.all_gather, bucket, group), group, overlapped)
-    return _all_gather(bucket, shard, group=group.handle, async_op=overlapped) or Done()
+    work = getattr(dist, ALL_GATHER)(bucket, shard, group=group.handle, async_op=overlapped)
+    return work or Done()
 
 
 @contextmanager
@@ -293,12 +301,26 @@ def sum_over(tensor: Tensor, group: Group) -> None:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group.handle)
 
 
-def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> None:
-    """Collective: tries a reduce-scatter and an all-gather of one number a rank, before training
-    needs them.
+def try_collectives(
+    device: torch.device,
+    group: Group,
+    how: Reduction = AS_THEY_ARE,
+    *,
+    dtypes: Iterable[torch.dtype] = (),
+    sums: Iterable[torch.dtype] = (),
+) -> None:
+    """Collective: tries what training needs on a number or two a rank, before it needs them.
+
+    Args:
+        device: of the tensors.
+        group: of the ranks that take part.
+        how: as of `reduce_scatter`.
+        dtypes: of grads and params, which are reduce-scattered, all-gathered and shared.
+        sums: dtypes of what is summed by `sum_over`.
 
     Raises:
-        ConfigError: the backend does not have one of them, or gives a wrong result.
+        ConfigError: the backend does not have one of them, or it, or what other code has put into
+            the place of a function of torch's, gives a wrong result.
     """
     if group.size == 1 or device.type == "meta":
         return
@@ -314,23 +336,77 @@ def try_collectives(device: torch.device, group: Group, how: Reduction = AS_THEY
         )
     if carrier_of(device, group) == FAKE:
         return
-    numbers = torch.full((group.size,), float(how.divide_by), device=device)
-    shard = numbers[group.rank : group.rank + 1]
     try:
-        reduce_scatter(numbers, shard, group, how)
-        all_gather(numbers, shard, group)
+        # All of them before one is judged: a rank that stopped would leave the others in the next.
+        trials = list(_trials(device, group, how, dtypes, sums))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise _missing(device, group, reason) from error
-    if numbers.tolist() != [group.size] * group.size:
-        raise _missing(device, group, f"ones of {group.size} ranks add up to {numbers.tolist()}")
+    for name, what, got, wanted in trials:
+        if got != wanted:
+            reason = f"{what} over {group.size} ranks gave {got}, and not {wanted}"
+            raise _replaced(name, reason) or _missing(device, group, f"{name} of {reason}")
+
+
+def _trials(
+    device: torch.device,
+    group: Group,
+    how: Reduction,
+    dtypes: Iterable[torch.dtype],
+    sums: Iterable[torch.dtype],
+) -> Iterator[tuple[str, str, list[float], list[float]]]:
+    """Collective: names the function and what it was given, and has what came out and should
+    have."""
+    marks = [float(rank % 251) for rank in range(group.size)]  # which every dtype holds
+    yield "all_gather_object", "objects", exchange(marks[group.rank], group), marks
+    for dtype in dtypes:
+        # Two ranks give to each shard, so that 16 bits hold the sum.
+        numbers = torch.zeros(group.size, dtype=dtype, device=device)
+        numbers[[group.rank, (group.rank + 1) % group.size]] = float(how.divide_by)
+        shard = numbers[group.rank : group.rank + 1]
+        # fp32 grads alone have a reduce dtype; a division in 16 bits rounds.
+        own = how if dtype is torch.float32 else Reduction(how.divide_by)
+        reduce_scatter(numbers, shard, group, own)
+        yield REDUCE_SCATTER, dtype_name(dtype), shard.float().round().tolist(), [2.0]
+        numbers.fill_(-1.0)[group.rank] = marks[group.rank]
+        all_gather(numbers, shard, group)
+        yield ALL_GATHER, dtype_name(dtype), numbers.tolist(), marks
+        share_initial([shard], group, device)
+        yield "broadcast", dtype_name(dtype), shard.tolist(), marks[:1]
+    for dtype in sums:
+        # Whole numbers that a shorter dtype rounds; 4,096 ranks add them up exactly.
+        large = 2.0**-12 / torch.finfo(dtype).eps
+        number = torch.tensor([large + group.rank], dtype=dtype, device=device)
+        sum_over(number, group)
+        total = [large * group.size + sum(range(group.size))]
+        yield "all_reduce", dtype_name(dtype), number.tolist(), total
+
+
+def _replaced(name: str, reason: str) -> ConfigError | None:
+    """The refusal of what other code has put into the place of a function of torch's, if it has."""
+    place, function = f"torch.distributed.{name}", getattr(dist, name)
+    module, file = next(code_of(function))
+    if module.partition(".")[0] == "torch":
+        return None
+    is_wrapped = hasattr(function, "__wrapped__")
+    torchs = f"{place}.__wrapped__" if is_wrapped else f"torch.distributed.distributed_c10d.{name}"
+    return ConfigError(
+        refusal(
+            place,
+            f"it was replaced by {module} ({file}), and {reason}",
+            "communicate as torch's own",
+            f"Type this before the optimizer is built: import torch; {place} = {torchs}",
+        )
+    )
 
 
 def _missing(device: torch.device, group: Group, reason: str) -> ConfigError:
-    got = f"{carrier_of(device, group)} on {device.type} ({reason})"
-    rule = "carry a reduce-scatter and an all-gather of the model's tensors"
-    remedy = (
-        "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group "
-        "another backend"
+    return ConfigError(
+        refusal(
+            "backend",
+            f"{carrier_of(device, group)} on {device.type} ({reason})",
+            "carry reduce-scatters, all-gathers and broadcasts of the model's tensors, and sums",
+            "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group "
+            "another backend",
+        )
     )
-    return ConfigError(refusal("backend", got, rule, remedy))

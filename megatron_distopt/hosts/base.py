@@ -38,6 +38,7 @@ from megatron_distopt.errors import ConfigError, LayoutError, refusal
 from megatron_distopt.hosts.report import announce
 from megatron_distopt.layout import BufferLayout, ParamSpec
 from megatron_distopt.layout.buckets import BLOCK_NUMEL
+from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import StepPlan
@@ -169,9 +170,10 @@ def begin_communication(
     device: torch.device,
     everyone: Group,
     groups: Sequence[Group],
+    dtypes: Iterable[torch.dtype],
 ) -> None:
     """Collective: checks what ranks find out together about how grads are reduced in `groups`, the
-    dense ones first."""
+    dense ones first; `dtypes` are those of grads and params."""
     if config.reduce_exact != DistOptConfig().reduce_exact:
         unknown = sorted(frozenset.intersection(*exchange(how.lacking, everyone)))
         is_coded = config.reduce_dtype == "int8"
@@ -185,7 +187,18 @@ def begin_communication(
             )
     for group in dict.fromkeys(groups):
         allow_shared_memory(group, config.shared_memory)
-    raise_together(lambda: try_collectives(device, groups[0], how), everyone)
+    # In the same order on all ranks, also where they hold different params.
+    known = sorted({dtype for each in exchange(list(dtypes), everyone) for dtype in each}, key=str)
+    raise_together(lambda: try_collectives(device, groups[0], how, dtypes=known), everyone)
+    try_statistics(device, everyone)
+
+
+def try_statistics(device: torch.device, everyone: Group) -> None:
+    """Collective: tries the sums by which ranks agree on the gradient norm and on each other."""
+    raise_together(
+        lambda: try_collectives(device, everyone, sums=(stats_dtype(device), torch.float32)),
+        everyone,
+    )
 
 
 def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def _averaged(
     """Over a backend that averages: what it was asked for, and what came out, at once and
     overlapped."""
     found: dict[str, Any] = {"ops": [], "out": []}
-    own = collectives._reduce_scatter
+    own = getattr(dist, collectives.REDUCE_SCATTER)
 
     def averaging(
         shard: Tensor, bucket: Tensor, *, op: Any, group: Any, async_op: bool = False
@@ -98,7 +98,7 @@ def _averaged(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_PAIRWISE_OVER", "nobody")
         patch.setattr(collectives, "_LIKE_NCCL", ("gloo",))
-        patch.setattr(collectives, "_reduce_scatter", averaging)
+        patch.setattr(dist, collectives.REDUCE_SCATTER, averaging)
         for act in (
             collectives.reduce_scatter,
             partial(collectives.reduce_scatter, overlapped=True),
@@ -186,8 +186,9 @@ def _in_16_bits(rank: int) -> dict[str, Any]:
 
 
 RULE = (
-    "Must carry a reduce-scatter and an all-gather of the model's tensors. Write "
-    "--distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group another backend."
+    "Must carry reduce-scatters, all-gathers and broadcasts of the model's tensors, and sums. "
+    "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group another "
+    "backend."
 )
 
 
@@ -226,7 +227,7 @@ def _tried() -> dict[str, str]:
             found[name] = _distributed()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_PAIRWISE_OVER", "nobody")
-        patch.setattr(collectives, "_reduce_scatter", _lacking)
+        patch.setattr(dist, collectives.REDUCE_SCATTER, _lacking)
         found["backend's own"] = _distributed()
     return found
 
@@ -377,7 +378,10 @@ def test_reduce_dtype_when_grads_have_16_bits_already_then_refused(
         ("no sum", "Backend tin does not support it"),
         ("no gather", "Backend tin does not support it"),
         ("backend's own", "Backend tin does not support it"),
-        ("wrong sum", "ones of 3 ranks add up to [5.0, 5.0, 5.0]"),
+        (
+            "wrong sum",
+            f"{collectives.REDUCE_SCATTER} of float32 over 3 ranks gave [5.0], and not [2.0]",
+        ),
     ],
 )
 def test_backend_when_a_collective_fails_then_refused_before_anything_is_moved(
@@ -398,6 +402,7 @@ def test_backend_when_its_ranks_do_not_exist_then_nothing_is_tried() -> None:
     ranks."""
     dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
     try:
-        try_collectives(torch.device("cpu"), Group.of())
+        dtypes = [torch.float32]
+        try_collectives(torch.device("cpu"), Group.of(), dtypes=dtypes, sums=dtypes)
     finally:
         dist.destroy_process_group()

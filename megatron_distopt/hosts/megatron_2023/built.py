@@ -96,7 +96,13 @@ class BuiltOptimizer(ScriptCalls, HostDistributedOptimizer):
         # Ranks try collectives with these options; the rest of what is compared is not known yet.
         compare([Field("options", decided.plan.config.described())], self.everyone)
         groups = [decided.data, *(buffer.group for buffer in decided.buffers)]
-        begin_communication(decided.plan.config, decided.how, decided.device, self.everyone, groups)
+        dtypes = {
+            *(buffer.dtype for buffer in decided.buffers),
+            *(param.dtype for param in decided.named.values()),
+        }
+        begin_communication(
+            decided.plan.config, decided.how, decided.device, self.everyone, groups, dtypes
+        )
         start = raise_together(decided.overlapping, self.everyone)
         MegatronOptimizer.__init__(
             self,

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 from megatron.core import parallel_state
@@ -23,6 +24,7 @@ from megatron.core.optimizer import ChainedOptimizer as HostChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer as HostDistributedOptimizer,
 )
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Module
 
 from megatron_distopt.comm import Group, is_initialized, meet, raise_together
@@ -32,12 +34,14 @@ from megatron_distopt.hosts.base import is_used, is_wanted
 from megatron_distopt.hosts.megatron_core.checkpoint import check_script_can_save, look_at_loads
 from megatron_distopt.hosts.megatron_core.core_muon import is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.facts import (
+    ADOPTED,
     CHAIN,
     CLASS,
     CLASS_MAY_TAKE,
     CLASS_PARAMETERS,
     FIRST_ORDER,
     LAYER_WISE,
+    NOT_CALLED,
     SCRIPT,
     arguments,
 )
@@ -52,7 +56,10 @@ from megatron_distopt.hosts.megatron_core.step import start_together
 from megatron_distopt.hosts.patch_points import Replacement, leave_script, replaced_since
 from megatron_distopt.hosts.protecting import protect_script
 from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.stand_ins import code_of
 
+#: Packages whose code may stand in the classes of the host's.
+_KNOWN = ("_abc", "builtins", "megatron", "megatron_distopt", "torch")
 #: What `build` has merged and checked on all ranks, for the constructors that run inside it; the
 #: last one counts.
 _merged: list[Merged] = []
@@ -174,19 +181,26 @@ def check_class() -> None:
             f"The parameters of the constructor of {CLASS} are ({', '.join(found)}); they must be "
             f"({', '.join(CLASS_PARAMETERS)}). Use a megatron-core that docs/hosts.md lists."
         )
-    mro = DistributedOptimizer.__mro__
-    replaced = {name for base in mro[: mro.index(HostDistributedOptimizer)] for name in vars(base)}
-    for name, method in vars(HostDistributedOptimizer).items():
-        owner = getattr(method, "__globals__", {}).get("__name__", "megatron.core")
-        if name in replaced and owner.split(".")[0] not in (
-            "torch",
-            "megatron",
-            "megatron_distopt",
-        ):
-            rule = "ours takes its place, and the change would be lost"
-            raise HostMismatchError(
-                f"{CLASS}.{name} was replaced by {owner}; {rule}. Switch that patch off."
-            )
+    lost: dict[str, str] = {}
+    for ours, host in (
+        (DistributedOptimizer, HostDistributedOptimizer),
+        (ChainedOptimizer, HostChainedOptimizer),
+    ):
+        added = [vars(base) for base in ours.__mro__ if base not in host.__mro__]
+        for base, name in product(host.__mro__, sorted(NOT_CALLED.union(*added))):
+            modules = [module for module, _ in code_of(vars(base).get(name))]
+            others = [each for each in modules if each.split(".")[0] not in _KNOWN]
+            is_adopted = ADOPTED.issuperset((name, each) for each in others)
+            # the host's __init__ of MegatronOptimizer runs in ours
+            if not is_adopted and (base, name) != (MegatronOptimizer, "__init__"):
+                lost[f"{base.__module__}.{base.__qualname__}.{name}"] = others[0]
+    if lost:
+        owners = ", ".join(sorted({*lost.values()}))
+        raise HostMismatchError(
+            f"{', '.join(lost)} were replaced by {owners}; ours take their places, and the changes "
+            "would be lost. Switch those patches off, or, where they wrap the host's own, type "
+            "import megatron.core.optimizer, and NAME = NAME.__wrapped__ with each of these names."
+        )
 
 
 def _constructor(original: Callable[..., None], options: DistOptConfig) -> Callable[..., None]:

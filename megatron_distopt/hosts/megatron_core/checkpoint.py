@@ -68,7 +68,12 @@ from megatron_distopt.formats.megatron_core.torch_dist import recognises
 from megatron_distopt.formats.recognise import load_any
 from megatron_distopt.formats.torch_files import open_dcp
 from megatron_distopt.hosts.between_steps import not_copied
-from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE, LOAD_POINT, arguments
+from megatron_distopt.hosts.megatron_core.facts import (
+    GROUP_IDENTIFIERS,
+    LAYER_WISE,
+    LOAD_POINT,
+    arguments,
+)
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.hosts.megatron_core.step import StepCalls
@@ -465,12 +470,23 @@ def load_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
                 },
             )
             for group, saved in zip(
-                optimizer.param_groups, state["optimizer"]["param_groups"], strict=True
+                optimizer.param_groups,
+                _in_order(optimizer.param_groups, state["optimizer"]["param_groups"]),
+                strict=True,
             )
         ]
         take_options(pairs, optimizer.stats_group.rank, options_of_run(arguments()))
     if optimizer.grad_scaler is not None and "grad_scaler" in state:
         optimizer.grad_scaler.load_state_dict(state["grad_scaler"])
+
+
+def _in_order(groups: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
+    """The saved group of each group: the one with its multipliers, which may be in another place;
+    by number where multipliers differ, as after a change of them."""
+    keys = [tuple(map(group.get, GROUP_IDENTIFIERS)) for group in groups]
+    saved_of = {tuple(map(group.get, GROUP_IDENTIFIERS)): group for group in saved}
+    is_one_to_one = len(saved_of) == len(keys) and saved_of.keys() == set(keys)
+    return [saved_of[key] for key in keys] if is_one_to_one else saved
 
 
 def check_script_can_save(choice: InnerChoice | None = None) -> None:

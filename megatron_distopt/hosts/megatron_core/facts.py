@@ -47,6 +47,41 @@ LAYER_WISE = "use_layer_wise_distributed_optimizer"
 #: What every factory ends in, see [Note: the constructor is the patch point] in adapter.py.
 CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
+#: Methods of the classes of the host's that only its own step calls: ours has none in their place.
+NOT_CALLED = frozenset(
+    (
+        "_copy_main_params_to_model_params",
+        "_copy_main_params_to_param_buffer",
+        "_copy_model_grads_to_main_grads",
+        "_copy_model_params_to_main_params",
+        "_filter_grads_for_norm",
+        "get_grads_for_grad_norm",
+        "get_main_grads_for_grad_norm",
+    )
+)
+
+#: What Ascend's MindSpeed (for megatron-core 0.12.1 to 0.16, July 2026) puts into the place of
+#: methods of the host's without an option that leaves it out, by method and module. Each is about
+#: what ours does as well, so that it may be there and is not called.
+ADOPTED = frozenset(
+    (
+        # finds the saved param group of each group by its multipliers and not by its number
+        ("load_state_dict", "mindspeed.core.megatron_basic.megatron_basic"),
+        # of one optimizer and of a chain: reads the file on the CPU, whatever device wrote it
+        ("load_parameter_state", "mindspeed.core.optimizer.distrib_optimizer"),
+        ("load_parameter_state", "mindspeed.core.optimizer.optimizer"),
+        # takes an update count that is a tensor for the number in it
+        ("state_dict", "mindspeed.core.optimizer.distrib_optimizer"),
+        # gathers params of experts and other ones once each in the step of a chain
+        ("step_with_ready_grads", "mindspeed.core.optimizer.fix_duplicate_allgather"),
+        # counts zeros where the config asks for it, and not in every step of a chain
+        ("step", "mindspeed.core.megatron_basic.count_zero_fix"),
+    )
+)
+
+#: By what the host tells param groups apart; their order may depend on the layout.
+GROUP_IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
 #: What reads all state of a run that is resumed, see [Note: checkpoints of the host's own] in
 #: checkpoint.py.
 LOAD_POINT = PatchPoint(

@@ -36,7 +36,13 @@ from torch.optim import Optimizer
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.base import compare_ranks, loss_scale_of, names_by_param, plan_groups
+from megatron_distopt.hosts.base import (
+    compare_ranks,
+    loss_scale_of,
+    names_by_param,
+    plan_groups,
+    try_statistics,
+)
 from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
 from megatron_distopt.hosts.inner_optimizers import (
     config_for_adam,
@@ -215,6 +221,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def check_start_up(self) -> None:
         """Collective: what ranks must agree on."""
         raise_together(self.check_between_steps, self.stats_group)
+        try_statistics(self.sharded.device, self.stats_group)
         compare_ranks(
             self.named,
             self.sharded.plan,

@@ -194,7 +194,8 @@ def distribute(
     plan, given = raise_together(planned, everyone)
     _compare(plan, everyone)
     own = plan.step.config
-    begin_communication(own, plan.how, plan.device, everyone, [data])
+    dtypes = {dtype for each in plan.sets for dtype in (each.grad_dtype, each.dtype)}
+    begin_communication(own, plan.how, plan.device, everyone, [data], dtypes)
     sharded = ShardedModel(plan)
     if everyone.rank == 0:
         groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
