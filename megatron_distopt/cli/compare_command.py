@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from io import BytesIO
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,12 +21,22 @@ from megatron_distopt.cli.compare_launch import (
     DISTRIBUTED,
     LOADING,
     WRITING,
+    end_by_signals,
+    nudged,
     plus,
     train,
     with_runner,
     without,
 )
-from megatron_distopt.cli.compare_verdict import Deviation, apart_text, differences, judge
+from megatron_distopt.cli.compare_verdict import (
+    TIMES,
+    Deviation,
+    Outcome,
+    apart_text,
+    differences,
+    exceeds_bounds,
+    judge,
+)
 from megatron_distopt.cli.show import Answer, rows
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import HostError
@@ -40,63 +50,85 @@ _Figures = Mapping[str, Mapping[str, list[Any]]]
 
 def answer(parsed: argparse.Namespace) -> Answer:
     """Runs the launch line with the host's optimizer and with ours, and compares."""
-    line = without(
-        with_runner(parsed.launch), WRITING if parsed.keep_load else f"{WRITING}|{LOADING}"
-    )
-    line = plus(line, "--exit-interval", str(parsed.iterations))
-    plain, notes = without(line, DISTRIBUTED), list[str]()
-    has_both = has_flag = plain != line
+    left_out = WRITING if parsed.keep_load else f"{WRITING}|{LOADING}"
+    line, notes = without(with_runner(parsed.launch), left_out), list[str]()
     parsed.output.mkdir(parents=True, exist_ok=True)
+    end_by_signals()
     with tempfile.TemporaryDirectory(prefix="distopt-compare-") as scratch:
         run = partial(train, Path(scratch), parsed.iterations)
-        try:
-            own = run("host's own", line, Switch.OFF)
-        except HostError as error:
-            if not has_flag:
-                raise
-            notes.append(
-                "The host's undistributed optimizer is compared. "
-                f"{str(error).partition(' Try ')[0]}"
-            )
-            own, has_both = run("host's own", plain, Switch.OFF), False
-        ours = run(
-            "ours", line if has_flag else plus(line, "--use-distributed-optimizer"), Switch.REQUIRE
-        )
-        (is_same, sentence), found = judge(own, ours), differences(own, ours)
-        if any(each.apart for each in found) and (is_same or has_both):
-            name, seed = (
-                ("the host's undistributed one", ())
-                if has_both
-                else ("another seed", ("--seed", "8191"))
-            )
-            try:  # the state of the undistributed one may not fit into memory
-                other = run(name, plus(plain, *seed), Switch.OFF)
-                notes.append(f"The host's own and {name}: {apart_text(differences(own, other))}.")
-                is_same, sentence = judge(own, ours, other) if has_both else (is_same, sentence)
-            except HostError as error:
-                notes.append(str(error))
-    figures = {"host's own": _figures(own), "ours": _figures(ours)}
+        own, ours, (outcome, sentence) = _compare(line, run, notes)
+    if len(own.steps) < parsed.iterations:
+        notes.append(f"The training ended after {len(own.steps)} iterations: see --train-iters.")
+    figures, found = {"host's own": _figures(own), "ours": _figures(ours)}, differences(own, ours)
     document = {
-        "is_same": is_same,
+        "is_same": None if outcome is Outcome.NONE else outcome is Outcome.SAME,
         "verdict": sentence,
         "notes": [*notes],
         "launch": line,
         "runs": figures,
+        "apart": [asdict(each) for each in found],
     }
-    document["apart"] = [asdict(each) for each in found]
-    files, unfinished = (
-        {"compare.json": Answer(document, ()).as_json().encode()},
-        parsed.output / f".{os.getpid()}",
-    )
+    contents: dict[str, Callable[[], bytes]] = {
+        "compare.json": lambda: Answer(document, ()).as_json().encode(),
+        "compare.png": lambda: _picture(figures, found),
+    }
+    for name, content in contents.items():
+        path, unfinished = parsed.output / name, parsed.output / f".{os.getpid()}"
+        try:  # each is written as a whole or not at all
+            unfinished.write_bytes(content())
+            unfinished.replace(path)
+            notes.append(f"Written: {path}.")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the runs have been made
+            notes.append(f"{path} is not written: {error}.")
+    parts = [*_tables(figures, found), *map(Text, (*notes, sentence))]
+    return Answer(document, parts, outcome.value)
+
+
+def _compare(
+    line: list[str], run: Callable[[str, list[str], Switch], RecordedRun], notes: list[str]
+) -> tuple[RecordedRun, RecordedRun, tuple[Outcome, str]]:
+    """Runs trainings until there is a verdict: the host's, ours, and what is a yardstick.
+
+    The host's undistributed optimizer is one, as it adds up in another order. Where it cannot run
+    or adds up as the distributed one does, a learning rate that differs by rounding is.
+    """
+    hosts, plain = line, without(line, DISTRIBUTED)
     try:
-        files["compare.png"] = _picture(figures, found)
-    except ImportError:
-        notes.append("For a picture: pip install matplotlib")
-    for name, content in files.items():  # each as a whole or not at all
-        unfinished.write_bytes(content)
-        unfinished.replace(parsed.output / name)
-    notes.append(f"Written: {', '.join(str(parsed.output / name) for name in files)}.")
-    return Answer(document, [*_tables(figures, found), *map(Text, (*notes, sentence))], not is_same)
+        own = run("host's own", hosts, Switch.OFF)
+    except HostError as error:
+        if plain == line:
+            raise
+        notes.append(f"The host's undistributed optimizer is compared. {error}")
+        hosts = plain
+        try:
+            own = run("host's own, undistributed", hosts, Switch.OFF)
+        except HostError as second:
+            raise HostError(f"{error}\n{second}") from second
+    ours_line = line if plain != line else plus(line, "--use-distributed-optimizer")
+    ours = run("ours", ours_line, Switch.REQUIRE)
+    verdict, yardsticks = judge(own, ours), list[RecordedRun]()
+    if not any(each.apart for each in differences(own, ours)):
+        return own, ours, verdict
+    undistributed = {"the host's undistributed one": plain} if hosts != plain else {}
+    by_rounding = {"the one with a learning rate that differs by rounding": nudged(hosts)}
+    for name, words in (undistributed | by_rounding).items():
+        try:  # the state of the undistributed one may not fit into memory
+            other = run(name, words, Switch.OFF)
+        except HostError as error:
+            notes.append(str(error))
+            continue
+        notes.append(f"The host's own and {name}: {apart_text(differences(own, other))}.")
+        if name in undistributed and exceeds_bounds(own, other, TIMES):
+            notes.append(f"With {name} in the place of its own: {judge(other, ours)[1]}")
+            continue
+        yardsticks.append(other)
+        verdict = judge(own, ours, *yardsticks)
+        # a yardstick changes nothing about what no rounding explains
+        if verdict[0] is Outcome.SAME or exceeds_bounds(own, ours):
+            break
+    if not yardsticks:
+        verdict = Outcome.NONE, "No verdict: the host did not run again, to say what rounding does."
+    return own, ours, verdict
 
 
 def _figures(run: RecordedRun) -> dict[str, list[Any]]:
@@ -148,7 +180,9 @@ def _picture(figures: _Figures, found: Sequence[Deviation]) -> bytes:
             numbers = range(len(values)) if title == _MEMORY else range(1, len(values) + 1)
             panel.plot(numbers, values, style, marker=".", label=name)
         from_zero = (
-            (0, 1.3 * max(map(max, lines.values()))) if title in (_TIMES, _MEMORY) else (None, None)
+            (0, 1.3 * max([1e-3, *chain(*lines.values())]))
+            if title in (_TIMES, _MEMORY)
+            else (None, None)
         )
         panel.set(title=title, yscale="log" if title == _APART else "linear", ylim=from_zero)
         panel.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)

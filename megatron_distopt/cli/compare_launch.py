@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import ConfigError, HostError, refusal
-from megatron_distopt.hosts.recording import RECORD_VARIABLE, RecordedRun
+from megatron_distopt.hosts.recording import ITERATIONS_VARIABLE, RECORD_VARIABLE, RecordedRun
 
 _PACKAGE, _MODULE_FLAGS = __name__.partition(".")[0], ("-m", "--module")
 _LAUNCHER, _LAUNCHING = (
@@ -34,11 +35,25 @@ WRITING = (
 LOADING = "load|pretrained-checkpoint|ckpt-step|use-checkpoint-args|universal-checkpoint"
 # variables that do so
 _LEFT_OUT = re.compile("MEGATRON_DISTOPT_(PROTECT_.*|LOG_DIGESTS|DIGEST_FILE)")
-_ERROR = re.compile(
-    r"^(?:\[.*?\]:?\s*)*"
-    r"((?:\w+\.)*\w*(?:Error|Exception): \S.*|.*: error: .*|megatron_distopt: .*)",
+#: The line of an exception: that after the lines of code of its traceback, which are indented.
+_RAISED = re.compile(
+    r"^(?P<rank>(?:\[[^\]\n]*\]:? ?)*) {2,}\S.*\n(?P=rank)(?P<text>[A-Za-z_][\w.]*(?:: .*)?)$",
     re.MULTILINE,
 )
+#: Exceptions of ranks and launchers that only met the end of another rank.
+_CONSEQUENCE = re.compile(
+    "ChildFailedError|CalledProcessError|DistBackendError|DistNetworkError|Broken pipe|"
+    "Connection (closed|reset|refused)|has ended|ended by"
+)
+#: Of a process that a signal ended, as launchers write it.
+_KILLED = re.compile(r"(?:exit ?code *|return code )[:=] *-(\d+)")
+#: What a parser of arguments and our runner say without a traceback.
+_REFUSED = re.compile(r"^(?:\[.*?\]:?\s*)*(.*: error: .*|megatron_distopt: .*)", re.MULTILINE)
+#: Below this a folder counts as full: less than what one iteration writes.
+_FULL_NBYTES = 1 << 20
+#: By how much of itself a learning rate differs where only the effect of rounding is wanted: by 16
+#: units in the last place of fp32, a few more than a norm of other order has.
+_NUDGE = 2.0**-19
 
 
 def with_runner(words: Sequence[str]) -> list[str]:
@@ -90,6 +105,19 @@ def plus(words: Sequence[str], *flags: str) -> list[str]:
     ]
 
 
+def nudged(words: Sequence[str]) -> list[str]:
+    """Returns the line with another learning rate, by as much as rounding; the same without one."""
+    given = re.findall(r" --lr[ =](\S+)", " ".join(words))
+    return plus(words, "--lr", repr(float(given[-1]) * (1 + _NUDGE))) if given else list(words)
+
+
+def end_by_signals() -> None:
+    """Lets TERM and HUP end the command as Ctrl-C does, so that it leaves nothing behind."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, signal.default_int_handler)
+
+
 def train(
     scratch: Path, iterations: int, name: str, words: Sequence[str], switch: Switch
 ) -> RecordedRun:
@@ -102,6 +130,7 @@ def train(
     environment |= {
         "MEGATRON_DISTOPT": switch.value,
         RECORD_VARIABLE: str(folder),
+        ITERATIONS_VARIABLE: str(iterations),
         "TMPDIR": str(scratch),
     }
     log, text, status, run = folder / "log", "", None, RecordedRun(folder)
@@ -121,18 +150,28 @@ def train(
     finally:
         _end(process, folder)
     if len(run.steps) < (iterations if status else 1):
-        lines = log.read_text("utf-8", errors="replace")
-        reason = (
-            (_ERROR.findall(lines) or lines.split("\n")[-2:-1] or ["no output"])[0]
-            .strip()
-            .rstrip(".")
-        )
+        reason = _reason(log.read_text("utf-8", errors="replace"), status)
+        if shutil.disk_usage(scratch).free < _FULL_NBYTES:
+            reason = f"No room is left in {scratch.parent}: name another folder in TMPDIR"
         found = (
             f"{name}: ended with status {status} after {len(run.steps)} calls of train_step. "
             f"{reason}"
         )
         raise HostError(f"{found}. Try alone: MEGATRON_DISTOPT={switch.value} {shlex.join(words)}")
     return run
+
+
+def _reason(log: str, status: int) -> str:
+    """Why a training ended, in one line of its log."""
+    raised = [found["text"] for found in _RAISED.finditer(log)]
+    causes = [text for text in raised if not _CONSEQUENCE.search(text)][-1:]
+    numbers = [*map(int, _KILLED.findall(log)), -status]
+    # the launcher sends TERM to those that are left
+    killed = [signal.Signals(each) for each in numbers if each > 0 and each != signal.SIGTERM]
+    causes += [f"A rank was ended by {each.name}" for each in killed[:1]]
+    lines = [line.strip() for line in log.splitlines() if re.search(r"\w", line)]
+    found = [*causes, *_REFUSED.findall(log), *raised[-1:], *lines[-1:], "no output"]
+    return str(found[0]).rstrip(".")
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -39,7 +39,8 @@ or is done, 1 if not."""
 _COMPARE = """Runs the first iterations of a training with the host's optimizer and with this
 one, and says whether they are the same: to the bit, but for rounding, or from where on not.
 LAUNCH LINE is one of torchrun, deepspeed or python. No checkpoint is read or written. Writes
-compare.json and compare.png. Exit status 0 if they are the same, 1 if not."""
+compare.json and compare.png. Exit status 0 if they are the same, 1 if not, 3 if there is no
+verdict: the host's own run cannot be repeated, or did not run."""
 _CHECKPOINT = """CKPT is the folder of a checkpoint, its manifest.json, an iteration, or the
 --save folder of a run, of which it takes the latest iteration. It may be in
 any format that convert reads. Needs no GPU, no process group, no Megatron."""
@@ -96,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, or 1 where something stands in the way of training or patching, or is
-        wrong with a checkpoint; `diff` has 2 for a checkpoint that it cannot read.
+        wrong with a checkpoint; `diff` has 2 for a checkpoint that it cannot read, and `compare` 3
+        where there is no verdict.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     end = (
@@ -164,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--output", type=Path, default=Path(), metavar="DIR", help="for the two files (default .)"
     )
+    compare.set_defaults(refused=3)
     what = patch.add_mutually_exclusive_group(required=True)
     for action, meaning in (
         ("check", "say whether it can be done or is done, and print the difference"),

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_distopt.comm import Group
+from megatron_distopt.comm import Group, exchange
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import UnknownHostError
+from megatron_distopt.errors import HostError, UnknownHostError
 from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.fixes import Fix, Undo, apply_fixes, needed_fixes
 from megatron_distopt.hosts.fork_source import importable_host
@@ -37,8 +36,9 @@ from megatron_distopt.hosts.megatron_2023.forks import STEP_POINT
 from megatron_distopt.hosts.megatron_core.facts import SCRIPT_STEP_POINT
 from megatron_distopt.hosts.patch_points import REMEDY
 
-# the folder in which ranks write; no option, `compare` alone sets it
+# the folder in which ranks write, and how many steps; no options, `compare` alone sets them
 RECORD_VARIABLE = "_MEGATRON_DISTOPT_RECORD"
+ITERATIONS_VARIABLE = "_MEGATRON_DISTOPT_ITERATIONS"
 # elements whose values a rank writes in each step, and of one param at least
 _SAMPLED, _OF_ONE = 8192, 32
 
@@ -87,12 +87,19 @@ class RecordedRun:
         return np.frombuffer(samples, np.float32).astype(np.float64)
 
 
-def record_training(folder: str | Path) -> Undo:
-    """Wraps the `train_step` of the Megatron that can be imported, when it is; UnknownHostError
-    where there is none."""
+def record_training(folder: str | Path, iterations: float = math.inf) -> Undo:
+    """Wraps the `train_step` of the Megatron that can be imported, when it is.
+
+    Args:
+        folder: of the files.
+        iterations: steps after which all ranks leave with status 0, wherever the training began.
+
+    Raises:
+        UnknownHostError: there is no Megatron.
+    """
     why, after = (
         ("each step is recorded", "megatron-distopt compare reads it"),
-        functools.partial(_wrap, Path(folder)),
+        functools.partial(_wrap, Path(folder), iterations),
     )
     points = SCRIPT_STEP_POINT, STEP_POINT
     fixes = [Fix(point.module, rf"^def {point.attribute}\b", *why, after=after) for point in points]
@@ -104,9 +111,9 @@ def record_training(folder: str | Path) -> Undo:
     return apply_fixes(needed)
 
 
-def _wrap(folder: Path, module: ModuleType) -> Undo:
+def _wrap(folder: Path, iterations: float, module: ModuleType) -> Undo:
     original = vars(module)["train_step"]
-    recorder = _StepRecorder(folder, original)
+    recorder = _StepRecorder(folder, iterations, original)
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -119,15 +126,26 @@ def _wrap(folder: Path, module: ModuleType) -> Undo:
 class _StepRecorder:
     """Writes the file of this rank."""
 
-    def __init__(self, folder: Path, train_step: Callable[..., Any]) -> None:
+    def __init__(self, folder: Path, iterations: float, train_step: Callable[..., Any]) -> None:
         self._folder, self._train_step, self._params = folder, train_step, dict[str, Parameter]()
+        self._num_left = iterations
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step of the script, and writes what it computed."""
-        call = signature(self._train_step).bind(*args, **kwargs).arguments
+        # whoever wraps `train_step` may give it any signature
+        given = [*args, *kwargs.values()]
+        optimizer = next((each for each in given if hasattr(each, "get_loss_scale")), None)
+        lists = (each for each in given if isinstance(each, (list, tuple)))
+        chunks = next((each for each in lists if each and isinstance(each[0], Module)), None)
+        if optimizer is None or chunks is None:
+            raise HostError(
+                f"train_step was called with {', '.join(type(each).__name__ for each in given)}, "
+                "and is recorded with a list of model chunks and an optimizer of Megatron's. Give "
+                "them to it as Megatron does."
+            )
         if not self._params:
-            self._begin(call["model"])
-        started, optimizer, update = time.perf_counter(), call["optimizer"], call["optimizer"].step
+            self._begin(chunks)
+        started, update = time.perf_counter(), optimizer.step
         kept, seen = {"step": update} if "step" in vars(optimizer) else {}, list[Any]()
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -170,6 +188,10 @@ class _StepRecorder:
         }
         measured |= {"memory": memory, "bits": bits.tolist(), "sample": text}
         self._file.write(json.dumps(measured) + "\n")
+        self._num_left -= 1
+        if not self._num_left:
+            exchange(None, Group.of())  # nobody leaves while another rank waits for it
+            raise SystemExit(0)
         return result
 
     def _begin(self, chunks: Sequence[Module]) -> None:
