@@ -71,7 +71,8 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
         Feature.LOW_PRECISION: _FP32_STATE,
         Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has room for Adam's "
         "moments alone.",
-        Feature.TORCH_FORMAT: _OWN_FILES,
+        Feature.TORCH_FORMAT: f"{_OWN_FILES} A framework must not save or load the optimizer by "
+        "itself: see docs/whole_params.md.",
         Feature.HOST_BOXES: f"{_OWN_FILES} With Megatron-LM's training script, write --ckpt-format "
         "torch.",
         Feature.MOVED_STATE: "Keep the state where it is, or use Adam.",

@@ -19,15 +19,10 @@ except ImportError:  # not a POSIX system: two runs can save to the same place
 
 #: Small writes (the framing of a tensor) are joined up to this size; large ones are not buffered.
 _BUFFER_NBYTES = 1 << 16
+#: Errors with which a file system says that it has no `fsync`. A disk that fails says another one.
+_NO_FILE_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 #: Errors with which some network file systems refuse `fsync` of a folder; they do not need it.
-_NO_FOLDER_SYNC = (
-    errno.EINVAL,
-    errno.EBADF,
-    errno.ENOSYS,
-    errno.ENOTSUP,
-    errno.EACCES,
-    errno.EPERM,
-)
+_NO_FOLDER_SYNC = (*_NO_FILE_SYNC, errno.EBADF, errno.EACCES, errno.EPERM)
 
 
 @contextmanager
@@ -90,9 +85,13 @@ def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
 
 
 def sync(file: BinaryIO) -> None:
-    """Waits until everything that was written is on the disk."""
+    """Waits until everything that was written is on the disk, where its file system can."""
     file.flush()
-    os.fsync(file.fileno())
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in _NO_FILE_SYNC:
+            raise
 
 
 def sync_folder(path: Path) -> None:
@@ -145,7 +144,7 @@ def lock(path: Path) -> int | None:
     are no locks."""
     if fcntl is None:
         return None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

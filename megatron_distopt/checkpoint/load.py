@@ -38,7 +38,6 @@ from megatron_distopt.checkpoint.source import DAMAGED, read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
     WholeModel,
-    flat_params_of,
     load_loss_scale,
     shards_of,
     take_owned,
@@ -54,7 +53,7 @@ from megatron_distopt.optimizer.inner import (
     restore,
     restore_group,
 )
-from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.main_params import FlatParam, by_group
 from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
 from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
@@ -254,10 +253,12 @@ def fill_groups(
     `separate` has cut the flat params. `main_kind` is the kind of the tensors that go into main
     params.
     """
+    optimizers = dict.fromkeys(match.optimizer for match in matches)
+    members = {optimizer: by_group(optimizer.flat_params) for optimizer in optimizers}
     flat_params = [
         (match, flat, match.states[flat.plan.shards[0].name])
         for match in matches
-        for flat in flat_params_of(match.optimizer, match.number)
+        for flat in members[match.optimizer][match.number]
     ]
     moments = {
         flat: {kind: _moment_for(match.optimizer, flat, kind, dtype) for kind, dtype in saved.kinds}

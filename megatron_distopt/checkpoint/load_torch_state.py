@@ -3,6 +3,7 @@ of this package."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from megatron_distopt.checkpoint.param_groups import (
     check_types,
     check_values,
     not_options,
-    plain_option,
+    plain_options,
     take_options,
 )
 from megatron_distopt.checkpoint.torch_state import (
@@ -111,8 +112,11 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
         return _to_agree_on(params, state_dict, checked[0])
 
     _check_agreement(exchange_together(check, params.everyone, "load"))
-    both = zip(params.groups, state_dict["param_groups"], strict=True)
+    both = list(zip(params.groups, state_dict["param_groups"], strict=True))
     pairs = [(current, _options(params, saved, current)) for current, saved in both]
+    for (current, options), (_, saved) in zip(pairs, both, strict=True):
+        new = {key: copy.deepcopy(saved[key]) for key in options if key not in current}
+        current.update(new)
     take_options(pairs, params.everyone.rank, writes=params.share.optimizer.plan.choice.writes)
     scale, optimizer = _loss_scale_in(state_dict), params.share.optimizer
     load_loss_scale(optimizer.loss_scale, scale)
@@ -211,11 +215,7 @@ def _options(
     """Those that a load takes: of None only what the group has already, see `torch_state_dict`."""
     others = (*not_options(params.share.optimizer), "param_names", CLASS)
     is_written = {key for key, value in group.items() if value is not None or key in current}
-    return {
-        key: plain_option(value)
-        for key, value in group.items()
-        if key not in others and key in is_written
-    }
+    return plain_options({key: group[key] for key in group if key in is_written.difference(others)})
 
 
 def _loss_scale_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,24 +3,34 @@ optimizer."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.errors import CheckpointError
-from megatron_distopt.optimizer.inner import IMPLEMENTATION, moments_of, state_of
+from megatron_distopt.errors import CheckpointError, ConfigError
+from megatron_distopt.optimizer.inner import (
+    IMPLEMENTATION,
+    NUMBERS,
+    InnerChoice,
+    as_number,
+    moments_of,
+    state_of,
+)
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: The key of a dynamic loss scale in the first param group, where torch's format has a place for
 #: it.
 LOSS_SCALE = "dynamic_loss_scale"
+#: Bytes of the numbers of numpy that torch computes with as with Python's: it rounds to less.
+_LEAST_ITEMSIZE = 4
 #: Keys of a param group that are not saved as options: the run that loads chooses its kernel and
 #: whether experts are spread over ranks, and the count and the loss scale have fields of their own.
 NOT_OPTIONS = ("params", "step", *IMPLEMENTATION, "is_expert_parallel", LOSS_SCALE)
@@ -28,8 +38,7 @@ NOT_OPTIONS = ("params", "step", *IMPLEMENTATION, "is_expert_parallel", LOSS_SCA
 #: changes them in a run.
 SCHEDULE = frozenset(("max_lr", "min_lr", "start_wd", "end_wd", "lr_mult", "wd_mult"))
 _SCHEDULED = ("lr", "weight_decay")
-#: Options that every optimizer computes with.
-_NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
+#: Beside `NUMBERS`, what every optimizer computes with.
 _LISTS_OF_NUMBERS = ("betas",)
 _log = logging.getLogger("megatron_distopt")
 
@@ -65,21 +74,19 @@ class GroupRecord:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def meaning(self) -> tuple[object, ...]:
+    def meaning(self) -> str:
         """Everything except the names. For a param, groups of equal meaning are the same."""
-        return self.options, self.step, self.scalars, self.unsaved, self.given
+        meant = [self.options, self.step, self.scalars, self.unsaved, self.given]
+        return json.dumps(meant, sort_keys=True, default=astuple)
 
 
 def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
     """Joins groups of equal meaning; ranks may number the same groups differently."""
-    joined: list[tuple[GroupRecord, dict[str, None]]] = []
+    joined: dict[str, tuple[GroupRecord, dict[str, None]]] = {}
     for group in groups:
-        names = next((names for known, names in joined if known.meaning == group.meaning), None)
-        if names is None:
-            joined.append((group, dict.fromkeys(group.names)))
-        else:
-            names.update(dict.fromkeys(group.names))
-    return tuple(replace(group, names=tuple(names)) for group, names in joined)
+        _, names = joined.setdefault(group.meaning, (group, {}))
+        names.update(dict.fromkeys(group.names))
+    return tuple(replace(group, names=tuple(names)) for group, names in joined.values())
 
 
 def group_to_json(group: GroupRecord) -> dict[str, Any]:
@@ -127,11 +134,44 @@ def check_values(groups: Sequence[GroupRecord], where: str) -> None:
             )
 
 
+def check_options(number: int, options: Mapping[Any, Any], choice: InnerChoice) -> None:
+    """Refuses options of the param group of that number with which the inner optimizer cannot
+    compute as torch does, and those that a save would refuse.
+
+    Raises:
+        ConfigError: one of them is no value of its option.
+    """
+    for key in options:
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"Param group {number} has the key {key!r}, and keys must be texts, which files "
+                f"keep. Write {str(key)!r}."
+            )
+    narrow = [key for key in NUMBERS if not _is_scalar(options.get(key))]
+    lacking = [key for key in NUMBERS if choice.moments and options.get(key, 0) is None]
+    faults = _faults(GroupRecord((), plain_options(options)))
+    rules = {key: rule for key, _, rule in faults} | dict.fromkeys(lacking, "be a finite number")
+    rules |= dict.fromkeys(narrow, "be a number of at least 32 bits, and no array")
+    for key, rule in rules.items():
+        raise ConfigError(
+            f"{key} of param group {number} is {options[key]!r:.80}, and must {rule}. Write "
+            "another value, or convert it by float(...)."
+        )
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether torch computes with an option as with a number of Python, unlike with numpy's
+    arrays and its numbers of 16 bits."""
+    if torch.is_tensor(value) or not hasattr(value, "tolist"):
+        return True
+    return isinstance(value, Number) and getattr(value, "itemsize", 0) >= _LEAST_ITEMSIZE
+
+
 def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
     """Key, value and rule of everything that is wrong."""
     for key, value in group.options.items():
-        if key in _NUMBERS and not (
-            _is_number(value) or (key == "eps" and _is_pair_of_adafactor(value))
+        if key in NUMBERS and not (
+            value is None or _is_number(value) or (key == "eps" and _is_pair_of_adafactor(value))
         ):
             yield key, value, "be a finite number"
         elif key in _LISTS_OF_NUMBERS and not (
@@ -190,8 +230,11 @@ def check_types(
     saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str
 ) -> None:
     """Checks that every saved option has the type of the option that a param group has."""
+    ours = plain_options(current)
     for key, value in saved.items():
-        if key in current and key not in NOT_OPTIONS and not _is_like(value, current[key]):
+        is_missing = key in NUMBERS and value is None and ours.get(key) is not None
+        is_compared = key in ours and key not in NOT_OPTIONS
+        if is_missing or (is_compared and not _is_like(value, ours[key])):
             raise CheckpointError(
                 f"Invalid {key} {place}: {value!r}. Must be of the type of {current[key]!r}, which "
                 f"the run has. {remedy}."
@@ -199,20 +242,20 @@ def check_types(
 
 
 def _is_like(saved: object, current: object) -> bool:
-    """Whether a saved option can take the place of the one that a param group has.
+    """Whether a saved option can take the place of the plain one that a param group has.
 
     >>> _is_like("1e-3", 1e-3), _is_like(True, 0.9)
     (False, False)
-    >>> _is_like([0.9, 0.95], (0.9, 0.999)), _is_like(2, 0.5)
+    >>> _is_like([0.9, 0.95], [0.9, 0.999]), _is_like(2, 0.5)
     (True, True)
     """
     if current is None or saved is None:
         return True
     if isinstance(current, bool):
         return isinstance(saved, bool) or saved in (0, 1)
-    if isinstance(current, (int, float, Tensor)):
+    if isinstance(current, (int, float)):
         return isinstance(saved, (int, float)) and not isinstance(saved, bool)
-    if isinstance(current, (list, tuple)):
+    if isinstance(current, list):
         return (
             isinstance(saved, list)
             and len(saved) == len(current)
@@ -249,7 +292,7 @@ def options_of(
     group: Mapping[str, Any], others: Collection[str] = NOT_OPTIONS
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The options that a file can keep, and the names of the types of the others."""
-    given = {key: plain_option(value) for key, value in group.items() if key not in others}
+    given = plain_options({key: value for key, value in group.items() if key not in others})
     unsaved = {
         key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)
     }
@@ -275,13 +318,26 @@ def given_alike(saved: GroupRecord, given: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(alike | {"initial_lr"} if "lr" in alike else alike)  # of torch's schedulers
 
 
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a file keeps them."""
+    plain = {key: plain_option(value) for key, value in options.items()}
+    for key in plain.keys() & {*NUMBERS, *_LISTS_OF_NUMBERS}:
+        value = plain[key]
+        plain[key] = list(map(as_number, value)) if isinstance(value, list) else as_number(value)
+    return plain
+
+
 def plain_option(value: Any) -> Any:
-    """An option as a file keeps it: a tensor, such as a learning rate, becomes a number, and a
-    tuple a list."""
+    """An option as a file keeps it: a tensor of one element, such as a learning rate, becomes a
+    number, a larger one, an array or a tuple a list."""
     if torch.is_tensor(value) and value.numel() == 1:
         return value.item()
+    if hasattr(value, "tolist"):  # of torch and numpy
+        return value.tolist()
     if isinstance(value, Mapping):
         return {key: plain_option(member) for key, member in value.items()}
+    if isinstance(value, str):
+        return str.__str__(value)  # str() of a member of an enum of texts would be its name
     return list(map(plain_option, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -301,8 +357,9 @@ def differences(
     ['betas is [0.9, 0.95], of the checkpoint; this run was given [0.9, 0.99]']
     """
     silent = (*NOT_OPTIONS, *writes, *(_SCHEDULED if "wd_mult" in current else ()))
-    for key in sorted(current.keys() & saved.keys() - set(silent)):
-        ours, theirs = plain_option(current[key]), plain_option(saved[key])
+    all_ours, all_theirs = plain_options(current), plain_options(saved)
+    for key in sorted(all_ours.keys() & all_theirs.keys() - set(silent)):
+        ours, theirs = all_ours[key], all_theirs[key]
         if ours != theirs and key in kept:
             yield f"{key} is {ours}, of this run; the checkpoint has {theirs}"
         elif ours != theirs:
@@ -336,11 +393,21 @@ def take_options(
 
 
 def as_kept(saved: Any, current: Any) -> Any:
-    """A saved option in the form that the group has now; a tensor is filled in place, because
-    others may hold it."""
-    if torch.is_tensor(current) and saved is not None:
-        return current.fill_(saved)
-    return tuple(saved) if isinstance(current, tuple) and saved is not None else saved
+    """A saved option in the form that the group has now; a tensor or an array is filled in place,
+    because others may hold it."""
+    if saved is None:
+        return None
+    if torch.is_tensor(current):
+        return current.copy_(torch.tensor(saved, dtype=current.dtype).view(current.shape))
+    if hasattr(current, "tolist") and hasattr(current, "__setitem__"):  # an array of numpy
+        current[...] = saved
+        return current
+    if isinstance(current, (list, tuple)) and len(saved) == len(current):
+        members = list(map(as_kept, saved, current))
+        if isinstance(current, tuple):
+            return type(current)(*members) if hasattr(current, "_fields") else tuple(members)
+        return members
+    return saved
 
 
 def _is_plain(value: object) -> bool:

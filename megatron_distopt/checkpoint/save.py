@@ -38,14 +38,14 @@ from megatron_distopt.checkpoint.tensor_file import TensorWriter
 from megatron_distopt.checkpoint.whole_model import (
     Share,
     WholeModel,
-    flat_params_of,
     owned_pieces,
     owned_tensors,
     saved_loss_scale,
 )
 from megatron_distopt.comm import Group, exchange_together, raise_together
-from megatron_distopt.errors import CheckpointError, DistOptError
+from megatron_distopt.errors import CheckpointError, DistOptError, RanksDisagreeError
 from megatron_distopt.layout import Box
+from megatron_distopt.optimizer.main_params import by_group
 from megatron_distopt.version import VERSION
 
 #: Network file systems show the files of other machines with a delay.
@@ -122,9 +122,10 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
     """The groups of which this rank owns something, once for each flat param; other ranks add the
     other groups."""
     optimizer = share.optimizer
+    members = by_group(optimizer.flat_params)
     for number, group in enumerate(optimizer.inner.param_groups):
         options, unsaved = options_of(group, not_options(optimizer))
-        for flat in flat_params_of(optimizer, number):
+        for flat in members[number]:
             names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
             scalars = scalars_of(optimizer, flat)
             step = step_of(optimizer, group, flat, scalars)
@@ -224,24 +225,35 @@ def should_have_appeared(written_at: float) -> bool:
 
 def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda: None) -> Saving:
     """Collective: begins a save. The first rank makes the folder and locks it, where `prepare`
-    raises on no rank."""
+    raises on no rank.
+
+    Raises:
+        RanksDisagreeError: ranks would save to different folders.
+    """
     lock: int | None = None
 
-    def claim() -> str:
+    def claim() -> tuple[str, str, str]:
         nonlocal lock
         prepare()
         if everyone.rank == 0:
             with disk.refused(f"checkpoint {folder}", _WRITABLE):
                 disk.make_folder(folder)
                 lock = disk.lock(lock_file(folder))
-        return new_save_id()
+        return new_save_id(), str(folder), str(folder.absolute())
 
     try:
-        save_id = exchange_together(claim, everyone, "save")[0]
+        save_ids, names, places = zip(*exchange_together(claim, everyone, "save"), strict=True)
+        if len(set(names)) > 1 and len(set(places)) > 1:
+            other = next(rank for rank, name in enumerate(names) if name != names[0])
+            raise RanksDisagreeError(
+                f"The folder to save to is {names[0]!r} on rank {everyone.global_rank(0)} and "
+                f"{names[other]!r} on rank {everyone.global_rank(other)}. Give save(...) the same "
+                "name on all ranks."
+            )
     except BaseException:
         disk.unlock(lock)
         raise
-    return Saving(folder, save_id, everyone.rank, everyone.size, lock)
+    return Saving(folder, save_ids[0], everyone.rank, everyone.size, lock)
 
 
 @no_collection()

@@ -279,6 +279,13 @@ class TorchParams:
         return frozenset(name for group in self.share.optimizer.plan.groups for name in group.names)
 
     @cached_property
+    def kept(self) -> frozenset[str]:
+        """What the inner optimizer keeps for each element; empty before its first step."""
+        optimizer = self.share.optimizer
+        kept = (moments_of(optimizer.inner, flat.main) for flat in optimizer.flat_params)
+        return frozenset(next(filter(None, kept), ())) - {STEP}
+
+    @cached_property
     def begins(self) -> list[Mapping[str, Any]]:
         """By group, the state of a param of three elements that was never updated, see [Note:
         torch's format]."""
@@ -331,7 +338,8 @@ def _begins_with_zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[
 def _stand_in(
     optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]
 ) -> Optimizer | None:
-    if _begins_with_zeros(optimizer, number, group):
+    has_owners = optimizer.plan.choice.updates_whole_params
+    if has_owners or _begins_with_zeros(optimizer, number, group):
         return None
     param = torch.zeros(3, device=optimizer.device)
     # With what the class itself has written since then, such as a count, it would go on and not
@@ -387,11 +395,13 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
                 **group[LOSS_SCALE],
                 "num_skipped": params.share.optimizer.num_skipped,
             }
+    has_owners = params.share.optimizer.plan.choice.updates_whole_params  # and no state yet
+    shown = () if has_owners else params.numbered
     begin, name = params.begins[0], class_of(params.share.optimizer.plan.choice.name)
     kinds = {key for key, value in begin.items() if _is_moment(value)}
     if name != "Adam" and kinds and kinds <= MOMENTS_OF_ADAM:
         groups[0][CLASS] = name
-    states = {number: _state_of(params, name) for number, name in enumerate(params.numbered)}
+    states = {number: _state_of(params, name) for number, name in enumerate(shown)}
     return {
         "state": {number: state for number, state in states.items() if state is not None},
         "param_groups": groups,

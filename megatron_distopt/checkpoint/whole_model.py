@@ -119,10 +119,6 @@ class OwnedPiece:
             yield key_of(kind, self.placement.name), self.view(tensor)
 
 
-def flat_params_of(optimizer: ShardedOptimizer, number: int) -> Iterator[FlatParam]:
-    return (flat for flat in optimizer.flat_params if flat.plan.key.group == number)
-
-
 def shards_of(optimizer: ShardedOptimizer) -> Iterator[tuple[FlatParam, ParamShard]]:
     """The param shards of this rank with their flat params, in the order of the buffers."""
     return ((flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards)

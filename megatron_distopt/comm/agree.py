@@ -38,6 +38,7 @@ class Field:
 
     what: str  # its name in the error, e.g. "param names".
     items: tuple[str, ...]  # in an order that matters
+    remedy: str = ""  # what to do in addition to starting all ranks alike
 
 
 def exchange(value: T, group: Group) -> list[T]:
@@ -134,7 +135,7 @@ def _difference(field: Field, group: Group, digests: list[str]) -> str:
     rule = f"be the same on all {len(digests)} ranks"
     numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
     remedy = f"Start rank(s) {numbers} with the code and options of the others"
-    return refusal(field.what, got, rule, remedy)
+    return refusal(field.what, got, rule, remedy + field.remedy)
 
 
 # --- before the first collective, ranks meet in torch's store, where a rank that does not come can

@@ -80,6 +80,22 @@ def shares_memory(device: torch.device, group: Group) -> bool:
     return is_pairwise_there and len(nodes_of(group).members) == 1
 
 
+def check_debug_level(device: torch.device, group: Group, how: Reduction) -> None:
+    """Refuses communication that is overlapped by messages where torch compares the number of
+    messages in each collective; after the group's first collective.
+
+    A thread sends them at other times on other ranks, so that the numbers differ.
+    """
+    is_pairwise = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
+    has_messages = is_pairwise and (how.reduce_dtype or not shares_memory(device, group))
+    if has_messages and dist.get_debug_level().name == "DETAIL":  # type: ignore[attr-defined]
+        raise ConfigError(
+            "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch cannot tell overlapped messages "
+            "over gloo from an error. Write TORCH_DISTRIBUTED_DEBUG=INFO, or leave "
+            "overlap_grad_reduce and overlap_param_gather out."
+        )
+
+
 def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
     """Describes how buckets on a device are communicated in a group; after the group's first
     collective."""

@@ -67,8 +67,8 @@ class Group:
         """Reads rank and size off torch's group.
 
         Raises:
-            ConfigError: torch.distributed is not initialised, or a framework has destroyed the
-                group for a time.
+            ConfigError: torch.distributed is not initialised, a framework has destroyed the group
+                for a time, or this process is not in it.
         """
         if not is_initialized():
             remedy = (
@@ -85,8 +85,15 @@ class Group:
                 "Make the process groups again before this call",
             )
             raise ConfigError(refusal("process group", found, "exist", remedy))
+        rank = dist.get_rank(handle)
+        if rank < 0:
+            raise ConfigError(
+                f"The process group does not have rank {dist.get_rank()}, which was given it. Give "
+                "each rank a group that it is in, or make this call on the ranks of the group "
+                "alone."
+            )
         _were_used.set()
-        return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
+        return cls(handle, rank, dist.get_world_size(handle))
 
     def global_rank(self, rank: int) -> int:
         """The launcher's number for a rank of this group; every message that names a rank uses that

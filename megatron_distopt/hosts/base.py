@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
+from megatron_distopt.checkpoint.param_groups import check_options
 from megatron_distopt.comm import (
     Field,
     Group,
@@ -30,7 +31,7 @@ from megatron_distopt.comm import (
     profiled,
     raise_together,
 )
-from megatron_distopt.comm.collectives import Reduction, try_collectives
+from megatron_distopt.comm.collectives import Reduction, check_debug_level, try_collectives
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, Switch, switch_from
@@ -39,6 +40,7 @@ from megatron_distopt.hosts.report import announce
 from megatron_distopt.layout import BufferLayout, ParamSpec
 from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.optimizer.accelerator import stats_dtype
+from megatron_distopt.optimizer.inner import InnerChoice, option_text
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import StepPlan
@@ -190,6 +192,8 @@ def begin_communication(
     # In the same order on all ranks, also where they hold different params.
     known = sorted({dtype for each in exchange(list(dtypes), everyone) for dtype in each}, key=str)
     raise_together(lambda: try_collectives(device, groups[0], how, dtypes=known), everyone)
+    if config.overlap_grad_reduce or config.overlap_param_gather:
+        raise_together(lambda: check_debug_level(device, groups[0], how), everyone)
     try_statistics(device, everyone)
 
 
@@ -229,7 +233,7 @@ def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
 
 
 def plan_groups(
-    named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]]
+    named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]], choice: InnerChoice
 ) -> tuple[ParamGroup, ...]:
     """Param groups as for `torch.optim`, with names in place of params.
 
@@ -244,6 +248,7 @@ def plan_groups(
             found = f"In param group {index}, {unknown} params are in no buffer of the model"
             raise LayoutError(f"{found}. Leave out frozen and foreign params.")
         options = {key: value for key, value in group.items() if key != "params"}
+        check_options(index, options, choice)
         groups.append(ParamGroup(options, tuple(name_of[param] for param in group["params"])))
     times = Counter(name for group in groups for name in group.names)
     for name in named:
@@ -320,7 +325,7 @@ def compare_ranks(
     specs = [spec_of(name, param) for name, param in named.items()]
     groups, members, layout = [], [], []
     for index, group in enumerate(plan.groups):
-        pairs = (f"{key}={value!r}" for key, value in sorted(group.options.items()))
+        pairs = (f"{key}={option_text(value)}" for key, value in sorted(group.options.items()))
         groups.append(f"group {index}: {', '.join(pairs)}")
         members += [f"{name} in {index}" for name in group.names]
     for buffer, dtype in buffers:

@@ -25,7 +25,7 @@ from megatron_distopt.optimizer.adam import (
     choose_adam,
     low_precision_adam,
 )
-from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice, option_text
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.owners.given import accepted, build_alike, check_new
@@ -201,7 +201,7 @@ def _fused_build(chosen: type[Optimizer], instance: Optimizer) -> Build:
 
 
 def _listed(defaults: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{key}={value!r}" for key, value in sorted(defaults.items()))
+    return tuple(f"{key}={option_text(value)}" for key, value in sorted(defaults.items()))
 
 
 def _low_precision_instance(

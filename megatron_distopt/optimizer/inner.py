@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from numbers import Integral, Number, Real
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.config import ADAM_NAMES
+from megatron_distopt.device import CPU
 from megatron_distopt.layout import OwnerPlan, Span
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     LowPrecisionTensor,
@@ -36,8 +39,15 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
 _MISSING = object()
+#: So many param groups are given to one constructor of torch's.
+_GROUPS_AT_ONCE = 64
 
 
+#: Types of options that cannot change in place.
+FIXED = (type(None), Number, str)
+#: Options of torch's classes that are one number, and those that are on or off.
+NUMBERS = ("lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening")
+SWITCHES = ("amsgrad", "maximize", "nesterov")
 #: What a param group holds beside options.
 _PARAMS = ("params", "param_names")
 
@@ -45,6 +55,45 @@ _PARAMS = ("params", "param_names")
 def option_values(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group without its params."""
     return {key: value for key, value in group.items() if key not in _PARAMS}
+
+
+def as_number(value: Any) -> Any:
+    """A number of any kind as one of Python's; other values as they are."""
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def for_kernels(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as torch's fused kernels take them: the others take fractions, and numbers for
+    switches, too."""
+    taken = dict(options)
+    taken.update({key: as_number(options[key]) for key in NUMBERS if key in options})
+    taken.update({key: bool(options[key]) for key in SWITCHES if key in options})
+    if isinstance(taken.get("betas"), tuple):
+        taken["betas"] = tuple(map(as_number, taken["betas"]))
+    return taken
+
+
+def option_text(value: Any, *, waits: bool = True) -> str:
+    """Says what an option is, alike on all ranks that have the same one; of an object only of which
+    kind, as its text may have an address.
+
+    Where it must not wait, a tensor of a device is told by the writes to it.
+    """
+    text = partial(option_text, waits=waits)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {text(member)}' for key, member in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(text, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"set {sorted(map(text, value))}"
+    if torch.is_tensor(value):
+        is_read = waits or value.device.type == CPU
+        return f"tensor {value.tolist() if is_read else (id(value), value._version)}"
+    if isinstance(value, FIXED):
+        return repr(value)
+    return f"array {value.tolist()}" if hasattr(value, "tolist") else type(value).__name__
 
 
 def changed_options(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,6 +218,20 @@ class InnerChoice:
     def moments(self) -> frozenset[str]:
         """What it keeps for every element, as far as that is known before its first step."""
         return _MOMENTS.get(self.name, frozenset())
+
+
+def build_in_parts(build: Build, groups: Groups) -> Optimizer:
+    """Builds an optimizer that keeps its params in state and param groups alone.
+
+    torch looks for every param of a group in all groups before it, so the time for one object grows
+    with the square of their number.
+    """
+    starts = range(0, len(groups), _GROUPS_AT_ONCE)
+    built, *others = (build(groups[start : start + _GROUPS_AT_ONCE]) for start in starts)
+    for other in others:
+        built.state.update(other.state)
+        built.param_groups += other.param_groups
+    return built
 
 
 def step_divided(

@@ -14,7 +14,8 @@ same place in their buffers; what is allocated for them follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -190,6 +191,14 @@ def build_flat_params(
             FlatParam(*parts) for parts in zip(plans, mains, models, grads, hosts, strict=True)
         ]
     return tuple(flat_params)
+
+
+def by_group(flat_params: Iterable[FlatParam]) -> Mapping[int, list[FlatParam]]:
+    """The flat params of each param group, by its number."""
+    members = defaultdict[int, list[FlatParam]](list)
+    for flat in flat_params:
+        members[flat.plan.key.group].append(flat)
+    return members
 
 
 def _on_host(

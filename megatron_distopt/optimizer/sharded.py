@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -46,7 +47,9 @@ from megatron_distopt.optimizer.inner import (
     Groups,
     InnerChoice,
     InParts,
+    build_in_parts,
     counts_in_groups,
+    for_kernels,
     moments_of,
     skips_by_itself,
     split_state,
@@ -65,6 +68,7 @@ from megatron_distopt.optimizer.main_params import (
     MainGrads,
     ParamGroup,
     build_flat_params,
+    by_group,
     main_grads,
     split_flat_param,
 )
@@ -124,7 +128,7 @@ class ShardedOptimizer:
         self.flat_params, groups = _flatten(buffers, plan.groups, plan)
         # torch refuses an empty list of groups, and a rank without any param still takes part in
         # the statistics.
-        self.inner = plan.choice.build(groups or [{"params": []}])
+        self.inner = _build(plan.choice, groups or [{"params": []}])
         self.host_updates = _host_updates(plan, self.flat_params, self.inner, self.device)
         self.averages = None if self.config.ema_decay is None else Averages(self.config.ema_decay)
         self.show_flat_params()
@@ -298,8 +302,9 @@ class ShardedOptimizer:
         """
         flat_params, added = _flatten(buffers, groups, self.plan)
         # Built anew, because some classes fill their state in the constructor.
-        fresh = self.plan.choice.build([dict(group) for group in added])
-        self.inner.state.update(fresh.state)
+        fresh = _build(self.plan.choice, [dict(group) for group in added])
+        # past the methods of a state that refuses others
+        dict.update(self.inner.state, dict.items(fresh.state))
         for index, group in enumerate(fresh.param_groups):
             if index < len(self.inner.param_groups):
                 self.inner.param_groups[index]["params"] += group["params"]
@@ -363,13 +368,16 @@ def _flatten(
             replace(flat, average=flat.zeros(torch.float32).copy_(flat.main))
             for flat in flat_params
         )
-    mains = [
-        [flat.main for flat in flat_params if flat.plan.key.group == index]
-        for index in range(len(groups))
-    ]
+    members = by_group(flat_params)
     return flat_params, [
-        {**group.options, "params": params} for group, params in zip(groups, mains, strict=True)
+        {**for_kernels(group.options), "params": [flat.main for flat in members[number]]}
+        for number, group in enumerate(groups)
     ]
+
+
+def _build(choice: InnerChoice, groups: Groups) -> Optimizer:
+    """Builds the inner optimizer; one that may keep its params elsewhere as well, all at once."""
+    return build_in_parts(choice.build, groups) if choice.moments else choice.build(groups)
 
 
 def _host_updates(
@@ -383,7 +391,7 @@ def _host_updates(
             "Write adam='torch_fused', or offload_fraction=0.0",
         )
         raise ConfigError(refusal("inner optimizer", plan.choice.name, rule, remedy))
-    return HostUpdates(inner, plan.choice.on_host, device)
+    return HostUpdates(inner, partial(build_in_parts, plan.choice.on_host), device)
 
 
 @dataclass(frozen=True)

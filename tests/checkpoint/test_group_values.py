@@ -3,11 +3,15 @@ in two of them."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+from collections import OrderedDict
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 
@@ -241,3 +245,111 @@ def test_load_when_frozen_params_of_one_group_were_in_several_then_refused(tmp_p
     for part in ("'0.bias'", "'0.weight'", "different groups"):
         assert part in str(caught.value), caught.value
     assert resumed.param_groups[0]["lr"] == 0.1, "nothing is changed"
+
+
+def _numpys(value: Any) -> numpy.ndarray[Any, Any]:
+    return numpy.array(value, dtype=numpy.float32)
+
+
+class _Pair(NamedTuple):
+    first: float
+    second: float
+
+
+#: What a saved run and a run that loads have in a param group, and what that has afterwards.
+KEPT: dict[str, tuple[str, Any, Any, Any]] = {
+    "numpy's number": ("lr", numpy.float32(0.5), 0.1, 0.5),
+    "a number for numpy's": ("lr", 0.5, numpy.float32(0.1), 0.5),
+    "a switch for a number": ("weight_decay", False, 0.1, 0.0),
+    "a number for a switch": ("weight_decay", 0.1, False, 0.1),
+    "a fraction": ("lr", Fraction(1, 4), 0.1, 0.25),
+    "numpy's switch": ("amsgrad", numpy.False_, False, False),
+    "numpy's text": ("own", numpy.str_("a"), numpy.str_("b"), "a"),
+    "a tensor": ("own", torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 2.0])),
+    "an array": ("own", _numpys([1.0, 2.0]), _numpys([0.0, 0.0]), _numpys([1.0, 2.0])),
+    "nested tuples": ("own", (1, (2, 3)), (0, (0, 0)), (1, (2, 3))),
+    "a tuple with names": ("own", _Pair(1.0, 2.0), _Pair(0.0, 0.0), _Pair(1.0, 2.0)),
+    "an ordered dict": ("own", OrderedDict(a=1), OrderedDict(a=0), {"a": 1}),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("form", ["folder", "state dict"])
+@pytest.mark.parametrize("case", KEPT)
+def test_option_when_it_is_of_another_type_then_it_is_saved_and_loaded(
+    case: str, form: str, tmp_path: Path
+) -> None:
+    key, saved, current, expected = KEPT[case]
+
+    def run(value: Any) -> Any:
+        model = torch.nn.Linear(2, 2)
+        group = {"params": list(model.parameters()), key: copy.deepcopy(value)}
+        optimizer = distribute(model, torch.optim.AdamW([group], lr=0.25))
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    first, second = run(saved), run(current)
+    before = second.param_groups[0][key]
+    if form == "folder":
+        first.save(tmp_path)
+        second.load(tmp_path)
+    else:
+        second.load_state_dict(first.state_dict())
+    got = second.param_groups[0][key]
+    assert type(got) is type(before) or not isinstance(before, tuple)
+    if isinstance(expected, (torch.Tensor, numpy.ndarray)):
+        assert got is before, "it is filled in place, because others may hold it"
+        assert got.tolist() == expected.tolist()
+    else:
+        assert got == expected
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_state_dict_when_the_run_lacks_an_option_then_it_gets_a_copy_as_in_torch() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    first = distribute(model, torch.optim.AdamW(model.parameters()))
+    first.param_groups[0].update(own=torch.tensor([1.0, 2.0]), pair=(1, 2))
+    second = distribute(other, torch.optim.AdamW(other.parameters()))
+    second.load_state_dict(first.state_dict())
+    (group,) = second.param_groups
+    assert group["pair"] == (1, 2) and torch.equal(group["own"], torch.tensor([1.0, 2.0]))
+    assert group["own"] is not first.param_groups[0]["own"]
+
+
+class _OwnRate(torch.optim.Optimizer):
+    """Computes its rate where it is given none, as the Adafactor of transformers."""
+
+    def __init__(self, params: Any, lr: float | None = None) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.5 if group["lr"] is None else group["lr"])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_rate_when_the_class_computes_it_then_none_is_saved_and_loaded(tmp_path: Path) -> None:
+    def run(lr: float | None) -> Any:
+        model = torch.nn.Linear(2, 2)
+        return distribute(model, _OwnRate(model.parameters(), lr), updates="elements")
+
+    run(None).save(tmp_path)
+    resumed = run(None)
+    resumed.load(tmp_path)
+    assert resumed.param_groups[0]["lr"] is None
+    with pytest.raises(CheckpointError, match="lr of the params of group 0"):
+        run(0.5).load(tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_switch_when_it_is_a_number_then_the_kernel_takes_it_as_torchs_others_do() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), amsgrad=1))  # type: ignore[arg-type]
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert "max_exp_avg_sq" in optimizer.state[model.weight]
+    assert optimizer.param_groups[0]["amsgrad"] == 1, "the user's stays as it was written"

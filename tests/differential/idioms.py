@@ -302,6 +302,34 @@ _AS_AN_OPTIMIZER = {
     "weight_decay": Idiom(
         _ANY, 'for group in optimizer.param_groups:\n    group["weight_decay"] = 0.2'
     ),
+    "lr_of_numpy": Idiom(
+        _ANY,
+        """
+        import numpy
+        for group in optimizer.param_groups:
+            group["lr"] = numpy.float32(group["lr"])
+        """,
+        needs=("one phase", "no scheduler"),  # torch.load refuses numpy's numbers
+    ),
+    "lr_fraction": Idiom(
+        _ANY,
+        """
+        from fractions import Fraction
+        for group in optimizer.param_groups:
+            group["lr"] = Fraction(float(group["lr"])).limit_denominator(1000)
+        """,
+        needs=("one phase", "no scheduler"),
+    ),
+    "lr_array": Idiom(
+        _ANY,
+        'import numpy\noptimizer.param_groups[0]["lr"] = numpy.array(0.015)',
+        _FIXED,
+        needs=("one phase", "no scheduler", "not drawn"),
+    ),
+    "decay_false": Idiom((*_START, *_ANY), 'optimizer.param_groups[0]["weight_decay"] = False'),
+    "own_option": Idiom(
+        (*_START, *_ANY), 'optimizer.param_groups[0]["scales"] = torch.tensor([1.0, {n}])'
+    ),
     "betas": Idiom(
         _ANY,
         'for group in optimizer.param_groups:\n    group["betas"] = (0.5, 0.75)',

@@ -156,6 +156,13 @@ EQUAL = {
     ),
     "add_param_group of new params": program("add_param_group_new"),
     "lr and betas edited": program("lr", "betas", groups="two"),
+    "lr of numpy, then the state dict back": program("lr_of_numpy", "state_dict_back"),
+    "lr a fraction": program("lr_fraction", groups="two"),
+    "decay switched off by False": Program(
+        phases=(Phase(2, (Iteration(),) * 2), Phase(3, (Iteration(),))),
+        start=(Action("decay_false"),),
+    ),
+    "a tensor as an option of one's own": program("state_dict_back", before=["own_option"]),
     "a scheduler": program(scheduler="OneCycleLR"),
     "accumulation": program(Iteration(microbatches=_TWO, no_sync=False)),
     "accumulation over two iterations": program(Iteration(step="none", zero="kept")),
@@ -310,6 +317,7 @@ EQUAL |= FOUND
 _READS = ("clip_grad_norm", "full_grad")
 #: With the class of the error; what tests/hosts/test_torch_refusals.py has as well is not here.
 REFUSED = {
+    "lr an array": (program("lr_array"), "ConfigError"),
     "a tie that was cut": (program("untied", kind="Tied"), "LayoutError"),
     "weights changed silently beside remainders on one rank": (
         program(

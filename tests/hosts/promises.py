@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -374,6 +375,14 @@ def edit_the_groups(user: User) -> None:
         group["eps"], group["betas"] = 1e-2, (0.5, 0.7)
 
 
+def write_values_of_other_kinds(user: Any) -> None:
+    """A number of numpy, a switch for a number, and a tensor of the user's own; half the rate."""
+    for group in user.inner.param_groups:
+        group["lr"] = numpy.float32(group["lr"] / 2)
+        group["weight_decay"] = False
+        group["scales"] = torch.tensor([1.0, 2.0])
+
+
 def schedule_as_in_torch(user: User) -> None:
     user.noted["wrapper"] = told(
         lambda: torch.optim.lr_scheduler.LambdaLR(user.optimizer, lambda _: 0.5)
@@ -453,5 +462,6 @@ COMMON: dict[str, Program] = {
         Refused((OTHER, OTHER), ("save_parameter_state()", "load_state_dict()", "on all 2 ranks")),
     ),
     "options_edited": Program(edit_the_groups),
+    "options_of_other_kinds": Program(write_values_of_other_kinds),
     "torchs_schedule": Program(schedule_as_in_torch, notes={"wrapper": "TypeError", "factor": 0.5}),
 }

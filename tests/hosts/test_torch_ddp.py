@@ -326,6 +326,41 @@ def buffers_left_alone(loop: Loop) -> None:
         loop.note(loop.net.count)
 
 
+def prepared_by_framework(loop: Loop) -> None:
+    """Lightning's manual optimization: it prepares the second backward of a training step without a
+    forward pass of the wrapper, as a GAN needs it."""
+    model, optimizer = loop.wrap_then_distribute()
+    for step in range(STEPS):
+        for forward in (model, loop.net):
+            optimizer.zero_grad()
+            loss = forward(loop.batch(step))
+            if forward is loop.net:
+                model.require_forward_param_sync = True
+                model.reducer._rebuild_buckets()
+                model.reducer.prepare_for_backward([])
+            loss.backward()
+            optimizer.step()
+            loop.note(loss)
+
+
+def sync_triggered(loop: Loop) -> None:
+    """Accelerate's `trigger_sync_in_backward`: the last backward averages, whatever the forward
+    passes were prepared for; afterwards DDP's attributes are as before."""
+    model, optimizer = loop.wrap_then_distribute()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            first, second = model(loop.batch(2 * step)), model(loop.batch(2 * step + 1))
+        first.backward()
+        before = model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+        second.backward()
+        model.require_forward_param_sync = before
+        optimizer.step()
+        loop.note(first, second)
+
+
 CASES: dict[str, Callable[[Loop], None]] = {
     each.__name__: each
     for each in (
@@ -344,6 +379,8 @@ CASES: dict[str, Callable[[Loop], None]] = {
         hooked,
         left_to_ranks,
         buffers_left_alone,
+        prepared_by_framework,
+        sync_triggered,
     )
 }
 

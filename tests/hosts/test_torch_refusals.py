@@ -12,12 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import Linear, Module, Parameter, Sequential
@@ -101,10 +102,10 @@ def instance(build: Callable[[Any], Any], *args: Any, **options: Any) -> object:
     return distribute(model, build(model.parameters()), *args, accelerator="torch", **options)
 
 
-def _own_rate(rank: int) -> None:
+def _with_rate(rate: float | None) -> None:
     model = Linear(2, 2)
     optimizer = distribute(model, CONFIG)
-    optimizer.param_groups[0]["lr"] = 0.5 if rank == 2 else 0.01
+    optimizer.param_groups[0]["lr"] = rate
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 
@@ -270,12 +271,36 @@ START_UP: dict[str, Case] = {
         ),
     ),
     "another rate in a step": (
-        _own_rate,
+        lambda rank: _with_rate(0.5 if rank == 2 else 0.01),
         everyone(
             RanksDisagreeError,
             "The lr of param group 0 is 0.5 on rank 2 and 0.01 on rank 0",
             "all_reduce",
         ),
+    ),
+    "a rate that is an array": (
+        lambda rank: instance(lambda params: AdamW(params, lr=numpy.array(0.5))),
+        everyone(ConfigError, "lr of param group 0 is array(0.5)", "no array", "float(...)"),
+    ),
+    "a rate of two elements": (
+        lambda rank: grouped({"params": ["bias"], "lr": torch.tensor([0.5, 0.25])}),
+        everyone(ConfigError, "lr of param group 0 is tensor([0.5000, 0.2500])", "finite number"),
+    ),
+    "no rate on one rank": (
+        lambda rank: grouped({"params": ["bias"], "lr": None if rank == 2 else 0.5}),
+        one_rank(2, ConfigError, "lr of param group 0 is None", "finite number"),
+    ),
+    "a key that no file keeps": (
+        lambda rank: grouped({"params": ["bias"], 7: 0.5}),
+        everyone(ConfigError, "Param group 0 has the key 7", "Write '7'"),
+    ),
+    "no rate in a step": (
+        lambda rank: _with_rate(None),
+        everyone(ConfigError, "lr of param group 0 is None", "finite number"),
+    ),
+    "arrays that differ": (
+        lambda rank: grouped({"params": ["bias"], "own": numpy.array([float(rank == 2)])}),
+        differing("param groups", "group 0: own=array [1.0]", "group 0: own=array [0.0]"),
     ),
     "bucket too small": (
         lambda rank: linear(bucket_size=3),

@@ -154,7 +154,7 @@ def plan_start(
     check_offload(layouts, config, device, inner.choice)
     divide_by = data.size if any(buffer.dtype is torch.float16 for buffer in buffers) else 1
     plan = StepPlan(
-        groups=plan_groups(named, inner.groups),
+        groups=plan_groups(named, inner.groups, inner.choice),
         choice=inner.choice,
         config=config,
         loss_scale=loss_scale_of(grad_scaler, device),

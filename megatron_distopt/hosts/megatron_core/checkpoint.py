@@ -52,12 +52,7 @@ from megatron_distopt.checkpoint.manifest import (
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, take_options
 from megatron_distopt.checkpoint.save import Written, contribution_of
 from megatron_distopt.checkpoint.torch_state import moments_to_begin
-from megatron_distopt.checkpoint.whole_model import (
-    OwnedPiece,
-    WholeModel,
-    flat_params_of,
-    owned_pieces,
-)
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, WholeModel, owned_pieces
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
@@ -84,6 +79,7 @@ from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice, count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
+from megatron_distopt.optimizer.main_params import by_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Where the text is in `sharded_state_dict()`; every other entry is one box.
@@ -611,11 +607,10 @@ def _kinds_by_name(model: WholeModel) -> dict[str, tuple[str, ...]]:
     kinds_by_name: dict[str, tuple[str, ...]] = {}
     for share in model.shares:
         optimizer = share.optimizer
+        members = by_group(optimizer.flat_params)
         for number, group in enumerate(optimizer.plan.groups):
             kinds = {
-                kind
-                for flat in flat_params_of(optimizer, number)
-                for kind in moments_of(optimizer.inner, flat.main)
+                kind for flat in members[number] for kind in moments_of(optimizer.inner, flat.main)
             }
             found = tuple(sorted(kinds or moments_to_begin(optimizer, number)))
             found += (AVERAGE,) if optimizer.averages is not None else ()

@@ -145,7 +145,7 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             adam = choose_inner(config_for_adam(config), device.type)
             choice = muon_and_adam(adam, matrices, config, merged.muon)
         plan = StepPlan(
-            groups=plan_groups(self.named, groups),
+            groups=plan_groups(self.named, groups, choice),
             choice=choice,
             config=config,
             loss_scale=loss_scale_of(self.grad_scaler, device),

@@ -34,6 +34,7 @@ from megatron_distopt.hosts.base import named_params
 from megatron_distopt.hosts.on_all_ranks import on_all_ranks
 from megatron_distopt.hosts.saving import ProtectedCalls, Saver, untrained_tensors
 from megatron_distopt.hosts.torch.model import FIRST_RANK, ShardedModel
+from megatron_distopt.optimizer.step import StepDecision
 
 
 class StateCalls(ProtectedCalls, Optimizer):
@@ -46,6 +47,9 @@ class StateCalls(ProtectedCalls, Optimizer):
     _is_built = False
     #: Of what the model has beside the params that train, as training began, by name.
     _versions: Mapping[str, int] = MappingProxyType({})
+    last_step: StepDecision | None = None
+    #: Whether a folder or a snapshot was loaded.
+    _was_loaded = False
     #: Whole state that `state_dict()` returns until the next step or load; on the rank that
     #: `consolidate` named.
     _consolidated: dict[int, Any] | None = None
@@ -60,7 +64,9 @@ class StateCalls(ProtectedCalls, Optimizer):
         if not self._is_built:
             return {}
         self._check_torchs_format("state")
-        return StateByParam(self._torch_params(), self._names_of_grouped(), self.reset_state)
+        is_empty = self._model.sharded.plan.choice.updates_whole_params
+        names = {} if is_empty else self._names_of_grouped()
+        return StateByParam(self._torch_params(), names, self.reset_state)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -119,11 +125,13 @@ class StateCalls(ProtectedCalls, Optimizer):
             model.share(), names, self.param_groups, model.data, model.everyone, empty
         )
 
-    def _check_torchs_format(self, call: str) -> None:
+    def _check_torchs_format(
+        self, call: str, loaded: Mapping[Any, Any] = MappingProxyType({})
+    ) -> None:
         """Refuses torch's format, which is cut by element, where whole params are updated, whose
-        state owners have."""
+        state owners have; not while there is no state, which frameworks ask for at the start."""
         choice = self._model.sharded.plan.choice
-        if choice.updates_whole_params:
+        if choice.updates_whole_params and (self.last_step or self._was_loaded or loaded):
             features = {
                 Feature.WHOLE_PARAMS: choice.name,
                 Feature.TORCH_FORMAT: f"optimizer.{call}",
@@ -160,7 +168,7 @@ class StateCalls(ProtectedCalls, Optimizer):
             CheckpointError: on all ranks, where one of them cannot take its state; nothing is
                 changed then.
         """
-        self._check_torchs_format("load_state_dict()")
+        self._check_torchs_format("load_state_dict()", state_dict.get("state", {}))
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
         self._model.bring_up_to_date(is_read=False)
@@ -305,6 +313,7 @@ class StateCalls(ProtectedCalls, Optimizer):
             self._model.grow_to(manifest.names)
 
     def _end_load(self) -> None:
+        self._was_loaded = True
         self._after_load()
         self._gather_written()
 

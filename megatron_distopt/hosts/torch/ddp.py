@@ -38,7 +38,8 @@ from megatron_distopt.buffers import GradSlot, memory_order
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
 from megatron_distopt.hosts.torch.params import is_updated
 
-#: Attribute of a DistributedDataParallel: whether it prepared the averaging of the next backward.
+#: Attribute of a DistributedDataParallel: whether a forward pass prepared the averaging of the next
+#: backward. Absent before the first one.
 _PREPARES = "_distopt_prepares"
 NO_JOIN = (
     "join() was used with an optimizer of distribute(...), whose step needs all ranks. Give every "
@@ -46,6 +47,8 @@ NO_JOIN = (
     "model in DistributedDataParallel, and let a rank that has run out of batches call "
     "optimizer.zero_grad() and optimizer.step() as often as the others."
 )
+#: DDP's own attribute, which is set whenever averaging is prepared.
+_DDPS_OWN = "require_forward_param_sync"
 
 
 class _AllDDP:
@@ -84,6 +87,23 @@ def _before_forward(model: DistributedDataParallel, _: Any) -> None:
         setattr(model, _PREPARES, model.require_backward_grad_sync)
 
 
+def _is_prepared(model: Module | None) -> bool:
+    """Whether DDP averages in the next backward.
+
+    Lightning prepares each backward of a manual optimization by itself, without a forward pass, and
+    sets DDP's own attribute to True; since the last step `_forget` has made it an int.
+    """
+    was_forgotten = hasattr(model, _PREPARES)
+    is_by_framework = was_forgotten and getattr(model, _DDPS_OWN, None) is True
+    return is_by_framework or getattr(model, _PREPARES, False)
+
+
+def _forget(model: Module) -> None:
+    """Notes that the averaging of a backward has ended; for DDP its attribute keeps its meaning."""
+    setattr(model, _PREPARES, False)
+    setattr(model, _DDPS_OWN, int(getattr(model, _DDPS_OWN)))
+
+
 _all_ddp = _AllDDP()
 
 
@@ -98,6 +118,8 @@ class DDPWatch:
         self._count = 0
         #: The same for the params to whose gradients backward has added since the last step.
         self.used: dict[int, tuple[ReferenceType[DistributedDataParallel], ...]] = {}
+        #: Of these, those that DDP did not average in the last backward.
+        self._not_averaged: set[int] = set()
         _all_ddp.watch()
 
     def has(self, param: Parameter) -> bool:
@@ -114,7 +136,9 @@ class DDPWatch:
 
     def arrived(self, param: Parameter) -> None:
         """Notes that backward has added to the gradient of a param that DDP has."""
-        self.used[id(param)] = self._models_of[id(param)]
+        models = self.used[id(param)] = self._models_of[id(param)]
+        is_averaged = any(_is_prepared(model()) for model in models)
+        (self._not_averaged.discard if is_averaged else self._not_averaged.add)(id(param))
 
     def complaint(self, slots: Sequence[GradSlot]) -> DistOptError | None:
         """What was wrong with the backward passes since the last step; asked before a step."""
@@ -128,10 +152,7 @@ class DDPWatch:
                 "to which the distributed optimizer does not write. Leave mixed_precision out, and "
                 "use torch.autocast or a model in bfloat16."
             )
-        if not all(
-            any(getattr(model(), _PREPARES, False) for model in models)
-            for models in self.used.values()
-        ):
+        if self._not_averaged:
             return LayoutError(
                 "A model is in DistributedDataParallel, which did not average its gradients. Call "
                 "the wrapped model outside of its no_sync() for the last backward of a step, or do "
@@ -174,8 +195,9 @@ class DDPWatch:
     def end_round(self) -> None:
         """Forgets what was prepared: the next backward needs a forward pass of its own."""
         for model in self.used_models:
-            setattr(model, _PREPARES, False)
+            _forget(model)
         self.used.clear()
+        self._not_averaged.clear()
 
 
 def is_ignored(tensor: Tensor | None) -> bool:

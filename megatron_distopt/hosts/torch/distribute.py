@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_distopt.buffers import dtype_name, memory_order
+from megatron_distopt.checkpoint.param_groups import check_options
 from megatron_distopt.comm import Field, Group, ProcessGroup, compare, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_environment, with_options
@@ -33,6 +34,7 @@ from megatron_distopt.hosts.between_steps import check_own_memory
 from megatron_distopt.hosts.report import announce, describe, sharded_over
 from megatron_distopt.hosts.torch.ddp import check_strides, is_ignored
 from megatron_distopt.hosts.torch.model import (
+    KEEP_BUFFERS,
     ModelPlan,
     ShardedModel,
     check_trained,
@@ -160,6 +162,8 @@ def distribute(
         sets = plan_sets(trained, merged, data.size)
         check_offload([(each.layout, each.dtype) for each in sets], merged, device, choice)
         groups = name_groups(torch_groups, trained)
+        for number, group in enumerate(groups):
+            check_options(number, group.options, choice)
         of_whole = [
             group
             for group in groups
@@ -446,18 +450,17 @@ def _compare(plan: ModelPlan, everyone: Group) -> None:
         for name, param in plan.named.items()
         if not is_ignored(param)
     )
-    of_modules = tuple(
-        described(name, buffer)
-        for chunk in plan.chunks
-        for name, buffer in chunk.named_buffers()
-        if not is_ignored(buffer)
-    )
+    orders = tuple(f"{name} {memory_order(each)}" for name, each in trained.items())
     fields = [
         Field("params of the model", params),
-        Field(
-            "memory order of the dimensions of params",
-            tuple(f"{name} {memory_order(each)}" for name, each in trained.items()),
-        ),
-        Field("module buffers", of_modules),
+        Field("memory order of the dimensions of params", orders),
     ]
+    if plan.broadcast_buffers:
+        of_modules = tuple(
+            described(name, buffer)
+            for chunk in plan.chunks
+            for name, buffer in chunk.named_buffers()
+            if not is_ignored(buffer)
+        )
+        fields.append(Field("module buffers", of_modules, KEEP_BUFFERS))
     raise_together(lambda: compare(fields, plan.data), everyone)

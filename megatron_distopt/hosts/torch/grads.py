@@ -30,7 +30,6 @@ from megatron_distopt.buffers import (
     ShardedBuffer,
     refuse_local_grads,
     show_assigned,
-    show_assigned,
     view_like,
     view_of,
 )

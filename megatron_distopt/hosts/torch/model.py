@@ -25,6 +25,7 @@ from megatron_distopt.buffers import (
     ShardedBuffer,
     allocate_grads,
     check_grad_dtype,
+    dtype_name,
     memory_order,
     move_into_buffer,
 )
@@ -60,6 +61,8 @@ from megatron_distopt.optimizer.step import act_on_deferred_notice
 #: In what a manifest says about a run: the number in the job of the first of the ranks that saved
 #: together.
 FIRST_RANK = "first_rank"
+#: What to do where module buffers differ between ranks.
+KEEP_BUFFERS = ", or write broadcast_buffers=False, with which each rank keeps its own"
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,10 @@ class ShardedModel:
         self.gather = ParamGather(self.communicator, chunks)
         buffers, slots = self._allocate(plan.sets)
         trained = {slot.param for slot in slots}
-        untrained = [param for param in plan.named.values() if param not in trained]
-        outside = [*untrained, *(buffer for chunk in chunks for buffer in chunk.buffers())]
+        outside: list[Tensor] = [param for param in plan.named.values() if param not in trained]
+        if plan.broadcast_buffers:
+            outside += [buffer for chunk in chunks for buffer in chunk.buffers()]
+        outside = [tensor for tensor in outside if not tensor.is_meta]  # those have no values
         sums = tuple(
             int(buffer.param.view(torch.uint8).sum()) for buffer in buffers if data.size > 1
         )
@@ -398,9 +403,11 @@ class ModuleBuffers:
         named = {name for names in exchange(list(begun), self._data) for name in names}
         self._changing |= {name: self._described(name) for name in sorted(named)}
         looks = tuple(
-            f"{name}: {look}" for name in sorted(self._changing) for look in self._changing[name]
+            f"{name.partition('.')[2]}.{look}".lstrip(".")  # without the number of the chunk
+            for name in sorted(self._changing)
+            for look in self._changing[name]
         )
-        compare([Field("module buffers that training changes", looks)], self._data)
+        compare([Field("module buffers that training changes", looks, KEEP_BUFFERS)], self._data)
 
     @torch.no_grad()
     def sync(self, *, is_taken: bool = True) -> None:
@@ -412,16 +419,22 @@ class ModuleBuffers:
         ]
         share_initial(tensors, self._data, self._device)
 
-    def _tensors_of(self, name: str) -> list[Tensor]:
+    def _buffers_of(self, name: str) -> dict[str, Tensor]:
         module = self._modules[name]
-        return [
-            buffer
+        return {
+            key: buffer
             for key, buffer in sorted(module._buffers.items())
             if buffer is not None and (module, key) not in self._ignored
-        ]
+        }
+
+    def _tensors_of(self, name: str) -> list[Tensor]:
+        return list(self._buffers_of(name).values())
 
     def _described(self, name: str) -> tuple[str, ...]:
-        return tuple(f"{tensor.dtype}{list(tensor.shape)}" for tensor in self._tensors_of(name))
+        return tuple(
+            f"{key} {dtype_name(buffer.dtype)}{list(buffer.shape)}"
+            for key, buffer in self._buffers_of(name).items()
+        )
 
     def _seen_in(self, name: str) -> tuple[tuple[int, int], ...]:
         """By buffer its identity and version: what changes one is a new tensor, or an operation in

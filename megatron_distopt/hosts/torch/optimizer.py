@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.checkpoint.param_groups import LOSS_SCALE
+from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, check_options
 from megatron_distopt.comm import Field, compare, exchange, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
@@ -27,11 +27,11 @@ from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.ddp import NO_JOIN
 from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
 from megatron_distopt.hosts.torch.step import TorchStep, announce_drop
-from megatron_distopt.optimizer.inner import InParts
+from megatron_distopt.optimizer.inner import InParts, option_text, option_values
 from megatron_distopt.optimizer.loss_scale import DynamicLossScale
 from megatron_distopt.optimizer.main_params import main_grads
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
-from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now, run_step
+from megatron_distopt.optimizer.step import clip_divisor, measure_now, run_step
 
 
 def _set_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -69,15 +69,16 @@ class TorchDistributedOptimizer(StateCalls):
         self._model, self._given = model, given
         # Of several optimizers none, as torch would put them into the groups of the others.
         defaults = [each.defaults for each in given] or [model.sharded.inner.defaults]
-        super().__init__(groups, dict(defaults[0]) if len(defaults) == 1 else {})
+        # Without the groups, which were checked: torch looks for every param in all groups before.
+        super().__init__([{"params": []}], dict(defaults[0]) if len(defaults) == 1 else {})
         self.param_groups = groups
         self._is_built = True
         for group in groups:
+            group.update({**self.defaults, **group})
             group.pop(LOSS_SCALE, None)
         if isinstance(model.sharded.loss_scale, DynamicLossScale):
             # torch's flattened format has what groups have
             groups[0][LOSS_SCALE] = model.sharded.loss_scale.state
-        self.last_step: StepDecision | None = None
         self._step = TorchStep.of(model)
         model.grads.on_drop = partial(announce_drop, model)
         self._saver = Saver(model.config, model.everyone)
@@ -189,7 +190,9 @@ class TorchDistributedOptimizer(StateCalls):
             raise LayoutError(
                 refusal("param group", "a param that is in another one", "have new params", remedy)
             )
-        options = (f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
+        given = option_values(group)
+        check_options(len(self.param_groups), given, self._model.sharded.plan.choice)
+        options = (f"{key}={option_text(value)}" for key, value in sorted(given.items()))
         return Field(
             "param group that is added", (*options, *(name_of[param] for param in group["params"]))
         )

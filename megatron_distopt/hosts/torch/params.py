@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from functools import partial
-from numbers import Number
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -23,10 +21,17 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_distopt.checkpoint.manifest import some_of
-from megatron_distopt.device import CPU
+from megatron_distopt.checkpoint.param_groups import check_options
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.between_steps import PlacedParam, check_that_left, data_watch
-from megatron_distopt.optimizer.inner import changed_options, option_values
+from megatron_distopt.optimizer.inner import (
+    FIXED,
+    InnerChoice,
+    changed_options,
+    for_kernels,
+    option_text,
+    option_values,
+)
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: By param, the watch of the optimizer that updates it.
@@ -85,7 +90,7 @@ class Params:
         #: Names of those whose values may have changed since `forget`, as `_collect` has found them
         #: so far.
         self._changed: frozenset[str] = frozenset()
-        self.options = GroupOptions(groups, sharded.inner)
+        self.options = GroupOptions(groups, sharded.inner, sharded.plan.choice)
         self._members: list[list[int]] = []
 
     def learn_groups(self) -> None:
@@ -236,20 +241,18 @@ class Params:
         self._doubtful = frozenset(each.name for each in self._short)
 
 
-#: Types of options that cannot change in place; of these a tuple may consist, too.
-_FIXED = (type(None), Number, str)
-
-
 def _is_fixed(value: Any) -> bool:
-    return isinstance(value, _FIXED) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
+    return isinstance(value, FIXED) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 class GroupOptions:
     """The options of the user's param groups and of the inner optimizer's, which follow each
     other."""
 
-    def __init__(self, groups: Sequence[MutableMapping[str, Any]], inner: Optimizer) -> None:
-        self._groups, self._inner = groups, inner
+    def __init__(
+        self, groups: Sequence[MutableMapping[str, Any]], inner: Optimizer, choice: InnerChoice
+    ) -> None:
+        self._groups, self._inner, self._choice = groups, inner, choice
         #: What both have held last, by group.
         self._last: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # of all options of the user's groups; None where one was written
@@ -274,16 +277,21 @@ class GroupOptions:
         """Takes over what the user has written since the last call, and shows the user what the
         inner optimizer has, which may count there, or a load. Where both have written an option, it
         is the user's.
+
+        Raises:
+            ConfigError: what the user has written is no value of the option; it is not taken over.
         """
         for number, (theirs, ours) in enumerate(
             zip(self._groups, self._inner.param_groups, strict=True)
         ):
             of_user, of_inner = self._last[number]
             removed, written = of_user.keys() - theirs.keys(), changed_options(theirs, of_user)
+            check_options(number, written, self._choice)
             for key in removed:
                 ours.pop(key, None)
-            ours.update(written)
-            shown = changed_options(ours, of_inner)
+            changed = changed_options(ours, of_inner)
+            shown = {key: value for key, value in changed.items() if key not in written}
+            ours.update(for_kernels(written))
             if removed or written or shown:
                 theirs.update(shown)
                 self._last[number], self._crc = (option_values(theirs), option_values(ours)), None
@@ -305,7 +313,7 @@ class GroupOptions:
         if self._crc is None:
             values = [value for group in self._groups for value in option_values(group).values()]
             self._in_place = [value for value in values if not _is_fixed(value)]
-        stamps = [_text(value, waits=False) for value in self._in_place]
+        stamps = [option_text(value, waits=False) for value in self._in_place]
         if self._crc is None or stamps != self._stamps:
             self._crc, self._stamps = (
                 zlib.crc32(repr(sorted(self.described().items())).encode()),
@@ -321,24 +329,7 @@ class GroupOptions:
             for each in of_group.items()
         ]
         return {"optimizer state": self._resets} | {
-            f"{key} of param group {number}": _text(value)
+            f"{key} of param group {number}": option_text(value)
             for number, key, value in numbered
             if key != "params"
         }
-
-
-def _text(value: Any, *, waits: bool = True) -> str:
-    """Says what an option is; of an object only of which kind, as its text may have an address.
-
-    Where it must not wait, a tensor of a device is told by the writes to it.
-    """
-    text = partial(_text, waits=waits)
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {text(member)}' for key, member in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(text, value))}]"
-    if torch.is_tensor(value):
-        if waits or value.device.type == CPU:
-            return f"tensor {value.tolist()}"
-        return f"tensor {(id(value), value._version)}"
-    return repr(value) if isinstance(value, _FIXED) else type(value).__name__

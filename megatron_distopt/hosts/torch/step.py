@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.comm import exchange, raise_together, sum_over
-from megatron_distopt.errors import LayoutError, RanksDisagreeError
+from megatron_distopt.errors import ConfigError, LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.deferred import Notice
 from megatron_distopt.optimizer.grad_norm import sum_with
@@ -69,7 +69,7 @@ class TorchStep(HostStep):
             act_on_deferred_notice([model.sharded])
         try:
             model.params.follow(before_step=True)
-        except LayoutError as error:
+        except (ConfigError, LayoutError) as error:
             model.grads.complaints.append(error)
 
     def reduce(self) -> None:
