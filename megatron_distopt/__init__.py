@@ -73,4 +73,11 @@ _check_torch()
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    except ImportError as error:
+        if ".megatron_2023." not in _LAZY[name]:
+            raise
+        # Patchers ask every loaded module for a class of this name, also where there is no such
+        # host, and expect no other error.
+        raise AttributeError(f"{__name__}.{name} needs a Megatron of 2023: {error}") from error

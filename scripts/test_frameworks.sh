@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs code of frameworks that train with megatron-core, from checkouts of them, and prints their rows of docs/hosts.md.
 #
-#   scripts/test_frameworks.sh FOLDER...       checkouts: verl, SkyRL, ROLL, RL (NeMo-RL), slime, miles, Megatron-Bridge
+#   scripts/test_frameworks.sh FOLDER...       checkouts: verl, SkyRL, ROLL, RL (NeMo-RL), slime, miles, Megatron-Bridge, MindSpeed
 #
 # Nothing of them is installed or built; what each piece needs of the rest of its framework is in
 # tests/support/frameworks.py. MEGATRON_CORE=0.19.2 runs them on that version.

@@ -37,7 +37,7 @@ LAYERS = (
     "cli",
 )
 #: Each may import those before it, and everybody may import them.
-COMMON = ("version", "errors", "options", "config", "compatibility", "device")
+COMMON = ("version", "errors", "options", "config", "compatibility", "device", "stand_ins")
 ACCELERATOR = "optimizer/accelerator.py"
 
 

@@ -21,21 +21,21 @@ PACKAGE = Path(megatron_distopt.__file__).parent
 #: Folder -> statements that it may have at most: 5 % above what was reached, so that a limit never
 #: asks for denser lines. "" has the files beside the folders.
 MOST_STATEMENTS: dict[str, int] = {
-    "": 360,
-    "layout": 503,
-    "buffers": 238,
-    "comm": 1162,
-    "optimizer": 2631,
-    "checkpoint": 2425,
-    "formats": 1400,
-    "hosts": 4825,
-    "plugin": 160,
-    "cli": 1576,
+    "": 372,
+    "layout": 511,
+    "buffers": 265,
+    "comm": 1279,
+    "optimizer": 2787,
+    "checkpoint": 2565,
+    "formats": 1404,
+    "hosts": 5060,
+    "plugin": 161,
+    "cli": 1600,
 }
-MOST_STATEMENTS_IN_ALL = 14_903
+MOST_STATEMENTS_IN_ALL = 15_250
 #: Nodes of the syntax tree a line of code, of the package and of a file. PyTorch's FSDP2 has 4.1.
 MOST_DENSE = 6.1
-MOST_DENSE_FILE = 8.8
+MOST_DENSE_FILE = 8.2
 #: In smaller files the docstring decides and not the code.
 LEAST_LINES = 20
 #: Class names that a host gives, and file names by which all three hosts split their optimizer.

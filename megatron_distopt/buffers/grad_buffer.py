@@ -112,7 +112,11 @@ _MOVING = {
 #: module.to(...) converts gradients in place; `GradSlot.take` brings them back.
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 #: What autograd calls to accumulate a gradient into another.
-_ACCUMULATING = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}
+_ACCUMULATING = {
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.copy_.default,  # of DistributedDataParallel
+}
 
 
 class LocalGrad(Tensor):
@@ -133,7 +137,8 @@ class LocalGrad(Tensor):
     @classmethod
     def of(cls, view: Tensor, name: str, on_zero: Callable[[str], None]) -> LocalGrad:
         """Shows a view of the grad buffer. `on_zero` raises while the values are communicated."""
-        grad: LocalGrad = torch.Tensor._make_subclass(cls, view)
+        # `view` may be a LocalGrad itself, which is not read here.
+        grad: LocalGrad = _unguarded(torch.Tensor._make_subclass, (cls, view), {})
         grad.param_name, grad.on_zero = name, on_zero
         return grad
 
@@ -162,7 +167,8 @@ class LocalGrad(Tensor):
         extensions, which do not ask `__torch_function__`."""
         kwargs = kwargs or {}
         is_autograd = func in _ACCUMULATING and torch._C._current_graph_task_id() >= 0
-        if torch._C._is_torch_function_enabled() and not is_autograd:
+        is_guarded = torch._C._is_torch_function_enabled()
+        if is_guarded and not is_autograd and not _is_asked_by_ddp():
             raise _unreadable(_first_name(args, kwargs), func)
         return _unguarded(func, args, kwargs)
 
@@ -202,6 +208,12 @@ def _is_asked_by_compiler() -> bool:
     """Whether `__torch_function__` was called by torch's compiler, which looks at the size of every
     storage, also of the gradients of params that a graph reads."""
     return str(sys._getframe(2).f_globals["__name__"]).startswith("torch._subclasses.")
+
+
+def _is_asked_by_ddp() -> bool:
+    """Whether `__torch_dispatch__` was called by torch's DistributedDataParallel, whose C++ code
+    copies gradients between its buckets and `param.grad`."""
+    return str(sys._getframe(2).f_globals["__name__"]) == "torch.nn.parallel.distributed"
 
 
 def refuse_local_grads(call: str, args: Sequence[Any]) -> None:

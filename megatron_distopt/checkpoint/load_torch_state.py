@@ -366,16 +366,8 @@ def _reads(params: TorchParams, given: Mapping[str, _GivenState]) -> Iterator[tu
 
 
 def _check_counts(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
-    """Checks that every param with moments has a count, and that the inner optimizer can have
-    different counts."""
+    """Checks that the inner optimizer can have different counts."""
     optimizer = params.share.optimizer
-    for name in sorted(params.pieces):
-        is_counted = is_adam(optimizer, params.number_of[name])
-        if given[name].saved.kinds and given[name].step is None and is_counted:
-            raise CheckpointError(
-                f"Invalid state of {name!r} in the state dict: without {STEP}. Must hold {STEP}, "
-                f"which counts the updates of the param. {_REMEDY}."
-            )
     for group in optimizer.plan.groups:
         begun = {
             name: _without_begin(params, name, given[name]).step

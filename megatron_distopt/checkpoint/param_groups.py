@@ -319,8 +319,8 @@ def given_alike(saved: GroupRecord, given: Mapping[str, Any]) -> frozenset[str]:
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a file keeps them."""
-    plain = {key: plain_option(value) for key, value in options.items()}
+    """Options as a file keeps them; those of a live group are without its params."""
+    plain = {key: plain_option(value) for key, value in options.items() if key != "params"}
     for key in plain.keys() & {*NUMBERS, *_LISTS_OF_NUMBERS}:
         value = plain[key]
         plain[key] = list(map(as_number, value)) if isinstance(value, list) else as_number(value)

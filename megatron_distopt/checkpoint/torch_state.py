@@ -420,8 +420,14 @@ def refuse_write(*_: Any, **__: Any) -> NoReturn:
 class StateOfParam(dict[str, Any]):
     """What `optimizer.state` shows of one param."""
 
-    __setitem__ = __delitem__ = __ior__ = clear = refuse_write
+    __delitem__ = __ior__ = clear = refuse_write
     pop = popitem = update = setdefault = refuse_write
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Takes what is there already, as frameworks do that move state to the device where it
+        is."""
+        if value is not self.get(key):
+            refuse_write()
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -445,6 +451,8 @@ class StateByParam(MutableMapping[Parameter, dict[str, Any]]):
         shown = StateOfParam()
         # as in torch, where every param has an entry then
         for key, value in (_state_of(self._params, name) or {}).items():
+            if key == STEP and isinstance(value, ShardedValue):
+                value.is_copy = True  # as on the rank that has the count
             is_live = key in live or type(value) is not Tensor
             dict.__setitem__(shown, key, value if is_live else _as_copy(value))
         return shown

@@ -42,6 +42,9 @@ _LOSS_ROUNDING = 8 * _FP32_EPSILON
 _OF_WEIGHT, _OF_STEP = 2 * _FP32_EPSILON, 2 * _NORM_ROUNDING
 #: Elements that may differ by more, in any param: there is chance in few.
 _ANY_DIFFER = 3
+#: By how many numbers of 16 bits few elements may be off together: near 0, where numbers are close
+#: to each other, rounding moves one by as many as there are in a power of 2 of bf16.
+_ANY_NUMBERS = 128
 #: The share that may: in fp32 where a gradient is nearly 0 or below Adam's epsilon,
 _SHARE_FP32 = 0.01
 #: in 16 bits where a main param lies as near to the border between two numbers as rounding moves it
@@ -241,28 +244,25 @@ def _distance(one: RecordedRun, other: RecordedRun, number: int) -> float:
 def _of_update(one: RecordedRun, other: RecordedRun, number: int) -> Deviation:
     """What the update before did, which began with equal weights: 1 is as much as rounding does."""
     before, after, params = one.weights(number - 1), one.weights(number), one.params
-    rounding = _OF_WEIGHT * np.maximum(np.abs(before), np.abs(after))
-    rounding += _OF_STEP * np.abs(after - before)
-    differ = np.abs(after - other.weights(number)) > rounding
-    ends = np.cumsum([param.sampled for param in params])
-    counts = [int(part.sum()) for part in np.split(differ, ends[:-1])]
-    bits = np.abs([float(a - b) for a, b in zip(one.bits(number), other.bits(number), strict=True)])
-    excess, of_matrices, allowed_of_matrices = list[float](), 0.0, float(_ANY_DIFFER)
-    for param, count, units in zip(params, counts, bits, strict=True):
-        share = _share(param)
-        excess.append(count / (_ANY_DIFFER + share * param.sampled))
-        if param.is_matrix:
-            of_matrices += count
-            allowed_of_matrices += share * param.sampled
-            if share == _SHARE_16_BITS:
-                excess[-1] = max(excess[-1], units / (_ANY_DIFFER + share * param.numel))
-    worst_first = sorted(zip(excess, (param.name for param in params), strict=True), reverse=True)
-    wrong = dict.fromkeys(name for times, name in worst_first if times > 1)
+    step, size = np.abs(after - before), np.maximum(np.abs(before), np.abs(after))
+    differ = np.abs(after - other.weights(number)) > _OF_WEIGHT * size + _OF_STEP * step
+    sampled = np.array([param.sampled for param in params])
+    counts = np.add.reduceat(differ, np.cumsum(sampled) - sampled, dtype=np.float64)
+    shares = np.array([_share(param) for param in params])
+    by_param = counts / (_ANY_DIFFER + shares * sampled)
+    bits = zip(one.bits(number), other.bits(number), strict=True)
+    for place, (bits_of_one, bits_of_other) in enumerate(bits):
+        if shares[place] == _SHARE_16_BITS:
+            allowed = _ANY_NUMBERS + _SHARE_16_BITS * params[place].numel
+            by_param[place] = max(by_param[place], abs(bits_of_one - bits_of_other) / allowed)
+    matrices = np.array([param.is_matrix for param in params])
+    of_all = counts[matrices].sum() / (_ANY_DIFFER + (shares * sampled)[matrices].sum())
+    worst_first = np.argsort(-by_param)
+    wrong = dict.fromkeys(params[place].name for place in worst_first if by_param[place] > 1)
     look = f"weight decay and param group of {listed([*wrong])}"
-    if not 0 < len(wrong) <= sum(param.is_matrix for param in params) / 2:
+    if not 0 < len(wrong) <= matrices.sum() / 2:
         look = "learning rate, clipping and the rule of the update: many params differ"
-    apart = max(of_matrices / allowed_of_matrices, *excess)
-    return Deviation(number + 1, "update", apart, 1.0, 1.0, look)
+    return Deviation(number + 1, "update", float(max(of_all, *by_param)), 1.0, 1.0, look)
 
 
 def _share(param: RecordedParam) -> float:

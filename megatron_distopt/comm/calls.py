@@ -10,6 +10,7 @@ line in the log, which names the call and who is missing. It is an error where i
 that is missing waits in another one of these calls, its process has ended, or the time limit of the
 group is over, within which a collective would have had to begin, too. A rank in `step()` or in a
 collective of the user's leaves no word, because every step would pay for that: it may still come.
+One that was killed leaves none either; a launcher ends the others then, as `LifeSigns` does.
 
 A rank asks the store three times, and the one that comes last lets all others go on. While they
 wait, only the one that came first asks for the words of all others. A meeting ends once, for all

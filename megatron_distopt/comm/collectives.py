@@ -208,8 +208,9 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool 
         return Done()
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         return run_in_turn(partial(pairwise.all_gather, bucket, group), group, overlapped)
-    work = getattr(dist, ALL_GATHER)(bucket, shard, group=group.handle, async_op=overlapped)
-    return work or Done()
+    return (
+        getattr(dist, ALL_GATHER)(bucket, shard, group=group.handle, async_op=overlapped) or Done()
+    )
 
 
 @contextmanager
@@ -341,13 +342,12 @@ def try_collectives(
     if group.size == 1 or device.type == "meta":
         return
     if how.reduce_dtype in _BETWEEN_NODES and not _members(device, group, how):
-        rule, remedy = (
-            "know the nodes of ranks",
-            "Start with torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE",
-        )
         raise ConfigError(
             refusal(
-                "reduce_dtype", dtype_name(how.reduce_dtype), rule, remedy + ", or leave it out"
+                "reduce_dtype",
+                dtype_name(how.reduce_dtype),
+                "know the nodes of ranks",
+                "Start with torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or leave it out",
             )
         )
     if carrier_of(device, group) == FAKE:
@@ -381,8 +381,9 @@ def _trials(
         numbers[[group.rank, (group.rank + 1) % group.size]] = float(how.divide_by)
         shard = numbers[group.rank : group.rank + 1]
         # fp32 grads alone have a reduce dtype; a division in 16 bits rounds.
-        own = how if dtype is torch.float32 else Reduction(how.divide_by)
-        reduce_scatter(numbers, shard, group, own)
+        reduce_scatter(
+            numbers, shard, group, how if dtype is torch.float32 else Reduction(how.divide_by)
+        )
         yield REDUCE_SCATTER, dtype_name(dtype), shard.float().round().tolist(), [2.0]
         numbers.fill_(-1.0)[group.rank] = marks[group.rank]
         all_gather(numbers, shard, group)
@@ -394,8 +395,8 @@ def _trials(
         large = 2.0**-12 / torch.finfo(dtype).eps
         number = torch.tensor([large + group.rank], dtype=dtype, device=device)
         sum_over(number, group)
-        total = [large * group.size + sum(range(group.size))]
-        yield "all_reduce", dtype_name(dtype), number.tolist(), total
+        total = large * group.size + sum(range(group.size))
+        yield "all_reduce", dtype_name(dtype), number.tolist(), [total]
 
 
 def _replaced(name: str, reason: str) -> ConfigError | None:
@@ -404,8 +405,8 @@ def _replaced(name: str, reason: str) -> ConfigError | None:
     module, file = next(code_of(function))
     if module.partition(".")[0] == "torch":
         return None
-    is_wrapped = hasattr(function, "__wrapped__")
-    torchs = f"{place}.__wrapped__" if is_wrapped else f"torch.distributed.distributed_c10d.{name}"
+    spare = f"torch.distributed.distributed_c10d.{name}"
+    torchs = f"{place}.__wrapped__" if hasattr(function, "__wrapped__") else spare
     return ConfigError(
         refusal(
             place,

@@ -39,12 +39,7 @@ from megatron_distopt.optimizer.grad_norm import (
     report_nonfinite,
     sum_with,
 )
-from megatron_distopt.optimizer.inner import (
-    FlatOptimizer,
-    rounds_itself,
-    update_mains,
-    without_step_hooks,
-)
+from megatron_distopt.optimizer.inner import FlatOptimizer, update_mains, without_step_hooks
 from megatron_distopt.optimizer.main_params import MainGrads, main_grads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -238,12 +233,13 @@ def update_params(
     afterwards."""
     for number, optimizer in enumerate(host.optimizers):
         with host.timer("optimizer-inner-step"):
-            act = partial(advance, optimizer, grads[number], decisions[number])
+            step: Callable[[Optimizer], None] = partial(
+                advance, optimizer=optimizer, grads=grads[number], decision=decisions[number]
+            )
             # A rank that trains nothing has no buffers, and its host no inner optimizer.
             if host.shows_inner and optimizer.buffers:
-                Optimizer.profile_hook_step(lambda _, act=act: act())(optimizer.inner)
-            else:
-                act()
+                step = Optimizer.profile_hook_step(step)
+            step(optimizer.inner)
         with host.timer("optimizer-copy-main-to-model-params"):
             write_model(optimizer)
         host.follow_update(number)
@@ -388,26 +384,25 @@ def clip_divisor(norm: float, clip_grad: float) -> float:
 # --- update: divide, step the inner optimizer, round
 
 
-def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision) -> None:
+def advance(
+    inner: Optimizer, optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecision
+) -> None:
     """Divides the gradients and updates the main params; the values of the gradients are of no use
     afterwards."""
     divisor, found_inf, on_host = decision.divisor, decision.found_inf, optimizer.host_updates
     mains, averages = [flat.main for flat in optimizer.flat_params], optimizer.averages
     averaged = optimizer.flat_params if averages is not None else ()
     due = {flat.main: flat.average for flat in averaged if flat.average is not None}
-    if averages is not None and isinstance(optimizer.inner, FlatOptimizer):
-        optimizer.inner.due = (
-            due if averages.has_begun and found_inf is None else {},
-            averages.weight,
-        )
-    with profiled("update"), without_step_hooks(optimizer.inner):
+    if averages is not None and isinstance(inner, FlatOptimizer):
+        inner.due = (due if averages.has_begun and found_inf is None else {}, averages.weight)
+    with profiled("update"), without_step_hooks(inner):
         if on_host is not None:
             on_the_way = on_host.copy_grads(optimizer.flat_params, grads, divisor, found_inf)
             grads = [
                 None if flat.on_host else grad
                 for flat, grad in zip(optimizer.flat_params, grads, strict=True)
             ]
-        update_mains(optimizer.inner, mains, grads, divisor, found_inf)
+        update_mains(inner, mains, grads, divisor, found_inf)
     if on_host is not None:
         with profiled("update on the host"), without_step_hooks():
             on_host.update(on_the_way)
@@ -418,7 +413,8 @@ def advance(optimizer: ShardedOptimizer, grads: MainGrads, decision: StepDecisio
 def write_model(optimizer: ShardedOptimizer) -> None:
     """Rounds the main params into this rank's shards of the param buffers, where that was not done
     by the update."""
-    if not rounds_itself(optimizer.inner):
+    inner = optimizer.inner
+    if not (isinstance(inner, FlatOptimizer) and inner.rounds_itself):
         written = [
             flat for flat in optimizer.flat_params if flat.on_host is None and flat.owns_memory
         ]

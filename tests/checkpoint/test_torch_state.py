@@ -273,9 +273,9 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = 
     ),
     "one moment": (
         lambda state: state["state"][0].pop("exp_avg_sq"),
-        ("exp_avg besides", "exp_avg_sq"),
+        ("exp_avg, step besides", "exp_avg_sq"),
     ),
-    "no count": (lambda state: state["state"][0].pop("step"), ("without step",)),
+    "no count": (lambda state: state["state"][0].pop("step"), ("besides", "Must hold", "step")),
     "negative count": (lambda state: _put(state, "step", torch.tensor(-5.0)), ("step of", "-5")),
     "lr nan": (
         lambda state: state["param_groups"][0].update(lr=float("nan")),

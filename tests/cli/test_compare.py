@@ -3,16 +3,15 @@ left behind."""
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,18 +25,20 @@ from megatron_distopt.cli.compare_launch import (
     DISTRIBUTED,
     LOADING,
     WRITING,
+    nudged,
     plus,
     train,
     with_runner,
     without,
 )
-from megatron_distopt.cli.compare_verdict import differences, judge
+from megatron_distopt.cli.compare_verdict import Outcome, judge
 from megatron_distopt.cli.main import main
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import ConfigError, HostError
 from megatron_distopt.hosts import recording
-from megatron_distopt.hosts.recording import RecordedParam, RecordedRun, record_training
+from megatron_distopt.hosts.recording import RecordedRun, record_training
 from megatron_distopt.optimizer import step as step_module
+from tests.cli.test_compare_verdict import Training
 from tests.hosts.test_main_line import _STAND_INS, _WORDS
 from tests.support.mini_fork import FOLDER, InstalledFork, core_folder, free_port
 from tests.support.spawn import run_ranks
@@ -98,110 +99,12 @@ def test_flags_when_left_out_or_added_then_with_their_values_and_the_lines_spell
         == words
     )
     assert plus([*words, "--a-b", "--a_b"], "--exit-interval", "3")[-2:] == ["--exit-interval", "3"]
+    assert nudged([*words, "--lr=2e-3"])[-2:] == ["--lr", repr(2e-3 * (1 + 2.0**-19))]
+    assert nudged([*words[:3], "megatron_distopt"]) == [*words[:3], "megatron_distopt"]
     assert plus([*words, "--train_iters", "5"], "--exit-interval", "-3")[-2:] == [
         "--exit_interval",
         "-3",
     ]
-
-
-# --- verdicts
-
-SHAPES = {"decoder.fc1.weight": (64, 8), "decoder.fc2.weight": (8, 64), "decoder.fc1.bias": (64,)}
-
-
-def recorded(folder: Path, iterations: int = 5, **changed: Any) -> RecordedRun:
-    """A run of one rank whose updates have the size `lr`, written as the recorder writes it."""
-    dtype, lr, noise = (
-        changed.get("dtype", torch.float32),
-        changed.get("lr", 1e-3),
-        changed.get("noise", 0.0),
-    )
-    noises, epsilon, start = (
-        torch.Generator().manual_seed(0),
-        torch.finfo(dtype).eps,
-        changed.get("start", 0.0),
-    )
-    mains = {
-        name: torch.randn(shape, generator=noises) * 0.02 + start for name, shape in SHAPES.items()
-    }
-    sizes = (
-        (name, each.numel(), each.numel(), each.ndim > 1, epsilon) for name, each in mains.items()
-    )
-    lines: list[Any] = [[asdict(RecordedParam(*size)) for size in sizes]]
-    for number in range(1, iterations + 1):
-        weights = [each.to(dtype) for each in mains.values()]
-        integers = [
-            weight.view(torch.int16 if dtype is torch.bfloat16 else torch.int32)
-            for weight in weights
-        ]
-        values = torch.cat([weight.flatten().float() for weight in weights]).numpy()
-        line = {
-            "started": float(number),
-            "skipped": False,
-            "loss_scale": changed.get("scale", 1.0),
-            "memory": 1 << 30,
-        }
-        line |= {"loss": changed.get("losses", {}).get(number, 7.0 - number / 10)}
-        line |= {"norm": changed.get("norms", {}).get(number, 1.0)}
-        line |= {"sample": base64.b64encode(values.tobytes()).decode()}
-        lines.append(line | {"bits": [int(each.sum(dtype=torch.int64)) for each in integers]})
-        for name, each in mains.items():
-            update = torch.randn(each.shape, generator=noises).sign() * lr
-            each.mul_(1 - 1e-4 * (name != changed.get("undecayed"))).sub_(update)
-            each.mul_(
-                1 + noise * torch.randn(each.shape, generator=torch.Generator().manual_seed(number))
-            )
-    folder.mkdir(exist_ok=True)
-    (folder / "000000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return RecordedRun(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_same", "says"),
-    [
-        ({}, True, ["Equal to the bit"]),
-        ({"noise": 1e-8}, True, ["Equal but for rounding", "rounding explains"]),
-        ({"noise": 1e-8, "dtype": torch.bfloat16}, True, ["Equal to the bit"]),
-        ({"lr": 1.01e-3}, False, ["iteration 2", "learning rate"]),
-        ({"lr": 1.01e-3, "dtype": torch.bfloat16}, False, ["iteration 2", "update"]),
-        (
-            {"undecayed": "decoder.fc1.weight"},
-            False,
-            ["iteration 2", "weight decay", "decoder.fc1.weight"],
-        ),
-        (
-            {"norms": {1: 1.01}},
-            False,
-            ["iteration 1", "gradient norm", "both had the same weights"],
-        ),
-        ({"norms": {3: math.nan}}, False, ["iteration 3", "gradient norm"]),
-        ({"losses": {2: 6.79}}, False, ["iteration 2", "loss", "forward"]),
-        ({"scale": 2.0}, False, ["iteration 1", "loss scale", "overflow"]),
-        ({"start": 1e-3}, False, ["iteration 1", "weights", "seed and checkpoint"]),
-    ],
-    ids=str,
-)
-def test_verdict_when_one_thing_differs_then_names_it(
-    tmp_path: Path, changes: dict[str, Any], is_same: bool, says: Sequence[str]
-) -> None:
-    own = recorded(tmp_path / "own", dtype=changes.get("dtype", torch.float32))
-    found, sentence = judge(own, recorded(tmp_path / "ours", **changes))
-    assert found is is_same, sentence
-    assert all(each in sentence for each in says), sentence
-
-
-def test_verdict_when_runs_are_no_comparison_or_the_hosts_own_are_as_far_apart_then_says_so(
-    tmp_path: Path,
-) -> None:
-    own, still = recorded(tmp_path / "own"), recorded(tmp_path / "still", 1)
-    other = recorded(tmp_path / "other", losses={2: 6.79})
-    assert judge(own, recorded(tmp_path / "near", losses={2: 6.78}), other)[0]
-    assert not judge(own, recorded(tmp_path / "far", losses={2: 6.7}), other)[0]
-    assert not judge(own, recorded(tmp_path / "wrong", lr=1.01e-3), other)[0]
-    with pytest.raises(ConfigError, match="Write more --iterations"):
-        judge(still, still)
-    with pytest.raises(ConfigError, match="other ranks, params or iterations"):
-        differences(own, still)
 
 
 # --- the command
@@ -219,34 +122,44 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starts]
         scratch: Path, iterations: int, name: str, words: Sequence[str], switch: Switch
     ) -> RecordedRun:
         starts.append((name, " ".join(words), switch))
-        is_distributed = "--use-distributed-optimizer" in words
-        if switch is Switch.OFF and is_distributed and "--fails" in words:
-            raise HostError("NameError: torch")
-        is_lr = switch is Switch.REQUIRE and "--wrong" in words
-        noise = (
-            1e-8
-            if switch is Switch.REQUIRE or "--seed" in words
-            else 0.0
-            if is_distributed
-            else 2e-8
-        )
-        noise *= "--equal" not in words
-        return recorded(
-            tmp_path / str(len(starts)), iterations, lr=1.01e-3 if is_lr else 1e-3, noise=noise
-        )
+        is_distributed, is_ours = "--use-distributed-optimizer" in words, switch is Switch.REQUIRE
+        if not is_ours and (
+            ("--fails" in words and is_distributed)
+            or ("--fails-alone" in words and not is_distributed)
+            or ("--fails-again" in words and len(starts) > 1)
+        ):
+            raise HostError(f"NameError: {name}. Try alone: {name}")
+        lr = float(words[len(words) - 1 - words[::-1].index("--lr") + 1])
+        if ("--wrong" in words and is_ours) or ("--other" in words and not is_distributed):
+            lr *= 1.01
+        training = Training(lr=lr, iterations=iterations)
+        if "--equal" not in words:
+            training.order = 1e-7 if is_ours else 0.0 if is_distributed else 2e-7
+        if "--unseeded" in words:
+            training.dropout_seed = len(starts)
+        return training.run(tmp_path / str(len(starts)))
 
     monkeypatch.setattr(compare_command, "train", fake)
     yield starts
 
 
+OWN, OURS, PLAIN = "host's own", "ours", "the host's undistributed one"
+ALONE, NUDGED = "host's own, undistributed", "the one with a learning rate that differs by rounding"
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        ("--equal", 0, ["host's own", "ours"]),
-        ("", 0, ["host's own", "ours", "the host's undistributed one"]),
-        ("--wrong", 1, ["host's own", "ours", "the host's undistributed one"]),
-        ("--fails", 0, ["host's own", "host's own", "ours", "another seed"]),
-        ("--fails --wrong", 1, ["host's own", "host's own", "ours"]),
+        ("--equal", 0, [OWN, OURS]),
+        ("", 0, [OWN, OURS, PLAIN]),
+        ("--wrong", 1, [OWN, OURS, PLAIN]),
+        ("--other", 0, [OWN, OURS, PLAIN, NUDGED]),
+        ("--fails-alone", 0, [OWN, OURS, PLAIN, NUDGED]),
+        ("--fails", 0, [OWN, ALONE, OURS, NUDGED]),
+        ("--fails --wrong", 1, [OWN, ALONE, OURS, NUDGED]),
+        ("--unseeded", 3, [OWN, OURS, PLAIN, NUDGED]),
+        ("--unseeded --fails", 3, [OWN, ALONE, OURS, NUDGED]),
+        ("--fails-again", 3, [OWN, OURS, PLAIN, NUDGED]),
     ],
 )
 def test_command_when_runs_end_then_status_and_files_say_it(
@@ -257,36 +170,55 @@ def test_command_when_runs_end_then_status_and_files_say_it(
 ) -> None:
     flags, status, names = case
     line = (
-        f"torchrun a.py --save s --load l --tensorboard-dir t --use-distributed-optimizer {flags}"
+        "torchrun a.py --save s --load l --tensorboard-dir t --lr 3e-3 "
+        f"--use-distributed-optimizer {flags}"
     )
     words = ["compare", "--iterations", "4", "--output", str(tmp_path / "out"), "--", *line.split()]
     assert main(words) == status
     assert [name for name, _, _ in started] == names
-    assert all(
-        words.startswith(f"torchrun {RUNNER} a.py") and "--exit-interval 4" in words
-        for _, words, _ in started
-    )
+    assert all(words.startswith(f"torchrun {RUNNER} a.py") for _, words, _ in started)
     assert not any(
         flag in words for _, words, _ in started for flag in ("--save", "--load", "--tensorboard")
     )
-    assert [switch for name, _, switch in started if name == "ours"] == [Switch.REQUIRE]
+    assert [switch for name, _, switch in started if name == OURS] == [Switch.REQUIRE]
     document = json.loads((tmp_path / "out" / "compare.json").read_text())
     text = capsys.readouterr().out
-    assert document["is_same"] is (status == 0)
+    assert document["is_same"] is {0: True, 1: False, 3: None}[status]
     assert document["verdict"] == text.strip().splitlines()[-1]
-    assert ("The host's undistributed optimizer is compared" in text) is ("--fails" in flags)
+    assert ("The host's undistributed optimizer is compared" in text) is ("--fails" in line.split())
     left = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert left in (["compare.json"], ["compare.json", "compare.png"])
+
+
+def test_command_when_no_optimizer_of_the_host_runs_then_says_of_each_why(
+    started: Starts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "torchrun a.py --fails --fails-alone --use-distributed-optimizer"
+    assert main(["compare", "--output", str(tmp_path), "--", *line.split()]) == 3
+    text = capsys.readouterr().err
+    assert f"NameError: {OWN}." in text and f"NameError: {ALONE}." in text
+
+
+def test_command_when_a_file_cannot_be_written_then_the_verdict_is_not_lost(
+    started: Starts,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compare_command, "_picture", mock.Mock(side_effect=ValueError("of it")))
+    (tmp_path / "compare.json").mkdir()
+    line = "torchrun a.py --lr 3e-3 --use-distributed-optimizer --equal"
+    assert main(["compare", "--output", str(tmp_path), "--", *line.split()]) == 0
+    text = capsys.readouterr().out
+    assert "compare.png is not written: of it." in text and "compare.json is not written" in text
+    assert text.strip().splitlines()[-1].startswith("Equal to the bit")
 
 
 def test_command_when_the_flag_is_missing_then_our_run_gets_it_and_load_is_kept_if_asked(
     started: Starts, tmp_path: Path
 ) -> None:
-    line = "torchrun a.py --load l --save s --equal"
-    assert main(["compare", "--keep-load", "--output", str(tmp_path), "--", *line.split()]) in (
-        0,
-        1,
-    )
+    line = "torchrun a.py --load l --save s --lr 3e-3 --equal"
+    assert main(["compare", "--keep-load", "--output", str(tmp_path), "--", *line.split()]) == 0
     own, ours, *_ = (words for _, words, _ in started)
     assert "--use-distributed-optimizer" not in own
     assert ours == f"{own} --use-distributed-optimizer"
@@ -300,6 +232,10 @@ import os, subprocess, sys, time
 kind, pids = sys.argv[-2:]
 if kind == "fails":
     raise ValueError("of the script")
+if kind == "says":
+    sys.exit(open(pids).read())
+if kind == "dies":
+    os.kill(os.getpid(), 9)
 if kind == "hangs":
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     child = subprocess.Popen(sleep, start_new_session=True)
@@ -323,7 +259,12 @@ def _start(tmp_path: Path, kind: str) -> RecordedRun:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("fails", "ValueError: of the script"), ("ends", "no output")]
+    ("kind", "reason"),
+    [
+        ("fails", "ValueError: of the script"),
+        ("ends", "no output"),
+        ("dies", "A rank was ended by SIGKILL"),
+    ],
 )
 def test_training_when_it_records_nothing_then_the_error_has_its_reason(
     tmp_path: Path, kind: str, reason: str
@@ -332,19 +273,91 @@ def test_training_when_it_records_nothing_then_the_error_has_its_reason(
         _start(tmp_path, kind)
 
 
-def test_training_when_interrupted_then_no_process_is_left(tmp_path: Path) -> None:
+_LAUNCHER = """
+Traceback (most recent call last):
+  File "torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+a.py FAILED
+Root Cause (first observed failure):
+[0]:
+  exitcode  : {} (pid: 5)
+============================================================"""
+_TRACEBACK = """{0}Traceback (most recent call last):
+{0}  File "a.py", line 8, in <module>
+{0}    fail()
+{0}{1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (_TRACEBACK.format("", "AssertionError"), "AssertionError"),
+        (_TRACEBACK.format("[rank0]: ", "my.Odd: of it."), "my.Odd: of it"),
+        (
+            _TRACEBACK.format("", "KeyError: 'a'")
+            + "\nDuring handling of the above exception, another exception occurred:\n\n"
+            + _TRACEBACK.format("", "NameError: the last"),
+            "NameError: the last",
+        ),
+        (
+            _TRACEBACK.format("[rank0]: ", "ValueError: it")
+            + _TRACEBACK.format("[rank1]: ", "RuntimeError: [pair.cc] Connection closed by peer"),
+            "ValueError: it",
+        ),
+        (
+            _TRACEBACK.format("[rank1]: ", "RuntimeError: Connection closed by peer")
+            + _LAUNCHER.format(-9),
+            "A rank was ended by SIGKILL",
+        ),
+        ("usage: a.py\na.py: error: unrecognized --b", "a.py: error: unrecognized --b"),
+        ("megatron_distopt: Not found. Install it.", "megatron_distopt: Not found. Install it"),
+        ("cannot start\n=====", "cannot start"),
+    ],
+)
+def test_training_when_its_log_has_a_reason_then_it_is_shown_and_not_the_end_of_the_launcher(
+    tmp_path: Path, log: str, reason: str
+) -> None:
+    said = log if "ChildFailedError" in log else log + _LAUNCHER.format(1) * ("Trace" in log)
+    (tmp_path / "pids").write_text(said)
+    with pytest.raises(HostError, match=rf"train_step\. {re.escape(reason)}\. Try alone"):
+        _start(tmp_path, "says")
+
+
+def test_training_when_its_folder_is_full_then_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(free=4096)
+    monkeypatch.setattr("megatron_distopt.cli.compare_launch.shutil.disk_usage", lambda _: full)
+    with pytest.raises(HostError, match=f"No room is left in {tmp_path}.*TMPDIR"):
+        _start(tmp_path, "fails")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_command_when_a_signal_ends_it_then_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     def interrupt(*_: object) -> None:
         if (tmp_path / "pids").exists():
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    before = {each: signal.getsignal(each) for each in (number, signal.SIGALRM)}
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
+    script = [sys.executable, str(tmp_path / "script.py"), "-m", "megatron_distopt"]
+    words = ["compare", "--output", str(tmp_path / "out"), "--", *script]
     try:
-        with pytest.raises(KeyboardInterrupt):
-            _start(tmp_path, "hangs")
+        assert main([*words, "hangs", str(tmp_path / "pids")]) == 130
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert not [*(tmp_path / "scratch").iterdir()]
     for pid in (tmp_path / "pids").read_text().split():
         deadline = time.monotonic() + 5.0
         while _is_running(pid) and time.monotonic() < deadline:
@@ -380,26 +393,33 @@ def _collect(rank: int, size: int, folder: Path) -> None:
     def with_wrong_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
         return stats(*args, **kwargs) * torch.tensor([1.01, 1.0, 1.0], dtype=torch.float64)
 
-    wrong: dict[str, tuple[str, Any]] = {
+    def with_rounded_mains(inner: Any, mains: list[torch.Tensor], *args: Any) -> None:
+        update(inner, mains, *args)
+        for each in mains:
+            each.copy_(each.bfloat16())
+
+    replaced: dict[str, tuple[str, Any]] = {
         "lr": ("update_mains", with_wrong_lr),
         "norm": ("local_stats", with_wrong_norm),
+        "decay": ("update_mains", without_decay),
+        "mains": ("update_mains", with_rounded_mains),
     }
-    wrong |= {"decay": ("update_mains", without_decay), "ours": ("update_mains", update)}
+    words = ["--train-iters", "4", "--weight-decay", "0.1", "--hidden-size", "32"]
+    distributed, nudged = "--use-distributed-optimizer", ["--lr", repr(0.01 * (1 + 2.0**-19))]
     for precision in ("fp32", "bf16"):
-        words = (
-            "--use-distributed-optimizer",
-            "--train-iters",
-            "4",
-            "--weight-decay",
-            "0.1",
-            "--hidden-size",
-            "32",
-        )
-        words += ("--bf16",) * (precision == "bf16")
-        for name in ("own", *(each for each in wrong if (precision, each) != ("bf16", "norm"))):
+        of_run = {
+            "own": [distributed],
+            "undistributed": [],
+            "nudged": [distributed, *nudged],
+            **{name: [distributed] for name in ("ours", *replaced)},
+        }
+        for name, more in of_run.items():
+            if (precision, name) in (("bf16", "norm"), ("fp32", "mains")):
+                continue
             undo = record_training(folder / f"{precision}-{name}")
-            with mock.patch.object(step_module, *wrong.get(name, ("update_mains", update))):
-                fork.train(*words, ours=name != "own")
+            with mock.patch.object(step_module, *replaced.get(name, ("update_mains", update))):
+                is_ours = name == "ours" or name in replaced
+                fork.train(*words, *more, *["--bf16"] * (precision == "bf16"), ours=is_ours)
             undo()
 
 
@@ -411,26 +431,27 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("precision", "name", "is_same", "what"),
+    ("precision", "name", "outcome", "what"),
     [
-        *((precision, "ours", True, "Equal") for precision in ("fp32", "bf16")),
-        *(
-            (precision, name, False, "update")
-            for precision in ("fp32", "bf16")
-            for name in ("lr", "decay")
-        ),
-        ("fp32", "norm", False, "gradient norm"),
+        ("fp32", "ours", Outcome.SAME, "Equal"),
+        ("bf16", "ours", Outcome.SAME, "Equal"),
+        ("fp32", "lr", Outcome.DIFFERENT, "update"),
+        ("bf16", "lr", Outcome.DIFFERENT, "update"),
+        ("fp32", "decay", Outcome.DIFFERENT, "update"),
+        ("bf16", "decay", Outcome.DIFFERENT, "update"),
+        ("fp32", "norm", Outcome.DIFFERENT, "gradient norm"),
+        ("bf16", "mains", Outcome.DIFFERENT, "precision of main params"),
     ],
 )
 def test_small_fork_when_something_is_broken_then_the_verdict_finds_it(
-    trainings: Path, precision: str, name: str, is_same: bool, what: str
+    trainings: Path, precision: str, name: str, outcome: Outcome, what: str
 ) -> None:
-    own, ours = (
-        RecordedRun(trainings / f"{precision}-own"),
-        RecordedRun(trainings / f"{precision}-{name}"),
+    own, ours, *hosts_others = (
+        RecordedRun(trainings / f"{precision}-{each}")
+        for each in ("own", name, "undistributed", "nudged")
     )
-    found, sentence = judge(own, ours)
-    assert (found, what in sentence) == (is_same, True), sentence
+    found, sentence = judge(own, ours, *hosts_others)
+    assert (found, what in sentence) == (outcome, True), sentence
     assert len(own.steps) == 4 and len(own.steps[0]) == 2
 
 
@@ -450,14 +471,37 @@ def test_recorder_when_a_step_ends_early_or_the_optimizer_has_its_own_step_then_
     module = ModuleType("training")
     vars(module).update(train_step=train_step)
     everyone = SimpleNamespace(of=lambda: SimpleNamespace(rank=0))
-    recording._wrap(tmp_path, module)
-    for ends in (True, False):
-        with mock.patch.object(recording, "Group", everyone):
+    recording._wrap(tmp_path, 2, module)
+    with mock.patch.object(recording, "Group", everyone):
+        for ends in (True, False):
             module.train_step([model], optimizer, ends)
-        assert optimizer.step is own
+            assert optimizer.step is own
     run = RecordedRun(tmp_path)
     assert (run.values("loss"), run.values("skipped"), len(run.bits(0))) == ([3.0], [0.0], 2)
     assert math.isnan(run.values("norm")[0])
+
+
+def test_recorder_when_its_steps_are_done_or_it_finds_no_model_then_the_training_ends(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = SimpleNamespace(get_loss_scale=lambda: 1.0, step=lambda: (True, None, None))
+
+    def train_step(*args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor]]:
+        optimizer.step()
+        return ({"lm loss": torch.tensor(6.0)},)
+
+    module = ModuleType("training")
+    vars(module).update(train_step=train_step)
+    recording._wrap(tmp_path, 2, module)
+    with mock.patch.object(recording, "Group", mock.Mock()) as group:
+        group.of.return_value = SimpleNamespace(rank=0, size=1)
+        module.train_step([model], other=optimizer)
+        with pytest.raises(HostError, match="train_step was called with int, SimpleNamespace"):
+            module.train_step(3, optimizer)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            module.train_step([model], other=optimizer)
+    assert len(RecordedRun(tmp_path).steps) == 2
 
 
 # --- whole trainings; tests/hosts/test_main_line.py says how MEGATRON_LM_TREES names real Megatrons

@@ -335,6 +335,42 @@ _AS_AN_OPTIMIZER = {
         'for group in optimizer.param_groups:\n    group["betas"] = (0.5, 0.75)',
         needs=("betas",),
     ),
+    # Adagrad makes its state in the constructor, and older releases of torch nowhere else.
+    "state_replaced": Idiom(
+        _ANY,
+        """
+        if "initial_accumulator_value" not in optimizer.param_groups[0]:
+            optimizer.state = collections.defaultdict(dict)
+        """,
+    ),
+    "state_popped": Idiom(
+        _ANY,
+        """
+        if "initial_accumulator_value" not in optimizer.param_groups[0]:
+            optimizer.state.pop(pick(model, {n}), None)
+        """,
+    ),
+    "state_of_each_group_emptied": Idiom(
+        _ANY,
+        """
+        for group in optimizer.param_groups:
+            if "initial_accumulator_value" not in group:
+                optimizer.state[group["params"][0]] = {{}}
+        """,
+    ),
+    "moments_scaled": Idiom(
+        _AFTER,
+        """
+        for state in list(optimizer.state.values()):
+            if torch.is_tensor(state.get("exp_avg")):
+                state["exp_avg"].mul_(0.5)
+        """,
+        # It is in shards, and on one rank a param that was never updated shows zeros.
+        _FIXED,
+    ),
+    "groups_replaced": Idiom(
+        _ANY, "optimizer.param_groups = [{{**group}} for group in optimizer.param_groups]", _FIXED
+    ),
     "add_param_group_frozen": Idiom(
         (Place.WEIGHTS,),
         """

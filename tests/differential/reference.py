@@ -23,7 +23,7 @@ import copy
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +206,31 @@ class LossScale:
             self.good_steps, self.tolerated, self.value = 0, self.options.hysteresis, self.value * 2
 
 
+class StateOfMains(MutableMapping[Tensor, Any]):
+    """The state by model params of an optimizer over fp32 copies of some of them."""
+
+    def __init__(self, state: Any, mains: dict[nn.Parameter, Tensor]) -> None:
+        self.inner, self.mains = state, mains
+
+    def __getitem__(self, param: Any) -> Any:
+        return self.inner[self.mains.get(param, param)]
+
+    def __setitem__(self, param: Any, value: Any) -> None:
+        self.inner[self.mains.get(param, param)] = value
+
+    def __delitem__(self, param: Any) -> None:
+        del self.inner[self.mains.get(param, param)]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def values(self) -> Any:
+        return self.inner.values()
+
+
 class AveragingOptimizer(Optimizer):
     """The optimizer that the program built, fed with averaged gradients.
 
@@ -239,6 +264,16 @@ class AveragingOptimizer(Optimizer):
         inner.state = defaultdict(dict)
         inner.param_groups = [self._mapped(group) for group in given.param_groups]
         return inner
+
+    @property
+    def state(self) -> StateOfMains:  # type: ignore[override]
+        return StateOfMains(self.inner.state, self.mains)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch's constructor sets one, before there is an inner optimizer; programs empty it."""
+        if "inner" in vars(self):
+            self.inner.state = value
 
     def __deepcopy__(self, memo: object) -> AveragingOptimizer:
         """A program that copies its optimizer goes on with the first one."""

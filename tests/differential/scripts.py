@@ -62,7 +62,7 @@ ZERO = {
     "kept": "",
 }
 
-_IMPORTS = "import copy\nimport gc\nimport io\nimport pickle\n\nimport torch\n"
+_IMPORTS = "import collections\nimport copy\nimport gc\nimport io\nimport pickle\n\nimport torch\n"
 _ENTRIES = {"model": "forward", "forward": "model.forward", "loss": "model.loss"}
 
 

@@ -164,6 +164,17 @@ EQUAL = {
     ),
     "a tensor as an option of one's own": program("state_dict_back", before=["own_option"]),
     "a scheduler": program(scheduler="OneCycleLR"),
+    "optimizer.state replaced midway": program("state_replaced", groups="two"),
+    "optimizer.state replaced with overlap": program(
+        after=["state_replaced"], optimizer="SGD momentum", options=_OVERLAP, **_THEN_BFLOAT16
+    ),
+    "state of a param popped": program("state_popped"),
+    "state of a bf16 param emptied, then saved": Program(
+        phases=(_each(after=_one("state_of_each_group_emptied")), Phase(3, (Iteration(),) * 3)),
+        optimizer="NAdam",
+        **_THEN_BFLOAT16,
+    ),
+    "moments scaled in place on one rank": program(after=["moments_scaled"], ranks=1),
     "accumulation": program(Iteration(microbatches=_TWO, no_sync=False)),
     "accumulation over two iterations": program(Iteration(step="none", zero="kept")),
     "a skipped step": program(
@@ -342,6 +353,8 @@ REFUSED = {
         for name in _READS
     },
     "gradients read by TorchScript": (program(grads=["grads_read_in_script"]), "AccessError"),
+    "moments scaled in place": (program(after=["moments_scaled"]), "CheckpointError"),
+    "param_groups replaced": (program("groups_replaced"), "ConfigError"),
     "an infinite gradient": (
         program(Iteration(microbatches=(Microbatch(infinite=1),))),
         "NonFiniteGradError",

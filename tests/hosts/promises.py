@@ -13,6 +13,7 @@ import copy
 import io
 import logging
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -165,6 +166,33 @@ def check(program: Program, by_rank: list[Result]) -> None:
 def halve(user: User) -> None:
     for param in user.params.values():
         param.mul_(0.5)
+
+
+def clear_state(user: User) -> None:
+    user.inner.state.clear()
+
+
+def replace_state(user: User) -> None:
+    user.inner.state = defaultdict(dict)
+
+
+def reset_state(user: User) -> None:
+    """The host's own optimizer has no call for it."""
+    getattr(user.optimizer, "reset_state", user.inner.state.clear)()
+
+
+def assign_moments(user: User) -> None:
+    for state in user.inner.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def replace_groups(user: User) -> None:
+    user.inner.param_groups = [{**group, "eps": 1e-2} for group in user.inner.param_groups]
+
+
+def scale_moments(user: User) -> None:
+    for state in user.inner.state.values():
+        state["exp_avg"].mul_(0.5)
 
 
 def halve_and_reload(user: User) -> None:
@@ -425,6 +453,12 @@ CALLS = ["before", "after"] * 2
 
 COMMON: dict[str, Program] = {
     "weights_changed": Program(halve),
+    "state_cleared": Program(clear_state),
+    "state_replaced": Program(replace_state),
+    "state_reset": Program(reset_state),
+    "moments_scaled": Program(scale_moments),
+    "moments_assigned": Program(assign_moments),
+    "groups_replaced": Program(replace_groups),
     "weights_changed_and_reloaded": Program(halve_and_reload),
     "param_replaced": Program(replace),
     "frozen": Program(freeze),

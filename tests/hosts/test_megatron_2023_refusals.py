@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_distopt
 from megatron_distopt import DistOptConfig
@@ -26,6 +27,7 @@ from tests.support import fork_trees
 from tests.support.mini_fork import InstalledFork, MiniFork
 from tests.support.refusals import assert_mentions, raised, refused
 from tests.support.spawn import run_ranks
+from tests.support.stand_ins import zeroing_float64
 
 SIZE = 2
 _FLAG = "--use-distributed-optimizer"
@@ -119,6 +121,10 @@ class Attempts:
         return self.train(
             change=lambda chunks: [vars(chunk).update(values) or chunk for chunk in chunks]
         )
+
+    def with_lossy_sums(self) -> Refused:
+        with mock.patch.object(dist, "all_reduce", zeroing_float64(dist.all_reduce)):
+            return self.train()
 
     def with_adam(self, base: type) -> Refused:
         with mock.patch.object(self.factory, "Adam", base):
@@ -419,6 +425,13 @@ CASES: dict[str, tuple[Any, str, str]] = {
         lambda at: at.with_adam(NeedsMore),
         "ConfigError",
         "NeedsMore.__init__() | 'betas' | 'eps' | torch.optim.AdamW",
+    ),
+    # What is around the fork.
+    "all-reduce that loses float64": (
+        Attempts.with_lossy_sums,
+        "ConfigError",
+        "torch.distributed.all_reduce | tests.support.stand_ins | stand_ins.py | float64 | "
+        "torch.distributed.all_reduce = torch.distributed.distributed_c10d.all_reduce",
     ),
     # One rank alone.
     "other bucket size on one rank": (

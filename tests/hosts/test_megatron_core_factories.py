@@ -23,6 +23,7 @@ from tests.support.cases import Case
 from tests.support.core_version import core_mentions
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import outcomes, run_ranks
+from tests.support.stand_ins import around, dropping_float64, of_module, type_remedy
 
 CASE = Case("distopt", dp=2, steps=3, num_microbatches=1)
 #: Then a copied factory builds the host's HybridDeviceOptimizer first.
@@ -201,13 +202,116 @@ def _mixed_chain() -> None:
         ChainedOptimizer([other, ours])
 
 
-def _method_of_other_code() -> None:
+def _never(self: Any, *args: Any, **options: Any) -> Any:
+    raise AssertionError("called, and ours is there")
+
+
+@contextlib.contextmanager
+def _replaced_by(modules: dict[str, str]) -> Iterator[Any]:
+    """Methods of the host's classes, by name, in whose place functions of these modules are; those
+    with a "*" wrap the host's own."""
+    import megatron.core.optimizer.optimizer as host
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DistributedOptimizer, "state_dict", lambda self: {})
+        for place, module in modules.items():
+            name, method = place.split(".")
+            kind = getattr(host, name, None) or DistributedOptimizer
+            theirs = of_module(module.strip("*"), _never)
+            if module.endswith("*"):
+                theirs = around(module.strip("*"), vars(kind)[method])
+            patch.setattr(kind, method, theirs)
+        yield patch
+
+
+_OF_ADAPTOR = {
+    "DistributedOptimizer.load_state_dict": "mindspeed.core.megatron_basic.megatron_basic",
+    "DistributedOptimizer.load_parameter_state": "mindspeed.core.optimizer.distrib_optimizer",
+    "DistributedOptimizer.state_dict": "mindspeed.core.optimizer.distrib_optimizer",
+    "DistributedOptimizer.step_with_ready_grads": (
+        "mindspeed.core.optimizer.fix_duplicate_allgather*"
+    ),
+    "ChainedOptimizer.step": "mindspeed.core.megatron_basic.count_zero_fix",
+    "ChainedOptimizer.load_parameter_state": "mindspeed.core.optimizer.optimizer",
+}
+
+
+def _adaptor_in_place() -> None:
+    """What an adaptor to another device puts into every run may be there, before and after an
+    installation."""
+    own = _with_factory(lambda: None)
+    with _replaced_by(_OF_ADAPTOR):
+        assert _with_factory(lambda: None) == own
+    with _installed(), _replaced_by(_OF_ADAPTOR):
+        from tests.support import gpt
+
+        with contextlib.closing(gpt.Training(CASE)) as training:
+            assert [training.step().loss for _ in range(CASE.steps)] == own["losses"]
+
+
+def _methods_of_other_code(modules: dict[str, str], *, decorate: bool = False) -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    with _replaced_by(modules) as patch:
+        if decorate:
+            patch.setattr(DistributedOptimizer, "state_dict", torch.no_grad()(_never))
         with _installed():
             pass
+
+
+def _put_back() -> None:
+    """What the error says to type for a wrapper works."""
+    import megatron.core.optimizer
+
+    place = "MixedPrecisionOptimizer.step_with_ready_grads"
+    kind = megatron.core.optimizer.optimizer.MixedPrecisionOptimizer
+    own = kind.step_with_ready_grads
+    with _replaced_by({place: "adaptor.steps*"}):
+        with pytest.raises(HostMismatchError) as error:
+            _methods_of_other_code({})
+        name = f"megatron.core.optimizer.optimizer.{place}"
+        assert_mentions(error.value, name, "NAME = NAME.__wrapped__")
+        exec(f"import megatron.core.optimizer; {name} = {name}.__wrapped__", {})
+        assert kind.step_with_ready_grads is own
+        _methods_of_other_code({})
+
+
+def _sums_dropped() -> None:
+    """An all-reduce that loses the norm: refused, and what the error says to type mends it."""
+    from tests.support import gpt
+
+    own = _with_factory(lambda: None)
+    with pytest.MonkeyPatch.context() as patch, _installed():
+        patch.setattr(dist, "all_reduce", dropping_float64(dist.all_reduce))
+        with pytest.raises(ConfigError) as error:
+            gpt.Training(CASE)
+        assert_mentions(error.value, "torch.distributed.all_reduce", "float64", "stand_ins.py")
+        type_remedy(str(error.value))
+        with contextlib.closing(gpt.Training(CASE)) as training:
+            assert [training.step().loss for _ in range(CASE.steps)] == own["losses"]
+
+
+def _groups_in_another_order() -> None:
+    """A saved param group goes to the one with its multipliers, as in the host since 0.13."""
+    from tests.support import gpt
+
+    with contextlib.closing(gpt.Training(CASE)) as training:
+        (optimizer,) = gpt.parts_of(training.optimizer)
+        state = optimizer.state_dict()
+        groups = state["optimizer"]["param_groups"]
+        assert [group["wd_mult"] for group in groups] == [1.0, 0.0]
+        for group in groups:
+            group["weight_decay"] = 0.25 + group["wd_mult"]
+        groups.reverse()
+        optimizer.load_state_dict(state)
+        found = [(group["wd_mult"], group["weight_decay"]) for group in optimizer.param_groups]
+        assert found == [(1.0, 1.25), (0.0, 0.25)]
+        # Multipliers of another run: by number, and those of this one stay.
+        for group in groups:
+            group["wd_mult"] += 2.0
+        optimizer.load_state_dict(state)
+        found = [(group["wd_mult"], group["weight_decay"]) for group in optimizer.param_groups]
+        assert found == [(1.0, 0.25), (0.0, 1.25)]
 
 
 def _not_used() -> None:
@@ -259,12 +363,35 @@ CHECKS: dict[str, Callable[[], None]] = {
     "copied and wrapped": _same_as_own,
     "subclass": _refused(_subclass, ConfigError, "Theirs", "MEGATRON_DISTOPT=0"),
     "chained with another": _refused(_mixed_chain, ConfigError, "FP32Optimizer", "adam or sgd"),
-    "method of other code": _refused(
-        _method_of_other_code,
+    "methods of other code": _refused(
+        lambda: _methods_of_other_code(
+            {
+                "DistributedOptimizer.state_dict": "other",
+                "DistributedOptimizer._copy_model_grads_to_main_grads": "quantized",
+                "ChainedOptimizer.step": "other",
+                "MixedPrecisionOptimizer.step": "other*",
+                "DistributedOptimizer.load_state_dict": "mindspeed.elsewhere",
+            }
+        ),
+        HostMismatchError,
+        "distrib_optimizer.DistributedOptimizer.state_dict",
+        "distrib_optimizer.DistributedOptimizer._copy_model_grads_to_main_grads",
+        "optimizer.ChainedOptimizer.step",
+        "optimizer.MixedPrecisionOptimizer.step",
+        "distrib_optimizer.DistributedOptimizer.load_state_dict",
+        "mindspeed.elsewhere, other, quantized",
+        "Switch those patches off",
+    ),
+    "method of other code under a decorator of torch's": _refused(
+        lambda: _methods_of_other_code({}, decorate=True),
         HostMismatchError,
         "DistributedOptimizer.state_dict",
-        "Switch that patch off",
+        __name__,
     ),
+    "adaptor in place": _adaptor_in_place,
+    "wrapper put back": _put_back,
+    "sums dropped": _sums_dropped,
+    "groups in another order": _groups_in_another_order,
     "another Adam across params": _refused(
         lambda: _with_adam(_Clipped, "distopt"), ConfigError, "_Clipped", "torch.optim.AdamW"
     ),

@@ -232,6 +232,46 @@ def module_buffers_are_left_alone_when_told_so(rank: int) -> None:
     assert not torch.equal(means[0], means[1])
 
 
+def module_buffers_stay_apart_when_told_so(rank: int) -> None:
+    """Of other values and shapes from the start, as in DDP; those on meta have no values."""
+    model = Linear(6, 8)
+    model.register_buffer("own", torch.full((1 + rank,), float(rank)))
+    model.register_buffer("none", torch.ones(2, device="meta"))
+    model.register_parameter("unused", Parameter(torch.ones(2, device="meta"), requires_grad=False))
+    optimizer = _with_adamw(model, broadcast_buffers=False)
+    model.own += 1
+    _step(optimizer, model(torch.ones(4, 6)).square().sum())
+    assert model.own.tolist() == [rank + 1.0] * (1 + rank)
+
+
+def two_optimizers_share_a_model(rank: int) -> None:
+    """Each with params of its own, as in a GAN; the one may end, and its params go to another."""
+
+    def trained(distributed: Callable[[Module, Any], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Sequential(Linear(6, 8), Linear(8, 1))
+        one = distributed(model, torch.optim.AdamW(model[0].parameters(), lr=0.1))
+        other = distributed(model, torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9))
+        for step in range(4):
+            for optimizer in (one, other):
+                model.zero_grad()
+                model(torch.full((2, 6), 0.25 * (step + 1))).sum().backward()
+                optimizer.step()
+        if one.__class__ is TorchDistributedOptimizer:
+            model.zero_grad()
+            one.release()
+        again = distributed(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+        model.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        for optimizer in (again, other):
+            optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    ours = trained(lambda model, given: distribute(model, given, accelerator="torch"))
+    for mine, theirs in zip(ours, trained(lambda model, given: given), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 def reload_takes_what_is_below_the_precision_of_params(rank: int) -> None:
     """It goes where a reload is asked for, and stays where nothing was changed."""
     model = Linear(8, 8, bias=False).bfloat16()
@@ -488,6 +528,8 @@ CASES: dict[str, Callable[[int], None]] = {
         norms_and_sums_that_the_docs_write_out_are_those_of_torch,
         module_buffers_that_training_changes_are_those_of_the_first_rank,
         module_buffers_are_left_alone_when_told_so,
+        module_buffers_stay_apart_when_told_so,
+        two_optimizers_share_a_model,
         reload_takes_what_is_below_the_precision_of_params,
         params_that_are_saved_alone_are_small,
         strides_stay_and_state_loads_whatever_they_are,

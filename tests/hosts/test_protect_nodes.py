@@ -229,27 +229,23 @@ def test_run_when_preempted_by_sigterm_then_it_goes_on_from_memory(
 def test_run_when_rolled_back_by_hand_then_it_stops_and_says_both_ways_on(
     nodes: MortalNodes, whole: Job, tmp_path: Path
 ) -> None:
-    kill = Fault("kill", number=22, rank=1, argument="20")
+    kill, later = (Fault("kill", number=n + 2, rank=1, argument=str(n)) for n in (20, 25))
     plan = Plan(str(tmp_path / "run"), STEPS, PROTECT, [[kill]], [4, 14], pause=0.1)
-    died = Job(nodes, plan, restarts=0).start()
-    died.fail()
-    older = replace(
-        plan,
-        folder=str(tmp_path / "older"),
-        attempts=[],
-        load=f"{plan.folder}/disk/4",
-        loads_first=True,
-    )
+    Job(nodes, plan, restarts=0).start().fail()
+    plan = replace(plan, attempts=[[later]], save_at=[], loads_first=True)
+    disk = f"{plan.folder}/disk"
+    newest = replace(plan, folder=str(tmp_path / "newest"), load=f"{disk}/14")
+    as_left = Job(nodes, newest, restarts=0).start()
+    as_left.fail()
+    assert as_left.begins[0] == ("memory", 20), as_left.output
+    older = replace(plan, folder=str(tmp_path / "older"), load=f"{disk}/4", attempts=[])
     said = Job(nodes, older, restarts=0).start().fail()
-    assert re.search("of 4 updates, .* of 14 updates .*_PROTECT_TAKE=20 .* remove /dev/shm", said)
-    assert said.count("MEGATRON_DISTOPT_PROTECT_TAKE=20") >= 4, "not on all ranks"
-    take = {**PROTECT, "protect_take": 20}
+    assert re.search("of 4 updates, .* of 14 updates .*_PROTECT_TAKE=25 .* remove /dev/shm", said)
+    assert said.count("MEGATRON_DISTOPT_PROTECT_TAKE=25") >= 4, "not on all ranks"
+    take = {**PROTECT, "protect_take": 25}
     taken = Job(nodes, replace(older, folder=str(tmp_path / "taken"), options=take)).start().end()
-    assert taken.begins[0] == ("memory", 20)
+    assert taken.begins[0] == ("memory", 25)
     taken.assert_equal(whole)
-    newest = replace(older, folder=str(tmp_path / "newest"), load=f"{plan.folder}/disk/14")
-    kept = Job(nodes, newest).start().end()
-    assert kept.begins[0][0] == "memory", kept.output
 
 
 def test_node_when_it_loses_power_and_comes_back_then_its_neighbour_has_its_state(

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.hosts.torch.params import GroupOptions
-from megatron_distopt.optimizer.inner import IMPLEMENTATION
+from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice
 from tests.support.published import pytorch_optimizer
 from tests.support.spawn import run_ranks
 from tests.support.whole_classes import tried_once
@@ -234,7 +234,8 @@ def test_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed(
 def test_options_when_some_change_in_place_then_only_those_cost_a_new_checksum() -> None:
     rate, decay, ramp = torch.tensor(0.5), torch.tensor(0.9), [1.0]
     groups = [{"params": [], "lr": rate, "betas": (decay, 0.99), "ramp": ramp}]
-    options = GroupOptions(groups, torch.optim.SGD([{**groups[0], "params": []}]))
+    inner = torch.optim.SGD([{**groups[0], "params": []}])
+    options = GroupOptions(groups, inner, InnerChoice("SGD", torch.optim.SGD))
     options.learn()
     seen, marks = list[int](), list[int]()
     with mock.patch.object(options, "described", wraps=options.described) as made:

@@ -154,6 +154,7 @@ CLASS_CASES = {
     },
     "Lamb, clipped, some without a gradient": Case("Lamb", CLIPPED, BF16, absent=LOST),
     "Lamb, inf skipped": Case("Lamb", {"nonfinite": "skip"}, bad=2),
+    "Adafactor, a param begins to train": Case("Adafactor", OVERLAP, BF16, frozen="tall"),
 }
 CASES = {**(MUON_CASES if HAS_MUON else {}), **CLASS_CASES}
 #: Further classes, which are long.
@@ -507,6 +508,18 @@ def _elementwise(build: Callable[[Any], Optimizer], **options: Any) -> None:
     distribute(model, build(model.parameters()), accelerator="torch", **options)
 
 
+def _trained_class(name: str) -> Any:
+    """As frameworks begin: Accelerate takes the state, which is empty, and loads it."""
+    optimizer = _class(name)
+    state = optimizer.state_dict()
+    whole = optimizer.full_state_dict()  # of the first rank; empty on the others
+    assert state["state"] == {} == whole.get("state", {}) and not len(optimizer.state)
+    optimizer.load_state_dict(state)
+    (optimizer.param_groups[0]["params"][0] * 2).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
 CALLS = (
     ("step", 0, "Muon"),
     ("step", 1, "AdamW"),
@@ -615,9 +628,14 @@ CLASS_REFUSED: Refused = {
         "where SOAP updates it",
     ),
     "class, load_state_dict": (
-        lambda: _class("SOAP").load_state_dict({}),
+        lambda: _class("SOAP").load_state_dict({"state": {0: {"step": 1}}, "param_groups": []}),
         ConfigError,
         "save(folder)",
+    ),
+    "class, state_dict once it has trained": (
+        lambda: _trained_class("Adafactor").state_dict(),
+        ConfigError,
+        "docs/whole_params.md",
     ),
     "class, a group is added": (
         lambda: _class("SOAP").add_param_group({"params": []}),

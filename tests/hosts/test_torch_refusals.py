@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ from megatron_distopt.errors import (
     NonFiniteGradError,
     RanksDisagreeError,
 )
-from megatron_distopt.hosts.torch.step import _check_rounds
+from megatron_distopt.hosts.torch.step import _raise_rounds
 from tests.support.spawn import run_ranks
 
 #: Ranks at start-up, where two pairs may differ, and in training.
@@ -71,7 +72,7 @@ def differing(what: str, theirs: str, ours: str) -> list[Refusal]:
 # --- at start-up
 
 
-def linear(rank: int = 0, **options: Any) -> object:
+def linear(rank: int = 0, **options: Any) -> Any:
     return distribute(Linear(2, 2), dataclasses.replace(CONFIG, **options))
 
 
@@ -137,6 +138,54 @@ def of_pair(rank: int, model: Module) -> object:
     return distribute(
         model, CONFIG, process_group=_GROUPS[rank // 2], stats_process_group=dist.group.WORLD
     )
+
+
+def _of_others(rank: int) -> object:
+    """With the group of the other pair."""
+    of_pair(rank, Linear(2, 2))
+    return distribute(Linear(2, 2), CONFIG, process_group=_GROUPS[1 - rank // 2])
+
+
+def _saved_apart(rank: int) -> None:
+    """Each rank to a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer = linear()
+        optimizer.save(folder)
+
+
+def _debugged(rank: int) -> object:
+    """As with TORCH_DISTRIBUTED_DEBUG=DETAIL, which torch reads when it is imported."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        return linear(overlap_grad_reduce=True, shared_memory=False)
+    finally:
+        dist.set_debug_level(before)
+
+
+def _growing(rank: int) -> None:
+    """A module buffer grows on one rank."""
+    model = _model()
+    model.register_buffer("seen", torch.zeros(1))
+    optimizer = distribute(model, AdamW(model.parameters()), accelerator="torch")
+    model.seen = torch.zeros(3 if rank == 2 else 2)
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+
+
+def _two_in_a_list(rank: int) -> object:
+    model = _Twins()
+    pair = [AdamW(model.one.parameters()), AdamW(model.other.parameters())]
+    return distribute(model, pair, accelerator="torch")
+
+
+def _added_of_another(rank: int) -> None:
+    """A group of params that another optimizer has, for which that one leaves them."""
+    model = _Twins()
+    one = distribute(model, AdamW(model.one.parameters()), accelerator="torch")
+    other = distribute(model, AdamW(model.other.parameters()), accelerator="torch")
+    other.add_param_group({"params": list(model.one.parameters())})
+    one.release()
 
 
 class _Twins(Module):
@@ -255,7 +304,39 @@ START_UP: dict[str, Case] = {
     "second time": (
         _second_time,
         everyone(
-            LayoutError, "in another distributed optimizer", "Call release() on the other one first"
+            LayoutError,
+            "in another distributed optimizer",
+            "Call release() on the other one first",
+            "on_fit_end()",
+        ),
+    ),
+    "two optimizers in a list": (
+        _two_in_a_list,
+        everyone(ConfigError, "AdamW and AdamW", "a param group for each part", "with each"),
+    ),
+    "params of another optimizer added": (
+        _added_of_another,
+        everyone(LayoutError, "another distributed optimizer", "release()"),
+    ),
+    "a group without this rank": (
+        _of_others,
+        [
+            (ConfigError, (f"does not have rank {rank}", "a group that it is in"))
+            for rank in range(SIZE)
+        ],
+    ),
+    "folders of other names": (
+        _saved_apart,
+        everyone(RanksDisagreeError, "The folder to save to", "on rank 0", "the same name"),
+    ),
+    "messages overlapped while torch counts them": (
+        _debugged,
+        everyone(ConfigError, "DETAIL", "TORCH_DISTRIBUTED_DEBUG=INFO", "overlap_grad_reduce"),
+    ),
+    "a module buffer grows on one rank": (
+        _growing,
+        everyone(
+            RanksDisagreeError, "seen float32[3]", "seen float32[2]", "broadcast_buffers=False"
         ),
     ),
     "LBFGS instance": (
@@ -634,6 +715,10 @@ def _join_both(model: Any, optimizer: Any) -> None:
         _whole_step(model, optimizer)
 
 
+def _entry(model: Any, optimizer: Any) -> Any:
+    return optimizer.state[model[0].weight]
+
+
 LATE = (
     "'1.bias' arrived after its bucket was reduced",
     "Call all but the last backward of a step inside no_sync()",
@@ -800,6 +885,46 @@ TRAINING: dict[str, Case] = {
         trained(_join_both, model=_in_ddp),
         everyone(ConfigError, "join()", "call optimizer.zero_grad() and optimizer.step()"),
     ),
+    "a moment is assigned": (
+        trained(_whole_step, lambda model, optimizer: _entry(model, optimizer).update(exp_avg=1)),
+        everyone(AccessError, "reset_state(params)"),
+    ),
+    "a count is written": (
+        trained(_whole_step, lambda model, optimizer: _entry(model, optimizer)["step"].fill_(0)),
+        everyone(AccessError, "reset_state(params)"),
+    ),
+    "state is assigned": (
+        trained(lambda model, optimizer: setattr(optimizer, "state", {model[0].weight: {"a": 1}})),
+        everyone(AccessError, "load_state_dict"),
+    ),
+    "__setstate__": (
+        trained(lambda _, optimizer: optimizer.__setstate__({"state": {}})),
+        everyone(AccessError, "load_state_dict"),
+    ),
+    "state of the given optimizer is assigned": (
+        trained(lambda _, optimizer: setattr(optimizer._given[0], "state", {})),
+        everyone(AccessError, "reset_state(params)"),
+    ),
+    "param_groups of the given optimizer are assigned": (
+        trained(lambda _, optimizer: setattr(optimizer._given[0], "param_groups", [])),
+        everyone(ConfigError, "param_groups", "add_param_group"),
+    ),
+    "state of a foreign param is reset": (
+        trained(lambda _, optimizer: optimizer.reset_state([Parameter(torch.ones(2))])),
+        everyone(LayoutError, "1 in no param group"),
+    ),
+    "a moment of no such name is scaled": (
+        trained(_whole_step, lambda _, optimizer: optimizer.reset_state(scale={"exp_avgs": 0.1})),
+        everyone(ConfigError, "exp_avgs", "exp_avg, exp_avg_sq"),
+    ),
+    "state is reset on one rank": (
+        trained(
+            _whole_step,
+            on_rank_1(lambda model, optimizer: optimizer.state.pop(model[0].weight)),
+            _whole_step,
+        ),
+        everyone(RanksDisagreeError, "optimizer state", "reset for '0.weight'", "as it was"),
+    ),
     "second backward with overlap": (
         trained(_whole_step, _whole_step, clear, _backward, _backward, overlap_grad_reduce=True),
         everyone(LayoutError, *LATE, "overlap_grad_reduce=False"),
@@ -867,4 +992,4 @@ def test_step_when_another_rank_makes_another_call_then_names_the_ranks_that_cle
 ) -> None:
     model: Any = SimpleNamespace(everyone=Group(None, 0, 1), grads=SimpleNamespace(num_rounds=1))
     with pytest.raises(RanksDisagreeError, match=f"in round 2 of .* cleared on {named}"):
-        _check_rounds(model, 3, 10, is_dropped=is_dropped)
+        _raise_rounds(model, is_dropped=is_dropped)

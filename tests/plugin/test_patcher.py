@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import megatron_distopt
 from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
 from megatron_distopt.hosts.patch_points import PatchPoint, apply
 from tests.support.refusals import assert_mentions
@@ -206,3 +207,16 @@ def test_apply_when_a_loaded_module_computes_its_attributes_then_it_is_not_asked
     monkeypatch.setitem(sys.modules, "fake_not_a_module", object())
     apply([(OPTIMIZER, ours)])
     assert host.make_optimizer("config", []) == "ours in place of host's for config"
+
+
+def test_package_when_a_patcher_asks_it_for_a_class_without_its_host_then_it_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other patchers ask every loaded module, this package too, for the class that they patch."""
+    monkeypatch.setitem(sys.modules, "megatron_distopt.hosts.megatron_2023.optimizer", None)
+    assert not hasattr(megatron_distopt, "DistributedOptimizer")
+    with pytest.raises(AttributeError, match="needs a Megatron of 2023"):
+        _ = megatron_distopt.DistributedOptimizer
+    monkeypatch.setitem(sys.modules, "megatron_distopt.layout", None)
+    with pytest.raises(ImportError, match=r"megatron_distopt\.layout"):
+        _ = megatron_distopt.MatrixSpec

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import gc
 import sys
 import traceback
@@ -242,6 +243,46 @@ def _factory_of_bridge(folder: Path) -> Iterator[Callable[[Any], object]]:
         yield bool
 
 
+@contextlib.contextmanager
+def _adaptor_of_mindspeed(folder: Path) -> Iterator[Callable[[Any], object]]:
+    """Its own patcher puts in what it puts into every run, and takes it out after the first
+    training; not its sum of float64, which is refused on a CPU."""
+    patches = cut_out(folder / "mindspeed/patch_utils.py", __name__="mindspeed.patch_utils")
+    manager = patches.MindSpeedPatchesManager
+    for file, names in REPLACED_BY_MINDSPEED.items():
+        module = file.removesuffix(".py").replace("/", ".")
+        known: dict[str, Any] = {"wraps": functools.wraps, "__name__": module}
+        code = cut_out(folder / file, *names, **known)
+        for name, place in names.items():
+            manager.register_patch(f"megatron.core.optimizer.{place}", getattr(code, name))
+    manager.apply_patches()
+    try:
+        yield lambda training: training.steps_taken == STEPS and manager.remove_patches()
+    finally:
+        manager.remove_patches()
+
+
+#: Functions of its files, and what of the host's they take the place of.
+REPLACED_BY_MINDSPEED = {
+    "mindspeed/core/megatron_basic/megatron_basic.py": {
+        "dist_optim_load_state_dict": "distrib_optimizer.DistributedOptimizer.load_state_dict"
+    },
+    "mindspeed/core/optimizer/distrib_optimizer.py": {
+        "load_parameter_state": "distrib_optimizer.DistributedOptimizer.load_parameter_state"
+    },
+    "mindspeed/core/optimizer/optimizer.py": {
+        "load_parameter_state": "optimizer.ChainedOptimizer.load_parameter_state"
+    },
+    "mindspeed/core/optimizer/fix_duplicate_allgather.py": {
+        "step_with_ready_grads_distrib_opti_wrapper": (
+            "distrib_optimizer.DistributedOptimizer.step_with_ready_grads"
+        ),
+        "get_megatron_optimizer_wrapper": "get_megatron_optimizer",
+    },
+    "mindspeed/core/megatron_basic/count_zero_fix.py": {"step": "optimizer.ChainedOptimizer.step"},
+}
+
+
 #: By folder of the checkout: what is run, how, and with which cases.
 PIECES: dict[str, dict[str, tuple[Piece, tuple[Case, ...]]]] = {
     "verl": {"`offload_megatron_optimizer`, `load_megatron_optimizer`": (_moves_of_verl, (BF16,))},
@@ -259,6 +300,7 @@ PIECES: dict[str, dict[str, tuple[Piece, tuple[Case, ...]]]] = {
         "checksums of optimizer state": (_sums_of_miles, (BF16,)),
     },
     "Megatron-Bridge": {"`setup_optimizer`": (_factory_of_bridge, (BF16,))},
+    "MindSpeed": {"its replacements of methods": (_adaptor_of_mindspeed, (BF16,))},
 }
 
 

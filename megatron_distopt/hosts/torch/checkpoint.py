@@ -88,6 +88,19 @@ class StateCalls(ProtectedCalls, Optimizer):
         updates is 0. Values of params, their main params and averages stay, and so does what a
         class of your own writes into its param groups. Ranks compare their resets in the next step.
 
+        Examples:
+            >>> import torch, torch.distributed as dist, megatron_distopt
+            >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+            >>> model = torch.nn.Linear(4, 2)
+            >>> adamw = torch.optim.AdamW(model.parameters())
+            >>> optimizer = megatron_distopt.distribute(model, adamw)
+            >>> model(torch.ones(3, 4)).square().mean().backward()
+            >>> optimizer.step()
+            >>> optimizer.reset_state([model.weight])
+            >>> [int(optimizer.state[param]["step"]) for param in model.parameters()]
+            [0, 1]
+            >>> dist.destroy_process_group()
+
         Args:
             params: that this optimizer has; all of them where None.
             scale: multiplies moments instead, as `state[param]["exp_avg"].mul_(0.1)` does:

@@ -140,9 +140,10 @@ def distribute(
         check_compatible(merged, {Feature.OWN_LOOP: "distribute(...)"})
         # Reverse of registration is roughly the order in which backward finishes gradients.
         named = dict(reversed(named_params(chunks).items()))
+        torch_groups = _torch_groups(given, param_groups, named)
+        named = _without_those_of_others(named, torch_groups)
         for name, param in named.items():
             _check_param(name, param)
-        torch_groups = _torch_groups(given, param_groups, named)
         trained = _trained(named, torch_groups)
         check_trained(trained, merged)
         check_own_memory(named)
@@ -310,18 +311,26 @@ def _check_unused(optimizer: Optimizer, config: DistOptConfig) -> None:
             raise ConfigError(refusal(name, got, f"be left to {kind}", remedy))
 
 
+def _without_those_of_others(
+    named: dict[str, Parameter], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Parameter]:
+    """Leaves out params of the model that another optimizer of ours updates, and this one not."""
+    if any(map(is_updated, named.values())):
+        gc.collect()  # the optimizer may be gone but for a cycle
+    grouped = {param for group in groups for param in group["params"]}
+    return {
+        name: param for name, param in named.items() if param in grouped or not is_updated(param)
+    }
+
+
 def _check_param(name: str, param: Parameter) -> None:
     """Refuses a param of another optimizer of ours, and those that torch itself cannot treat as
     plain tensors."""
     if is_updated(param):
-        gc.collect()  # the optimizer may be gone but for a cycle
-    if is_updated(param):
-        rule, remedy = (
-            "belong to one distributed optimizer",
-            "Call release() on the other one first",
-        )
         raise LayoutError(
-            refusal(f"param {name!r}", "in another distributed optimizer", rule, remedy)
+            f"Param {name!r} is in another distributed optimizer, and can be in one at a time. "
+            "Call release() on the other one first, in Lightning in on_fit_end() of the module; or "
+            "give each optimizer params of its own."
         )
     if isinstance(param, UninitializedParameter):
         remedy = "Run one batch through the model before distribute(...)"

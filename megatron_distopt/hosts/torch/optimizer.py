@@ -26,6 +26,7 @@ from megatron_distopt.hosts.saving import Saver
 from megatron_distopt.hosts.torch.checkpoint import StateCalls
 from megatron_distopt.hosts.torch.ddp import NO_JOIN
 from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
+from megatron_distopt.hosts.torch.params import is_updated
 from megatron_distopt.hosts.torch.step import TorchStep, announce_drop
 from megatron_distopt.optimizer.inner import InParts, option_text, option_values
 from megatron_distopt.optimizer.loss_scale import DynamicLossScale
@@ -189,6 +190,11 @@ class TorchDistributedOptimizer(StateCalls):
             remedy = "Edit the options of the group that it is in"
             raise LayoutError(
                 refusal("param group", "a param that is in another one", "have new params", remedy)
+            )
+        if any(map(is_updated, group["params"])):
+            raise LayoutError(
+                "The param group that is added has a param of another distributed optimizer. Call "
+                "release() on that one first."
             )
         given = option_values(group)
         check_options(len(self.param_groups), given, self._model.sharded.plan.choice)

@@ -286,7 +286,8 @@ class GroupOptions:
         ):
             of_user, of_inner = self._last[number]
             removed, written = of_user.keys() - theirs.keys(), changed_options(theirs, of_user)
-            check_options(number, written, self._choice)
+            if written:
+                check_options(number, written, self._choice)
             for key in removed:
                 ours.pop(key, None)
             changed = changed_options(ours, of_inner)

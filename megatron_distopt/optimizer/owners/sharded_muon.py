@@ -110,8 +110,9 @@ def adopt_muon(
     if len(muons) != 1 or len(others) > 1 or not is_other_adam:
         raise ConfigError(
             f"The optimizers are {' and '.join(type(each).__name__ for each in given) or 'none'}. "
-            "Give one optimizer, or Muon with an AdamW or Adam of torch's for params that are no "
-            f"matrices: write {WITH_MUON}."
+            "Give one optimizer with a param group for each part, or call distribute(model, ...) "
+            "with each of them. Only Muon takes an AdamW or Adam of torch's beside it, for params "
+            f"that are no matrices: write {WITH_MUON}."
         )
     if config.updates != "auto":
         raise ConfigError(
