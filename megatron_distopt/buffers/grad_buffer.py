@@ -111,6 +111,11 @@ _MOVING = {
 }
 #: module.to(...) converts gradients in place; `GradSlot.take` brings them back.
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+#: torch's compiler looks at the size of every storage, also of the gradients of params that a graph
+#: reads.
+_COMPILER = "torch._subclasses."
+#: Its C++ code copies gradients between its buckets and `param.grad`.
+_DDP = "torch.nn.parallel.distributed"
 #: What autograd calls to accumulate a gradient into another.
 _ACCUMULATING = {
     torch.ops.aten.add_.Tensor,
@@ -147,7 +152,9 @@ class LocalGrad(Tensor):
         """Every operator that Python code calls comes here."""
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], cls) else None
-        if func in _DESCRIBING or (func is Tensor.untyped_storage and _is_asked_by_compiler()):
+        if func in _DESCRIBING:
+            return _unguarded(func, args, kwargs)
+        if func is Tensor.untyped_storage and _asking_module().startswith(_COMPILER):
             return _unguarded(func, args, kwargs)
         if first is not None and func in _MOVING:
             return cls.of(_unguarded(func, args, kwargs), first.param_name, first.on_zero)
@@ -168,7 +175,7 @@ class LocalGrad(Tensor):
         kwargs = kwargs or {}
         is_autograd = func in _ACCUMULATING and torch._C._current_graph_task_id() >= 0
         is_guarded = torch._C._is_torch_function_enabled()
-        if is_guarded and not is_autograd and not _is_asked_by_ddp():
+        if is_guarded and not is_autograd and _asking_module() != _DDP:
             raise _unreadable(_first_name(args, kwargs), func)
         return _unguarded(func, args, kwargs)
 
@@ -204,16 +211,9 @@ def _unguarded(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _is_asked_by_compiler() -> bool:
-    """Whether `__torch_function__` was called by torch's compiler, which looks at the size of every
-    storage, also of the gradients of params that a graph reads."""
-    return str(sys._getframe(2).f_globals["__name__"]).startswith("torch._subclasses.")
-
-
-def _is_asked_by_ddp() -> bool:
-    """Whether `__torch_dispatch__` was called by torch's DistributedDataParallel, whose C++ code
-    copies gradients between its buckets and `param.grad`."""
-    return str(sys._getframe(2).f_globals["__name__"]) == "torch.nn.parallel.distributed"
+def _asking_module() -> str:
+    """The module whose code called the `__torch_function__` or `__torch_dispatch__` that asks."""
+    return str(sys._getframe(2).f_globals["__name__"])
 
 
 def refuse_local_grads(call: str, args: Sequence[Any]) -> None:

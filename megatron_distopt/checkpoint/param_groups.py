@@ -19,8 +19,8 @@ from megatron_distopt.optimizer.inner import (
     IMPLEMENTATION,
     NUMBERS,
     InnerChoice,
-    as_number,
     moments_of,
+    python_number,
     state_of,
 )
 from megatron_distopt.optimizer.main_params import FlatParam
@@ -323,7 +323,9 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: plain_option(value) for key, value in options.items() if key != "params"}
     for key in plain.keys() & {*NUMBERS, *_LISTS_OF_NUMBERS}:
         value = plain[key]
-        plain[key] = list(map(as_number, value)) if isinstance(value, list) else as_number(value)
+        plain[key] = (
+            list(map(python_number, value)) if isinstance(value, list) else python_number(value)
+        )
     return plain
 
 

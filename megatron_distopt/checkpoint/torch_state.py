@@ -279,13 +279,6 @@ class TorchParams:
         return frozenset(name for group in self.share.optimizer.plan.groups for name in group.names)
 
     @cached_property
-    def kept(self) -> frozenset[str]:
-        """What the inner optimizer keeps for each element; empty before its first step."""
-        optimizer = self.share.optimizer
-        kept = (moments_of(optimizer.inner, flat.main) for flat in optimizer.flat_params)
-        return frozenset(next(filter(None, kept), ())) - {STEP}
-
-    @cached_property
     def begins(self) -> list[Mapping[str, Any]]:
         """By group, the state of a param of three elements that was never updated, see [Note:
         torch's format]."""

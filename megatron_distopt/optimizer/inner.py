@@ -57,7 +57,7 @@ def option_values(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _PARAMS}
 
 
-def as_number(value: Any) -> Any:
+def python_number(value: Any) -> Any:
     """A number of any kind as one of Python's; other values as they are."""
     if isinstance(value, Integral):
         return int(value)
@@ -68,10 +68,10 @@ def for_kernels(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as torch's fused kernels take them: the others take fractions, and numbers for
     switches, too."""
     taken = dict(options)
-    taken.update({key: as_number(options[key]) for key in NUMBERS if key in options})
+    taken.update({key: python_number(options[key]) for key in NUMBERS if key in options})
     taken.update({key: bool(options[key]) for key in SWITCHES if key in options})
     if isinstance(taken.get("betas"), tuple):
-        taken["betas"] = tuple(map(as_number, taken["betas"]))
+        taken["betas"] = tuple(map(python_number, taken["betas"]))
     return taken
 
 
