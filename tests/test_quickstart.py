@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from byte_gpt import choose as choosing
 from byte_gpt.choose import Choice, Insisted, Probe, Trial, choose, choose_precision
+from byte_gpt.records import Iteration, StepTime
 from byte_gpt.settings import Precision, Settings
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,13 +109,13 @@ TINY = Settings(
     validation_windows=8,
     sample_nbytes=4,
 )
-SLEEP = 0.2
+FAST, SLOW = 0.01, 0.2  # seconds of an iteration: given, because a busy machine measures anything
 
 
 def on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
     import megatron_on_cpu
     import quickstart
-    from byte_gpt import data, measure, train
+    from byte_gpt import data, measure
 
     megatron_on_cpu.install()
     cpu = torch.device("cpu")
@@ -128,19 +129,20 @@ def on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
             TINY, Insisted(**insisted), text, cpu, seconds_before=lambda: 40.0 + rank
         )
 
-    forward_backward = train._forward_backward
+    iterate = measure.iterate
     measure.MOST_REPEATS = 1
 
-    def slow_in_bf16_on_the_last(trainer: Any) -> float:
-        time.sleep(SLEEP if rank == size - 1 and trainer.settings.precision is BF16 else 0)
-        return forward_backward(trainer)
+    def slow_in_bf16_on_the_last(trainer: Any, number: int, began: float) -> Iteration:
+        is_slow = rank == size - 1 and trainer.settings.precision is BF16
+        step = StepTime(SLOW if is_slow else FAST, communication_seconds=0.0, update_seconds=0.0)
+        return replace(iterate(trainer, number, began), step=step)
 
-    train._forward_backward = slow_in_bf16_on_the_last
+    measure.iterate = slow_in_bf16_on_the_last
     found["bf16 is slow on the last rank"] = measured()
     found["precision is given"] = measured(precision=BF16)
     found["iterations are given"] = measured(iterations=3)
     found["both are given"] = measured(precision=FP16, iterations=3)
-    train._forward_backward = forward_backward
+    measure.iterate = iterate
 
     args = {"precision": None, "iterations": 4, "use_distributed_optimizer": True}
     settings = quickstart.settings_of(argparse.Namespace(seed=1, **args))
@@ -174,11 +176,11 @@ def test_measure_when_ranks_differ_in_speed_then_they_choose_the_same_and_measur
     assert results[0] == results[1]
     slow = results[0]["bf16 is slow on the last rank"]
     assert slow.precision is FP32
-    assert slow.trials[0].precision is BF16 and slow.trials[0].seconds >= SLEEP
+    assert slow.trials[0].precision is BF16 and slow.trials[0].seconds == SLOW
     assert slow.probe is not None and slow.probe.seconds_before == 41.0  # the last rank's
     in_bf16 = results[0]["precision is given"]
     assert (in_bf16.precision, in_bf16.trials) == (BF16, ())
-    assert in_bf16.probe is not None and in_bf16.probe.forward_backward_seconds >= SLEEP
+    assert in_bf16.probe is not None and in_bf16.probe.forward_backward_seconds == SLOW
     short = results[0]["iterations are given"]
     assert (short.precision, short.iterations, short.probe, len(short.trials)) == (FP32, 3, None, 2)
     given = results[0]["both are given"]
