@@ -61,6 +61,7 @@ class Copies:
     snapshot: Snapshot
     nodes_of: dict[int, list[int]]  # by rank that wrote it: the nodes that have a copy
     parts: dict[int, Manifest]  # by the same
+    damages: list[str]  # what is wrong with the other copies
 
     def joined(self) -> Manifest:
         """The manifest of all of them; file k is that of rank k.
@@ -107,10 +108,12 @@ def restore(
         for each in found
         if each.step <= newer_than
     ]
+    damages = list[str]()
     for snapshot in found[: len(found) - len(passed_over)]:
         folder = snapshot.folder(base)
+        copies = _whole_copies(base, snapshot, here.get(snapshot, []), nodes)
+        damages += copies.damages
         try:
-            copies = _whole_copies(base, snapshot, here.get(snapshot, []), nodes)
             manifest = copies.joined()
             prepare(manifest)
             model = whole()
@@ -133,10 +136,10 @@ def restore(
         others = [] if is_same else ["other parallel sizes"]
         if (was := manifest.about.get(FORM)) not in (None, form_of(model)):
             others.append(f"the state was in {was}, and goes on in {form_of(model)}")
-        _tell("; ".join((text, *others, *ended, *passed_over)), nodes)
+        _tell("; ".join((text, *others, *ended, *passed_over, *_in_brief(damages))), nodes)
         return snapshot, Resumed(snapshot.step, state, is_same)
     if found or ended or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        why = [*ended, *passed_over] or ["there is none"]
+        why = [*ended, *passed_over, *_in_brief(damages)] or ["there is none"]
         _tell("; ".join(("no snapshot in memory is taken", *why)), nodes)
     return None
 
@@ -146,20 +149,26 @@ def _tell(text: str, nodes: Nodes) -> None:
         _log.warning("%s", text)
 
 
+def _in_brief(damages: Sequence[str]) -> list[str]:
+    """What the line of a start says of copies that are not whole: files of large runs are many."""
+    return [f"{len(damages)} copies are damaged, such as: {damages[0]}"] if damages else []
+
+
 def _read_state(folder: Path, manifest: Manifest, key: str) -> Any:
     return unpacked(read_saved(folder, manifest, key, Box.whole(manifest.tensors[key].shape)))
 
 
 def _whole_copies(base: Path, snapshot: Snapshot, here: Sequence[int], nodes: Nodes) -> Copies:
     """Collective: checks every copy of a snapshot, each on its node by one of the ranks there."""
-    own, good = nodes.own, dict[int, Manifest]()
+    own, good, damages = nodes.own, dict[int, Manifest](), list[str]()
     for rank in here[own.index(nodes.group.rank) :: len(own)]:
         try:
             good[rank] = snapshot.checked(base, rank)
         except CheckpointError as error:
-            _log.warning("%s", error)
-    copies = Copies(snapshot, {}, {})
-    for reader, of_reader in enumerate(exchange(good, nodes.group)):
+            damages.append(str(error))
+    copies = Copies(snapshot, {}, {}, [])
+    for reader, (of_reader, damages_there) in enumerate(exchange((good, damages), nodes.group)):
+        copies.damages.extend(damages_there)
         for rank, part in of_reader.items():
             copies.nodes_of.setdefault(rank, []).append(nodes.numbers[reader])
             copies.parts[rank] = part
