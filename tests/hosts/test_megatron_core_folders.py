@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.errors import CheckpointError
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
 from tests.support.exact_core import variables
+from tests.support.refusals import assert_mentions
 from tests.support.spawn import outcomes, run_ranks
 
 DP2 = Case("distopt", dp=2, steps=2)
@@ -37,6 +42,13 @@ OPTIONS = {
 }
 #: The global batch is the same.
 TP2 = {"dp": 1, "tp": 2, "num_microbatches": 4}
+#: What a start loads from disk before it looks into memory, and variables of ours.
+STARTS: dict[str, tuple[str | None, dict[str, str]]] = {
+    "nothing": (None, {}),
+    "the newest": ("disk-2", {}),
+    "an older one": ("disk-1", {}),
+    "an older one, and memory is wanted": ("disk-1", {"PROTECT_TAKE": "3"}),
+}
 #: After the save.
 MORE_STEPS = 2
 #: Of losses of 4 at another layout: sums of parts in 16 bits, and state that is rounded.
@@ -50,6 +62,7 @@ TAKES_BOXES = core_mentions(
 def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"sharded": _sharded(), "script": [_start(**args) for args in SCRIPTS]}
     found |= outcomes({"nan": _leave_out_nan})
+    found["memory"] = _beside_a_disk(Path(folder))
     wholes = {}
     for name, case in SAVED.items():
         with variables(OPTIONS.get(name, {})):
@@ -154,6 +167,51 @@ def _leave_out_nan() -> None:
         assert training.step().success
 
 
+def _beside_a_disk(folder: Path) -> dict[str, Any]:
+    """A loop of one's own that dies after step 3, with checkpoints of steps 1 and 2: by what a
+    start loads before `resume`, the step from which it goes on and its next loss, or the error."""
+    from tests.support.gpt import Training
+
+    def protected(memory: Path, **more: str) -> contextlib.AbstractContextManager[object]:
+        return variables({"PROTECT_EVERY": "1", "PROTECT_FOLDER": str(memory), **more})
+
+    border = Protection.border
+
+    def patient(self: Protection, step: int, state: Any) -> None:
+        border(self, step, state)
+        self.finish()
+
+    with mock.patch.object(Protection, "border", patient), protected(folder / "memory"):
+        training = Training(DP2)
+        assert training.optimizer.resume() is None, "nothing is there"
+        for step in (1, 2, 3):
+            training.step()
+            training.optimizer.protect(step, lambda step=step: step)
+            if step < 3:
+                training.optimizer.save(folder / f"disk-{step}")
+        next_loss = training.step().loss
+    found: dict[str, Any] = {"next loss": next_loss}
+    for name, (disk, more) in STARTS.items():
+        memory = folder / f"memory of {name}"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "memory", memory)
+        dist.barrier()
+        with protected(memory, **more):
+            again = Training(DP2)
+            if disk is not None:
+                again.optimizer.load(folder / disk)
+            try:
+                resumed = again.optimizer.resume()
+            except CheckpointError as error:
+                found[name] = str(error)
+                continue
+            assert resumed is not None and resumed.state == resumed.step, "as it was given"
+            again.steps_taken = resumed.step
+            found[name] = resumed.step, again.step().loss
+    return found
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("folders")
@@ -200,3 +258,15 @@ def test_start_when_the_script_will_save_what_the_host_cannot_take_then_refused_
             assert first == "built"
         else:
             assert "--ckpt-format torch" in first
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_memory_when_a_loop_of_ones_own_loads_an_older_checkpoint_then_refused_with_both_ways_on(
+    found: list[dict[str, Any]], start: str
+) -> None:
+    for facts in found:
+        memory = facts["memory"]
+        if start == "an older one":
+            assert_mentions(memory[start], "PROTECT_TAKE=3", "remove", "memory of an older one")
+        else:
+            assert memory[start] == (3, memory["next loss"])
