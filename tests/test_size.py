@@ -32,7 +32,7 @@ MOST_STATEMENTS: dict[str, int] = {
     "plugin": 161,
     "cli": 1600,
 }
-MOST_STATEMENTS_IN_ALL = 15_250
+MOST_STATEMENTS_IN_ALL = 15_300
 #: Nodes of the syntax tree a line of code, of the package and of a file. PyTorch's FSDP2 has 4.1.
 MOST_DENSE = 6.1
 MOST_DENSE_FILE = 8.2

@@ -29,6 +29,10 @@ MOST_FILES, MOST_CALLS = 16, 60
 #: counted. They may only fall.
 MOST_IN_MEGATRON = {"2023": (19, 63), "core": (17, 60)}  # files, functions
 
+#: Functions of ours that are open at once, from `optimizer.step()` of plain torch on two ranks of a
+#: CPU down to the memory that they share.
+MOST_DEEP = 12
+
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 
 
@@ -62,6 +66,24 @@ class Walk:
                     getattr(code, "co_qualname", code.co_name),
                 )
             )
+
+
+class Descent:
+    """The longest chain of functions of the package that call each other while it is open."""
+
+    def __init__(self) -> None:
+        self.deepest: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)):
+            return
+        chain, caller = list[str](), frame
+        while caller is not None:
+            code = caller.f_code
+            if code.co_filename.startswith(str(PACKAGE)) and code.co_name not in _COMPREHENSIONS:
+                chain.append(getattr(code, "co_qualname", code.co_name))
+            caller = caller.f_back
+        self.deepest = max(self.deepest, chain[::-1], key=len)
 
 
 @contextmanager
@@ -104,6 +126,24 @@ def test_gradient_when_it_is_followed_to_its_param_then_the_way_is_short(
     )
     assert len(walk.files) <= MOST_FILES, sorted(walk.files)
     assert len(walk.calls) <= MOST_CALLS, walk.calls
+
+
+def _steps_of_two_ranks(rank: int, size: int) -> list[str]:
+    model, descent = torch.nn.Linear(8, 8), Descent()
+    optimizer = megatron_distopt.distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for _ in range(3):
+        model(torch.ones(2, 8)).square().mean().backward()
+        sys.setprofile(descent)
+        optimizer.step()
+        sys.setprofile(None)
+        optimizer.zero_grad()
+    return descent.deepest
+
+
+def test_step_when_two_ranks_share_memory_then_no_chain_of_calls_is_long() -> None:
+    for chain in run_ranks(_steps_of_two_ranks, 2):
+        assert "reduce_scatter" in chain, chain  # it is that of the gradient
+        assert len(chain) <= MOST_DEEP, chain
 
 
 def _step_in_core(rank: int, size: int) -> Walk:

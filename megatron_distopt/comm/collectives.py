@@ -28,7 +28,7 @@ from megatron_distopt.comm import pairwise
 from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.groups import FAKE, Group, carrier_of, named_losses
 from megatron_distopt.comm.pairwise import FormOfNode
-from megatron_distopt.comm.pending import Done, Pending, profiled, run_in_turn
+from megatron_distopt.comm.pending import Done, Pending, begin_in_turn, profiled, wait_for_turn
 from megatron_distopt.comm.shared_memory import nodes_of
 from megatron_distopt.errors import ConfigError, refusal
 from megatron_distopt.stand_ins import code_of
@@ -143,9 +143,12 @@ def reduce_scatter(
     members = _members(bucket.device, group, how)
     form_of = how.codes or (lambda node: pairwise.AsNumbers(dtype))
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        return run_in_turn(
-            partial(pairwise.reduce_scatter, bucket, group, members, form_of), group, overlapped
-        )
+        if overlapped:
+            act = partial(pairwise.reduce_scatter, bucket, group, members, form_of)
+            return begin_in_turn(act, group)
+        wait_for_turn(group)
+        pairwise.reduce_scatter(bucket, group, members, form_of)
+        return Done()
     if members is None or len(members) == 1:
         return (
             getattr(dist, REDUCE_SCATTER)(
@@ -207,7 +210,11 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool 
     if group.size == 1:
         return Done()
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
-        return run_in_turn(partial(pairwise.all_gather, bucket, group), group, overlapped)
+        if overlapped:
+            return begin_in_turn(partial(pairwise.all_gather, bucket, group), group)
+        wait_for_turn(group)
+        pairwise.all_gather(bucket, group)
+        return Done()
     return (
         getattr(dist, ALL_GATHER)(bucket, shard, group=group.handle, async_op=overlapped) or Done()
     )

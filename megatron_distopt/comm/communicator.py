@@ -420,12 +420,30 @@ class Communicator:
             )
         self._arrivals.irregular.add(name)
 
-    def finish_grads(self) -> None:
-        """Collective: completes the sums of every rank's shards, and sets the order of launches of
-        later steps."""
-        if not self.overlaps_grads:
-            self.reduce_now(self._grad_buffers)
-            return
+    def finish_grads(self, added: Sequence[ShardedBuffer] | None = None) -> None:
+        """Collective: completes the sums of every rank's shards.
+
+        Args:
+            added: buffers that were added after that; they alone are reduced, without overlap.
+
+        Raises:
+            LayoutError: another communicator has buckets under way in the group.
+        """
+        if self.overlaps_grads and added is None:
+            self._finish_launches()
+        else:
+            if self.group.size > 1:
+                self._check_alone()
+            for buffer in self._grad_buffers if added is None else added:
+                transfers = [each for each in self._grads.transfers if each.buffer is buffer]
+                codes = [self._codes(each) if each.stretches else None for each in transfers]
+                reduce_grads(buffer, self.group, self._how, codes)
+        self._num_sums += 1
+        self._step = None
+
+    def _finish_launches(self) -> None:
+        """Collective: launches what was not complete, waits for all, and sets the order of launches
+        of later steps."""
         for number in self._grads.order[len(self._grads.under_way) :]:
             self._launch(number)
         self._grads.wait(list(self._grads.under_way))
@@ -434,21 +452,6 @@ class Communicator:
         if not self._grads.is_agreed:
             self._grads.agree(self._arrivals.order())
         self._arrivals.begin_step()
-        self._num_sums, self._step = self._num_sums + 1, None
-
-    def reduce_now(self, buffers: Sequence[ShardedBuffer]) -> None:
-        """Collective: reduces grads without overlap; none of these buckets may be under way.
-
-        Raises:
-            LayoutError: another communicator has buckets under way in the group.
-        """
-        if self.group.size > 1:
-            self._check_alone()
-        for buffer in buffers:
-            transfers = [each for each in self._grads.transfers if each.buffer is buffer]
-            codes = [self._codes(each) if each.stretches else None for each in transfers]
-            reduce_grads(buffer, self.group, self._how, codes)
-        self._num_sums, self._step = self._num_sums + 1, None
 
     # --- params
 
@@ -456,25 +459,20 @@ class Communicator:
         """The number of the gather that a param is in."""
         return self._params.number_of[name]
 
-    def gather(self) -> None:
-        """Collective: gathers the params that their owners have updated; where overlapped, only
-        begins to."""
-        if not self.overlaps_params:
-            self.gather_now()
-            return
+    def gather(self, *, is_overlapped: bool = True) -> None:
+        """Collective: gathers the params that their owners have updated; where `overlaps_params`,
+        only begins to, unless told otherwise."""
         self.finish_params()
+        if not (self.overlaps_params and is_overlapped):
+            for buffer in self._param_buffers:
+                gather_params(buffer, self.group)
+            return
         if not self._params.is_agreed:
             self._params.agree(self._met if self._met and self._is_met_by_reads else None)
         self._met, self._is_met_by_reads = [], False
         self._published.clear()
         for number in self._params.order:
             self._params.launch(number)
-
-    def gather_now(self) -> None:
-        """Collective: gathers without overlap."""
-        self.finish_params()
-        for buffer in self._param_buffers:
-            gather_params(buffer, self.group)
 
     def param_needed(self, name: str) -> bool:
         """Announces that a param is about to be read, and waits on the current stream until it may

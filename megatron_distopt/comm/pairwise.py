@@ -70,12 +70,15 @@ def reduce_scatter(
     nodes = nodes_of(group)
     members = members or (nodes.members if len(nodes.members) == 1 else alone(group))
     carried, between = _plan(bucket, members, group, form_of)
-
-    def begin(chunk: slice, number: int) -> UnderWay:
+    if len(between.sources) == 1:  # all are on this node
+        _sum_in_memory(between.shares, carried, group.rank, nodes.lanes)
+        return
+    under_way = deque[UnderWay]()
+    for number, chunk in enumerate(between.chunks(is_alone=len(carried) == 1)):
         _sum_in_memory(between.shares[:, chunk], carried, group.rank, nodes.lanes)
-        return between.begin(chunk, number) if len(between.sources) > 1 else UnderWay(())
-
-    _in_chunks(between.chunks(is_alone=len(carried) == 1), begin)
+        under_way.append(between.begin(chunk, number))
+        _wait_for_all_but(_NUM_HALVES - 1, under_way)
+    _wait_for_all_but(0, under_way)
 
 
 def alone(group: Group) -> Sequence[Sequence[int]]:
@@ -150,20 +153,22 @@ def all_gather(
     being each node's."""
     nodes = nodes_of(group)
     carried, between = _plan(bucket, members or nodes.members, group, None)
-
-    def begin(chunk: slice, number: int) -> UnderWay:
-        shares = between.shares[:, chunk]
-        outgoing = [
-            Parcel(rank, shares[group.rank]) for rank in between.sources if rank != group.rank
-        ]
-        incoming = [Parcel(owner, shares[owner]) for owner in between.sends]
-        and_then = partial(_gather_in_memory, shares, carried, group.rank, nodes.lanes)
-        return replace(
-            begin_travel(outgoing, incoming, _GATHER_TAG + number, group), and_then=and_then
-        )
-
+    if len(between.sources) == 1:  # all are on this node
+        _gather_in_memory(between.shares, carried, group.rank, nodes.lanes)
+        return
+    receivers = [rank for rank in between.sources if rank != group.rank]
     nbytes = bucket.nbytes if len(carried) == 1 else _NBYTES_EACH
-    _in_chunks(_chunks_of(between.shares.shape[1], bucket.element_size(), nbytes), begin)
+    chunks = _chunks_of(between.shares.shape[1], bucket.element_size(), nbytes)
+    under_way = deque[UnderWay]()
+    for number, chunk in enumerate(chunks):
+        shares = between.shares[:, chunk]
+        outgoing = [Parcel(rank, shares[group.rank]) for rank in receivers]
+        incoming = [Parcel(owner, shares[owner]) for owner in between.sends]
+        travel = begin_travel(outgoing, incoming, _GATHER_TAG + number, group)
+        and_then = partial(_gather_in_memory, shares, carried, group.rank, nodes.lanes)
+        under_way.append(replace(travel, and_then=and_then))
+        _wait_for_all_but(_NUM_HALVES - 1, under_way)
+    _wait_for_all_but(0, under_way)
 
 
 def _gather_in_memory(
@@ -184,31 +189,31 @@ def _handed_over(
 ) -> Iterator[tuple[slice, dict[tuple[int, int], Tensor]]]:
     """Collective of a node: chunks, and of each what other ranks hand over, by rank and share; none
     of a rank alone."""
-
-    def rows(half: Tensor, rank: int) -> Iterator[tuple[int, Tensor]]:
-        nbytes = len(handed[rank]) * like.numel() * like.element_size()
-        return zip(
-            handed[rank], half[:nbytes].view(like.dtype).view(len(handed[rank]), -1), strict=True
-        )
-
     if len(handed) == 1:
         return
-    with (lane := lanes[collective]).lock:
+    lane = lanes[collective]
+    with lane.lock:
         nbytes_each = shares.element_size() * max(map(len, handed.values()))
         for chunk in _chunks_of(shares.shape[1], nbytes_each, lane.half_nbytes):
             like = shares[0][chunk]
-            for share, row in rows(lane.begin(), own):
+            own_rows = _rows(lane.begin(), len(handed[own]), like)
+            for share, row in zip(handed[own], own_rows, strict=True):
                 row.copy_(shares[share][chunk])
             lane.publish()
-            yield (
-                chunk,
-                {
-                    (r, share): row
-                    for r in handed
-                    if r != own
-                    for share, row in rows(lane.read(r), r)
-                },
-            )
+            received: dict[tuple[int, int], Tensor] = {}
+            for rank in handed:
+                if rank == own:
+                    continue
+                rows = _rows(lane.read(rank), len(handed[rank]), like)
+                for share, row in zip(handed[rank], rows, strict=True):
+                    received[rank, share] = row
+            yield chunk, received
+
+
+def _rows(half: Tensor, number: int, like: Tensor) -> Tensor:
+    """The first bytes of a half of shared memory as `number` rows that are as long as `like`."""
+    nbytes = number * like.numel() * like.element_size()
+    return half[:nbytes].view(like.dtype).view(number, -1)
 
 
 @dataclass(frozen=True)
@@ -298,14 +303,10 @@ class Sums:
             _sum_into([received.get(rank, own) for rank in self.sources], into)
 
 
-def _in_chunks(chunks: Iterable[slice], begin: Callable[[slice, int], UnderWay]) -> None:
-    """Two are under way at a time, so that a link is not idle while what came over it is read."""
-    under_way: deque[UnderWay] = deque()
-    for number, chunk in enumerate(chunks):
-        under_way.append(begin(chunk, number))
-        if len(under_way) == _NUM_HALVES:
-            under_way.popleft().wait()
-    while under_way:
+def _wait_for_all_but(number: int, under_way: deque[UnderWay]) -> None:
+    """Waits for the oldest chunks; one stays under way, so that a link is not idle while what came
+    over it is read."""
+    while len(under_way) > number:
         under_way.popleft().wait()
 
 

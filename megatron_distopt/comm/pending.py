@@ -82,27 +82,26 @@ class Done:
         pass
 
 
-def run_in_turn(act: Callable[[], None], group: Group, overlapped: bool) -> Pending:
-    """Runs a collective after those that are under way in the group, because their messages have
-    the same tags.
-
-    An overlapped one is only begun, in the thread of the group.
-    """
+def begin_in_turn(act: Callable[[], None], group: Group) -> Pending:
+    """Begins a collective in the thread of the group, after those that are under way in it."""
     with _lock:
         thread = _threads.get(group.own_handle)
-        if thread is None and overlapped:  # see [Note: a thread for each group]
+        if thread is None:  # see [Note: a thread for each group]
             num_threads = torch.get_num_threads()  # torch counts them for every thread that asks
             name = "megatron_distopt collectives"
             thread = ThreadPoolExecutor(1, name, lambda: torch.set_num_threads(num_threads))
             _threads[group.own_handle] = thread
-    if thread is None:
-        act()
-        return Done()
     # Without gradients, because the caller's mode is that of its own thread.
-    pending = _InThread(thread.submit(torch.no_grad()(act)))
-    if not overlapped:
-        pending.wait()
-    return pending
+    return _InThread(thread.submit(torch.no_grad()(act)))
+
+
+def wait_for_turn(group: Group) -> None:
+    """Waits for the collectives that are under way in the group: the messages of the next one have
+    the same tags."""
+    with _lock:
+        thread = _threads.get(group.own_handle)
+    if thread is not None:
+        thread.submit(int).result()
 
 
 def settle() -> None:

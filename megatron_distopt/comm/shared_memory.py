@@ -131,65 +131,64 @@ class Lane:
         self._written = _LINE * (1 + collective)
         self._turn = 0  # that has begun on this rank
         self.half_nbytes = (len(segments[group.rank].memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
+        self._halves = {rank: self._halves_of(each.memory) for rank, each in segments.items()}
 
     def begin(self) -> Tensor:
         """Begins a turn and returns this rank's half, uint8. The turn before must have been read
         from all ranks."""
         self._turn += 1
-        return self._half_of(self._rank)
+        return self._halves[self._rank][self._turn % _NUM_HALVES]
 
     def publish(self) -> None:
         """Lets the other ranks read the half."""
         self._segments[self._rank].words[self._written] = self._turn
 
     def read(self, rank: int) -> Tensor:
-        """Waits until another rank has published its half, and returns it."""
-        for _ in range(_LOOKS):
-            if self._is_there(rank):
-                break
-            os.sched_yield()
-        else:
-            self._wait(rank)
-        return self._half_of(rank)
-
-    def _half_of(self, rank: int) -> Tensor:
-        """The half of a rank's memory that this turn is in, 1-D, uint8."""
-        offset = (
-            8 * _WORDS
-            + (_NUM_HALVES * self._collective + self._turn % _NUM_HALVES) * self.half_nbytes
-        )
-        memory = self._segments[rank].memory
-        return torch.frombuffer(memory, dtype=torch.uint8, count=self.half_nbytes, offset=offset)
-
-    def _is_there(self, rank: int) -> bool:
-        return self._segments[rank].words[self._written] >= self._turn
-
-    def _wait(self, rank: int) -> None:
-        """Sleeps until another rank has published its half.
+        """Waits until another rank has published its half, and returns it.
 
         Raises:
             RanksDisagreeError: it will not. A turn that a rank published before it ended counts.
         """
+        words, number = self._segments[rank].words, 0
         start, next_check = time.monotonic(), _PATIENCE
-        while not self._is_there(rank):
+        while words[self._written] < self._turn:
+            number += 1
+            if number <= _LOOKS:
+                os.sched_yield()
+                continue
             waited = time.monotonic() - start
             if waited > next_check:
                 next_check += _PATIENCE
-                has_ended = self._segments[rank].has_ended()
-                if not self._is_there(rank) and (
-                    has_ended or waited > self._timeout or is_ending()
-                ):
-                    name = self._names[rank]
-                    got = (
-                        f"rank {name} has ended"
-                        if has_ended
-                        else f"rank {name} did not come within {waited:.0f} s"
-                    )
-                    remedy = f"Read what rank {name} wrote last; its error is the first one"
-                    raise RanksDisagreeError(
-                        refusal("collective", got, "be called by every rank of its group", remedy)
-                    )
+                self._check_comes(rank, waited)
             time.sleep(min(max(waited / 8, _LEAST_SLEEP), _MOST_SLEEP))
+        return self._halves[rank][self._turn % _NUM_HALVES]
+
+    def _halves_of(self, memory: mmap.mmap) -> list[Tensor]:
+        """The halves of a rank's memory that this collective uses, each 1-D, uint8."""
+        first, nbytes = _NUM_HALVES * self._collective, self.half_nbytes
+        return [
+            torch.frombuffer(
+                memory, dtype=torch.uint8, count=nbytes, offset=8 * _WORDS + number * nbytes
+            )
+            for number in range(first, first + _NUM_HALVES)
+        ]
+
+    def _check_comes(self, rank: int, waited: float) -> None:
+        """Raises where a rank that was waited for so long will not publish."""
+        segment, name = self._segments[rank], self._names[rank]
+        has_ended = segment.has_ended()
+        if segment.words[self._written] >= self._turn:
+            return
+        if has_ended:
+            got = f"rank {name} has ended"
+        elif waited > self._timeout or is_ending():
+            got = f"rank {name} did not come within {waited:.0f} s"
+        else:
+            return
+        remedy = f"Read what rank {name} wrote last; its error is the first one"
+        raise RanksDisagreeError(
+            refusal("collective", got, "be called by every rank of its group", remedy)
+        )
 
 
 @dataclass(eq=False)

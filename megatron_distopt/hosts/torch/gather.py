@@ -183,7 +183,7 @@ class ParamGather:
     def gather_now(self) -> None:
         """Collective: gathers without overlap."""
         self.finish()
-        self._communicator.gather_now()
+        self._communicator.gather(is_overlapped=False)
 
     def wait_for(self, param: Parameter) -> None:
         """Waits until a param may be read on the current stream."""

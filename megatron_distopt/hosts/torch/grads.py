@@ -124,7 +124,7 @@ class Grads:
         if self.phase is Phase.REDUCED:  # as the other gradients of this step are reduced already
             for slot in slots:
                 slot.take()
-            self._communicator.reduce_now(buffers)
+            self._communicator.finish_grads(buffers)
 
     def guard(self, waiting: Mapping[str, Parameter]) -> None:
         """Guards the first gradients of params that may begin to train, which no buffer holds."""
@@ -257,27 +257,23 @@ class Grads:
             handle.remove()
         self._accumulators.clear()
 
-    def reduce(self) -> None:
-        """Collective: reduces gradients for the step; afterwards each rank's shards hold the
-        sums."""
-        if self._was_reduced and not self._is_local_somewhere() and self.phase is Phase.REDUCED:
-            self._take_grads(for_step=True)
-        else:
-            self._reduce(for_step=True)
-
     def reduce_ahead(self) -> None:
         """Collective: reduces gradients before the step, for calls that read them."""
         if self._is_local_somewhere():
-            self._reduce(for_step=False)
+            self.reduce(for_step=False)
         self._was_reduced = True
         present = [slot.param.grad is not None for slot in self.slots]
         flags = torch.tensor(present, dtype=torch.float32, device=self.slots[0].view.device)
         sum_over(flags, self._data)
         self.settle([flag > 0 for flag in flags.tolist()])
 
-    def _reduce(self, *, for_step: bool) -> None:
-        """Collective: reduces gradients; before the step, those under DDP too become the
-        buffer's."""
+    def reduce(self, *, for_step: bool = True) -> None:
+        """Collective: reduces gradients, where that was not done before; afterwards each rank's
+        shards hold the sums. Before the step, gradients under DDP become the buffer's, too."""
+        was_reduced = for_step and self._was_reduced and not self._is_local_somewhere()
+        if was_reduced and self.phase is Phase.REDUCED:
+            self._take_grads(for_step=True)
+            return
         try:
             if self.phase is not Phase.LOCAL:
                 self._reopen()
