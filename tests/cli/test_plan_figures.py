@@ -25,7 +25,7 @@ from megatron_distopt.cli.plan_model import (
     stage_params,
 )
 from megatron_distopt.comm import shared_memory
-from megatron_distopt.hosts.torch.step import HEAD_NUMEL
+from megatron_distopt.hosts.torch.step import CENSUS_NUMEL
 from megatron_distopt.optimizer.sharded import Memory
 from tests.support.cases import Case
 from tests.support.plan_command import BUCKET, GPT, module_of
@@ -198,7 +198,7 @@ def used_by(choice: Choice) -> Used:
             optimizer.step()
     # Which params have a gradient is told in the all-reduce of the statistics; no Megatron has to
     # ask.
-    told = (HEAD_NUMEL + len([*model.parameters()])) * torch.float64.itemsize
+    told = (CENSUS_NUMEL + len([*model.parameters()])) * torch.float64.itemsize
     wire.sent["c10d::allreduce_"] -= 2 * told * (choice.cut.dp - 1) // choice.cut.dp
     return Used(optimizer.memory, dict(wire.sent), dict(wire.counts))
 

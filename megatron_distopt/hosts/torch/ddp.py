@@ -141,9 +141,8 @@ class DDPWatch:
         (self._not_averaged.discard if is_averaged else self._not_averaged.add)(id(param))
 
     def complaint(self, slots: Sequence[GradSlot]) -> DistOptError | None:
-        """What was wrong with the backward passes since the last step; asked before a step."""
-        if not self.used:
-            return None
+        """What was wrong with the backward passes since the last step, in which some were used;
+        asked before a step."""
         if ignored := [slot.name for slot in slots if is_ignored(slot.param)]:
             return trained_though_ignored(ignored[0])
         if any(model.mixed_precision is not None for model in self.used_models):

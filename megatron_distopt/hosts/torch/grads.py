@@ -280,11 +280,11 @@ class Grads:
         except ConfigError as error:
             self.complaints.append(error)
         self.kept = self._mark() if self._kept else 0
-        self.sum_of_hooked = (
-            self.ddp.sum_of_hooked(self.slots, self._data.size) if self.ddp.used else 0
-        )
-        if complaint := self.ddp.complaint(self.slots):
-            self.complaints.append(complaint)
+        self.sum_of_hooked = 0
+        if self.ddp.used:
+            self.sum_of_hooked = self.ddp.sum_of_hooked(self.slots, self._data.size)
+            if complaint := self.ddp.complaint(self.slots):
+                self.complaints.append(complaint)
         self._take_grads(for_step=for_step)
         self._communicator.finish_grads()
         self.phase, self._clip = Phase.REDUCED, 1.0

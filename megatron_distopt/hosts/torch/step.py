@@ -9,8 +9,8 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -35,14 +35,55 @@ from megatron_distopt.optimizer.step import (
 #: Rounds are told modulo this, so that sums of squares over thousands of ranks are exact in fp32 as
 #: well.
 _MODULUS = 64
-#: Numbers of a census that all ranks sum; the same with those that only ranks with the same params
-#: sum. Then follows for each param whether the rank has a gradient of it.
-_COMMON_NUMEL, HEAD_NUMEL = 6, 10
 #: For errors: `Grads.sum_of_hooked`.
 _HOOKED = (
     "checksum of the gradients that DistributedDataParallel left, which its communication hook or "
     "process_group has to make alike on all ranks,"
 )
+
+
+@dataclass(frozen=True)
+class Census:
+    """What a rank says of itself, see [Note: census], or the sums of what ranks have said.
+
+    Of a number that must be the same on all ranks they also sum the square: it is where the mean of
+    the squares is the square of the mean.
+    """
+
+    round: int  # of gradients
+    round_squared: int
+    num_complaints: int  # that this rank has to raise
+    num_newcomers: int  # params that may begin to train
+    num_begun: int  # module buffers that training has begun to change
+    num_apart: int  # above 0 where ranks with the same params differ in what follows
+    kept: int  # a mark of the gradients that were not cleared
+    kept_squared: int
+    options: int  # a mark of what else must be alike
+    options_squared: int
+
+    def pack(self) -> list[int]:
+        return list(vars(self).values())
+
+    @classmethod
+    def unpack(cls, numbers: Iterable[float]) -> Census:
+        return cls(*map(int, numbers))
+
+    def is_one_round(self, num_ranks: int) -> bool:
+        """Whether these sums over so many ranks are those of ranks in one round of gradients."""
+        return num_ranks * self.round_squared == self.round**2
+
+    def is_alike(self, num_ranks: int) -> bool:
+        """Whether ranks with the same params, so many, have kept the same and have the same
+        options: neither difference is ever below 0."""
+        squares = self.kept_squared + self.options_squared
+        return num_ranks * squares == self.kept**2 + self.options**2
+
+
+#: Numbers of a census, and those at its beginning that are summed over all ranks; ranks with the
+#: same params sum the others. In a tensor it is followed by whether the rank has a gradient, for
+#: each param.
+CENSUS_NUMEL = len(fields(Census))
+_COMMON_NUMEL = [each.name for each in fields(Census)].index("kept")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -101,7 +142,7 @@ class TorchStep(HostStep):
             measured = measure_with(self.optimizers, grads, self.everyone, notice)
             if len(model.grads.slots) == num_params:
                 divisors = [model.grads.divisor]
-                num_present = None if all(model.grads.present) else census[HEAD_NUMEL:]
+                num_present = None if all(model.grads.present) else census[CENSUS_NUMEL:]
                 return Gradients(grads, measured, divisors, num_present)
             grads = [main_grads(model.sharded.flat_params)]
 
@@ -138,25 +179,24 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     """What this rank says, see [Note: census]: 1-D, of the dtype and device of statistics; to be
     summed over ranks."""
     grads = model.grads
-    number, kept = (2 * grads.num_rounds + is_dropped) % _MODULUS, grads.kept
+    number = (2 * grads.num_rounds + is_dropped) % _MODULUS
     # The sum of squares over 4,096 ranks is exact.
     modulus = 2**20 if model.sharded.stats_dtype is torch.float64 else _MODULUS
     options = model.params.options.checksum(grads.num_rounds + grads.sum_of_hooked, modulus)
-    newcomers = len(model.newcomers()) if model.waiting else 0
-    begun = 0 if model.module_buffers is None else len(model.module_buffers.begun())
-    alike = kept, kept**2, options, options**2
-    numbers = [
-        number,
-        number**2,
-        len(grads.complaints),
-        newcomers,
-        begun,
-        0,
-        *alike,
-        *grads.present,
-    ]
-    census = torch.tensor(numbers, dtype=model.sharded.stats_dtype)
-    return census.to(model.device, non_blocking=True)
+    census = Census(
+        round=number,
+        round_squared=number**2,
+        num_complaints=len(grads.complaints),
+        num_newcomers=len(model.newcomers()) if model.waiting else 0,
+        num_begun=0 if model.module_buffers is None else len(model.module_buffers.begun()),
+        num_apart=0,
+        kept=grads.kept,
+        kept_squared=grads.kept**2,
+        options=options,
+        options_squared=options**2,
+    )
+    numbers = torch.tensor([*census.pack(), *grads.present], dtype=model.sharded.stats_dtype)
+    return numbers.to(model.device, non_blocking=True)
 
 
 def _notice(model: ShardedModel, census: Tensor) -> Notice:
@@ -169,37 +209,29 @@ def _notice(model: ShardedModel, census: Tensor) -> Notice:
         flags = census[_COMMON_NUMEL:].clone()
         sum_over(flags, model.data)
         census[_COMMON_NUMEL:] = flags
-        census[_COMMON_NUMEL - 1] = _difference(model, flags[:4])
+        kept, kept_squared, options, options_squared = flags[: CENSUS_NUMEL - _COMMON_NUMEL]
+        # above 0 where ranks differ; on the device, for which nobody waits
+        census[_COMMON_NUMEL - 1] = (
+            model.data.size * (kept_squared + options_squared) - kept**2 - options**2
+        )
         common = census[:_COMMON_NUMEL]
-    return Notice(common, census[:HEAD_NUMEL], partial(_act_on, model))
+    return Notice(common, census[:CENSUS_NUMEL], partial(_act_on, model))
 
 
-def _act_on(model: ShardedModel, head: Sequence[float]) -> None:
+def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
     """Does what the ranks have told each other; collective where something is not as in every other
-    step.
-
-    `head` has the sums of the first numbers of the census. Ranks have said the same number where
-    the mean of its squares is the square of its mean.
-    """
-    rounds, squares, complaints, newcomers, begun, elsewhere, *alike = map(int, head)
-    if model.everyone.size * squares != rounds**2:
+    step. `sums` are those of the census."""
+    census = Census.unpack(sums)
+    if not census.is_one_round(model.everyone.size):
         _raise_rounds(model)
-    if elsewhere or _difference(model, alike):
+    if census.num_apart or not census.is_alike(model.data.size):
         raise_together(partial(_check_alike, model), model.everyone, "step")
-    if complaints:
+    if census.num_complaints:
         raise_together(model.grads.raise_complaint, model.everyone, "step")
-    if begun and model.module_buffers is not None:
+    if census.num_begun and model.module_buffers is not None:
         model.module_buffers.learn(model.module_buffers.begun())
-    if newcomers:
+    if census.num_newcomers:
         model.grow(model.newcomers())
-
-
-def _difference(model: ShardedModel, alike: Any) -> Any:
-    """Above 0 where ranks with the same params differ, from the sums of what they have kept and of
-    their options."""
-    kept, squares_of_kept, options, squares_of_options = alike
-    size = model.data.size
-    return size * squares_of_kept - kept**2 + size * squares_of_options - options**2
 
 
 def _check_alike(model: ShardedModel) -> None:
@@ -232,8 +264,7 @@ def announce_drop(model: ShardedModel) -> None:
     """
     census = census_of(model, is_dropped=True)
     sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
-    rounds, squares = map(int, census[:2].tolist())
-    if model.everyone.size * squares != rounds**2:
+    if not Census.unpack(census[:CENSUS_NUMEL].tolist()).is_one_round(model.everyone.size):
         _raise_rounds(model, is_dropped=True)
 
 
