@@ -122,16 +122,17 @@ def compare(fields: Sequence[Field], group: Group) -> None:
 def _difference(field: Field, group: Group, digests: list[str]) -> str:
     """Collective: writes the text of the error."""
     items_by_rank = exchange(field.items, group)
-    usual = Counter(digests).most_common(1)[0][0]
-    odd_ranks = [rank for rank, digest in enumerate(digests) if digest != usual]
-    theirs, ours = items_by_rank[odd_ranks[0]], items_by_rank[digests.index(usual)]
-    number, left, right = next(
-        (number, left, right)
-        for number, (left, right) in enumerate(zip_longest(theirs, ours, fillvalue="nothing"))
-        if left != right
+    usual_digest = Counter(digests).most_common(1)[0][0]
+    usual = digests.index(usual_digest)
+    odd_ranks = [rank for rank, digest in enumerate(digests) if digest != usual_digest]
+    odd = odd_ranks[0]
+    pairs = zip_longest(items_by_rank[odd], items_by_rank[usual], fillvalue="nothing")
+    differing = [(number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]]
+    number, (theirs, ours) = differing[0]
+    got = (
+        f"rank {group.global_rank(odd)} has {theirs} as number {number} "
+        f"where rank {group.global_rank(usual)} has {ours}"
     )
-    odd, even = group.global_rank(odd_ranks[0]), group.global_rank(digests.index(usual))
-    got = f"rank {odd} has {left} as number {number} where rank {even} has {right}"
     rule = f"be the same on all {len(digests)} ranks"
     numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
     remedy = f"Start rank(s) {numbers} with the code and options of the others"
@@ -205,9 +206,13 @@ def meet(group: Group, why_not: str = "") -> None:
     store.set(keys[group.rank], why_not or _HERE)
     if why_not or group.size == 1:
         return
-    wait_for(store, keys, lambda seconds: _refuse(_reasons(store, keys, group, seconds), group))
-    answers = [answer.decode() for answer in store.multi_get(keys)]
-    _refuse({rank: answer for rank, answer in enumerate(answers) if answer != _HERE}, group)
+
+    def look(seconds: float) -> None:
+        _refuse(_reasons(store, keys, group, seconds), group)
+
+    wait_for(store, keys, look)
+    answers = {rank: answer.decode() for rank, answer in enumerate(store.multi_get(keys))}
+    _refuse({rank: answer for rank, answer in answers.items() if answer != _HERE}, group)
 
 
 def default_store() -> Store:
@@ -222,9 +227,15 @@ def _keys_of(group: Group) -> list[str]:
     other ranks.
     """
     ranks = [group.global_rank(rank) for rank in range(group.size)]
-    name = f"{KEY}/meeting of {sha256(str(ranks).encode()).hexdigest()[:16]}"
-    number = default_store().add(f"{name}/{ranks[group.rank]}", 1)
+    name = f"{KEY}/meeting of {short_digest(ranks)}"
+    counter = f"{name}/{ranks[group.rank]}"
+    number = default_store().add(counter, 1)
     return [f"{name}/{number}/{rank}" for rank in ranks]
+
+
+def short_digest(ranks: Sequence[int]) -> str:
+    """A name for these ranks that is short, however many they are."""
+    return sha256(str(ranks).encode()).hexdigest()[:16]
 
 
 def wait_for(store: Store, keys: Sequence[str], look: Callable[[float], None]) -> None:
@@ -254,14 +265,22 @@ def _missing(store: Store, keys: Sequence[str], ranks: Sequence[int]) -> list[in
 def _reasons(store: Store, keys: Sequence[str], group: Group, seconds: float) -> dict[int, str]:
     """Why ranks are waited for no longer, by rank; the others may still come. See [Note: who is
     missing]."""
-    missing = _missing(store, keys, range(group.size))
-    late = f"not here after {seconds:.0f} seconds" if seconds >= SECONDS_TO_MEET else ""
-    has_shown = bool(value_in(store, _presence_of(group.global_rank(group.rank))))
-    absent = "not loaded" if has_shown and seconds >= SECONDS_TO_SHOW else late
+
+    def presence_of(rank: int) -> str:
+        return value_in(store, _presence_of(group.global_rank(rank)))
+
+    late = absent = ""
+    if seconds >= SECONDS_TO_MEET:
+        late = absent = f"not here after {seconds:.0f} seconds"
+    if seconds >= SECONDS_TO_SHOW and presence_of(group.rank):
+        absent = "not loaded"
     reason_of = {_LOADED: late, "": absent}
-    presences = {rank: value_in(store, _presence_of(group.global_rank(rank))) for rank in missing}
-    reasons = {rank: reason_of.get(presence, presence) for rank, presence in presences.items()}
-    return {rank: reason for rank, reason in reasons.items() if reason}
+    reasons: dict[int, str] = {}
+    for rank in _missing(store, keys, range(group.size)):
+        presence = presence_of(rank)
+        if reason := reason_of.get(presence, presence):
+            reasons[rank] = reason
+    return reasons
 
 
 def value_in(store: Store, key: str) -> str:

@@ -24,12 +24,18 @@ import logging
 import os
 from contextlib import suppress
 from datetime import timedelta
-from hashlib import sha256
 from multiprocessing.util import Finalize
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from megatron_distopt.comm.agree import KEY, SECONDS_TO_LOOK, default_store, value_in, wait_for
+from megatron_distopt.comm.agree import (
+    KEY,
+    SECONDS_TO_LOOK,
+    default_store,
+    short_digest,
+    value_in,
+    wait_for,
+)
 from megatron_distopt.comm.groups import FAKE, Group, named_losses
 from megatron_distopt.errors import AccessError, RanksDisagreeError
 
@@ -56,31 +62,37 @@ def meet_in_call(call: str, group: Group) -> None:
     """
     if group.size == 1 or group.backend == FAKE:
         return
-    store, ranks = default_store(), [group.global_rank(rank) for rank in range(group.size)]
+    store = default_store()
+    ranks = [group.global_rank(rank) for rank in range(group.size)]
     own = ranks[group.rank]
     if _process_of(store, own) != os.getpid():
         raise AccessError(
             f"{call}() was called in a process that was forked from rank {own}, where collectives "
             "do not work. Call it in the process of the rank."
         )
-    calls, said = f"{KEY}/calls of {sha256(str(ranks).encode()).hexdigest()[:16]}/", set[str]()
+    calls = f"{KEY}/calls of {short_digest(ranks)}/"
+    said = set[str]()
 
     def look(seconds: float) -> None:
-        if place and seconds < group.time_limit:
+        is_over = seconds >= group.time_limit
+        if place and not is_over:
             return
         words = {rank: value_in(store, f"{_WORD}{rank}") for rank in ranks}
-        reasons = {rank: _reason(w, calls, store) for rank, w in words.items() if w != end}
-        late = f"not within {seconds:.0f} s" if seconds >= group.time_limit else "not yet"
+        reasons = {rank: _reason(word, calls, store) for rank, word in words.items() if word != end}
+        if not reasons:
+            return
+        late = f"not within {seconds:.0f} s" if is_over else "not yet"
         named = [f"rank {rank} ({reason or late})" for rank, reason in reasons.items()]
+        if len(named) > _MOST_NAMED:
+            named[_MOST_NAMED:] = ["..."]
         text = (
-            f"{call}() was called on rank {own}, and not on {', '.join(named[:_MOST_NAMED])}"
-            f"{', ...' if len(named) > _MOST_NAMED else ''}. Call it on all {len(ranks)} "
-            "ranks, outside of any 'if rank == 0'."
+            f"{call}() was called on rank {own}, and not on {', '.join(named)}. Call it on all "
+            f"{len(ranks)} ranks, outside of any 'if rank == 0'."
         )
-        if named and (seconds >= group.time_limit or any(reasons.values())):
+        if is_over or any(reasons.values()):
             store.compare_set(end, "", text)
-            store.add(calls + call, len(named))  # the next call is another meeting
-        elif named and seconds > 2 * SECONDS_TO_LOOK and text not in said:
+            store.add(calls + call, len(reasons))  # the next call is another meeting
+        elif seconds > 2 * SECONDS_TO_LOOK and text not in said:
             said.add(text)
             _log.warning("%s", text)
 
@@ -92,16 +104,20 @@ def meet_in_call(call: str, group: Group) -> None:
             store.compare_set(end, "", _ALL_CAME)
             store.delete_key(f"{calls}{call} {number - 1}")
         wait_for(store, [end], look)
-        if (how := store.get(end).decode()) != _ALL_CAME:
+        how = store.get(end).decode()
+        if how != _ALL_CAME:
             raise RanksDisagreeError(how)
 
 
 def _reason(word: str, calls: str, store: Store) -> str:
     """Why a rank with that word will not come; empty where it may come."""
     # A word outlives its meeting, whose end stays in the store.
+    if word == _ENDED:
+        return _ENDED
     if word.startswith(calls) and value_in(store, word) != _ALL_CAME:
-        return f"in {word.removeprefix(calls).partition(' ')[0]}()"
-    return word if word == _ENDED else ""
+        call, _, _ = word.removeprefix(calls).partition(" ")
+        return f"in {call}()"
+    return ""
 
 
 @functools.cache

@@ -118,7 +118,8 @@ class AsCodes(AsNumbers):
     def __init__(self, stretches: Sequence[Sequence[SentStretch]], step: int, node: int) -> None:
         super().__init__(torch.int8)
         self._stretches = stretches
-        self._offset = Random(step + node * _NODE_FACTOR).randrange(_TABLE_NUMEL)
+        random = Random(step + node * _NODE_FACTOR)
+        self._offset = random.randrange(_TABLE_NUMEL)
 
     def nbytes(self, owner: int, chunk: slice) -> int:
         return sum(part.nbytes for part in self._parts(owner, chunk))
@@ -169,8 +170,9 @@ class AsCodes(AsNumbers):
 def _exponents_and_codes(sent: Tensor) -> tuple[Tensor, Tensor]:
     """Of bytes, uint8 [blocks, 1] and int8 [blocks, 128]."""
     num_blocks = len(sent) // (1 + BLOCK_NUMEL)
-    exponents, codes = torch.split(sent, [num_blocks, num_blocks * BLOCK_NUMEL])
-    return exponents.view(-1, 1), codes.view(torch.int8).view(-1, BLOCK_NUMEL)
+    exponents = sent[:num_blocks].view(-1, 1)
+    codes = sent[num_blocks:].view(torch.int8)
+    return exponents, codes.view(-1, BLOCK_NUMEL)
 
 
 def _encode(values: Tensor, offset: int, into: Tensor) -> Tensor:
@@ -187,11 +189,13 @@ def _encode(values: Tensor, offset: int, into: Tensor) -> Tensor:
     largest = torch.cat([part.abs().amax(1, keepdim=True) for part in parts])
     exponents = exponents_of(largest, _MANTISSA_BITS)
     factors = power_of_two(2 * EXPONENT_BIAS + _MANTISSA_BITS - exponents)
-    factor_parts = torch.split(factors, len(steps))
-    into_parts = torch.split(into, len(steps))
-    for part, factor, codes in zip(parts, factor_parts, into_parts, strict=True):
+    start = 0
+    for part in parts:
+        end = start + len(part)
         # Codes of NaN have no meaning, and are not read.
-        codes.copy_(torch.addcmul(steps[: len(part)], part, factor).floor_())
+        codes = torch.addcmul(steps[: len(part)], part, factors[start:end])
+        into[start:end] = codes.floor_()
+        start = end
     return exponents
 
 

@@ -30,9 +30,10 @@ other summand, and not by one at every addition.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,9 @@ from torch import Tensor
 
 from megatron_distopt.comm.groups import Group, Message, carrier_of, receive, send
 from megatron_distopt.comm.shared_memory import GATHER, SUM, Lane, nodes_of
-from megatron_distopt.device import fence, keep_for_current_stream, new_stream, on_stream
+from megatron_distopt.device import CPU, fence, keep_for_current_stream, new_stream, on_stream
+
+T = TypeVar("T")
 
 #: Memory for messages. One half is added up while the other one is filled; it is given back
 #: afterwards.
@@ -96,9 +99,14 @@ def begin_reduce_scatter(
     with torch.no_grad(), on_stream(_side_stream(bucket.device), bucket.device):
         wait_for_grads()
         if len(carried) > 1:
-            sends = {rank: shares for rank, shares in carried.items() if rank != group.rank}
-            inside = replace(between, sends=sends, sums=carried[group.rank], sources=list(carried))
-            replace(inside, form=AsNumbers(bucket.dtype)).begin().wait()
+            inside = replace(
+                between,
+                sends={rank: shares for rank, shares in carried.items() if rank != group.rank},
+                sums=carried[group.rank],
+                sources=list(carried),
+                form=AsNumbers(bucket.dtype),
+            )
+            inside.begin().wait()
         return between.begin()
 
 
@@ -107,28 +115,34 @@ def _plan(
 ) -> tuple[dict[int, list[int]], Sums]:
     """The shares that each rank of this node carries, and the sums over nodes; see [Note:
     carriers]."""
-    place_of = {rank: place for ranks in members for place, rank in enumerate(ranks)}
-    node, own = next((node, ranks) for node, ranks in enumerate(members) if group.rank in ranks)
+    place_of: dict[int, int] = {}
+    for ranks in members:
+        place_of |= {rank: place for place, rank in enumerate(ranks)}
+    node = next(number for number, ranks in enumerate(members) if group.rank in ranks)
+    own, nodes = list(members[node]), list(members)
     form = form_of(node) if form_of else AsNumbers(bucket.dtype)
+    if not form.rounds_own:
+        own = _down_to(place_of[group.rank], own)
+        nodes = _down_to(node, nodes)
 
     def carrier(owner: int, ranks: Sequence[int]) -> int:
-        return owner if owner in ranks else ranks[place_of[owner] % len(ranks)]
+        if owner in ranks:
+            return owner
+        return ranks[place_of[owner] % len(ranks)]
 
-    def order(last: int, number: int) -> Iterable[int]:
-        return (
-            range(number)
-            if form.rounds_own
-            else ((last - 1 - each) % number for each in range(number))
-        )
-
-    carried: dict[int, list[int]] = {
-        own[place]: [] for place in order(place_of[group.rank], len(own))
-    }
+    carried: dict[int, list[int]] = {rank: [] for rank in own}
     for share in range(group.size):
-        carried[carrier(share, own)].append(share)
+        carried[carrier(share, members[node])].append(share)
     sends = {owner: [owner] for owner in carried[group.rank] if owner not in own}
-    sources = [carrier(group.rank, members[number]) for number in order(node, len(members))]
-    return carried, Sums(bucket.view(group.size, -1), sends, [group.rank], sources, form, group)
+    sources = [carrier(group.rank, ranks) for ranks in nodes]
+    shares = bucket.view(group.size, -1)
+    return carried, Sums(shares, sends, [group.rank], sources, form, group)
+
+
+def _down_to(last: int, ring: Sequence[T]) -> list[T]:
+    """The ring downwards, so that the one of number `last` comes last; see [Note: order of the
+    sum]."""
+    return [ring[(last - 1 - each) % len(ring)] for each in range(len(ring))]
 
 
 def _sum_in_memory(
@@ -253,13 +267,14 @@ class Sums:
     def chunks(self, *, is_alone: bool) -> Iterator[slice]:
         """What is under way at a time; all where no rank sends. `is_alone`: this rank, on its
         node."""
-        form, num_peers = self.form, len(self.sources) - 1
+        form = self.form
+        num_peers = len(self.sources) - 1
         num_copies = 1 if form.dtype is self.shares.dtype else 2  # what is sent is a copy as well
-        most = SCRATCH_NBYTES if is_alone and num_copies == 1 else num_peers * _NBYTES_EACH
+        nbytes = SCRATCH_NBYTES // _NUM_HALVES
+        if not is_alone or num_copies > 1:
+            nbytes = min(nbytes, num_peers * _NBYTES_EACH)
         nbytes_each = form.dtype.itemsize * form.unit * num_peers * num_copies
-        return _chunks_of(
-            self.shares.shape[1], nbytes_each, min(SCRATCH_NBYTES // _NUM_HALVES, most), form.unit
-        )
+        return _chunks_of(self.shares.shape[1], nbytes_each, nbytes, form.unit)
 
     def begin(self, chunk: slice | None = None, number: int = 0) -> UnderWay:
         """Collective: begins to send a chunk, or all; no two that are under way have the same
@@ -291,16 +306,16 @@ class Sums:
             keep_for_current_stream(parcel.tensor)
         form = self.form
         for share in self.sums:
-            into = self.shares[share][chunk]
-            own = (
-                form.read(form.write(into, share, chunk), share, chunk) if form.rounds_own else into
-            )
-            received = {
-                r: form.read(each.tensor, share, chunk)
-                for (s, r), each in incoming.items()
-                if s == share
-            }
-            _sum_into([received.get(rank, own) for rank in self.sources], into)
+            into = own = self.shares[share][chunk]
+            if form.rounds_own:
+                own = form.read(form.write(into, share, chunk), share, chunk)
+            parts = list[Tensor]()
+            for rank in self.sources:
+                if rank == self.group.rank:
+                    parts.append(own)
+                else:
+                    parts.append(form.read(incoming[share, rank].tensor, share, chunk))
+            _sum_into(parts, into)
 
 
 def _wait_for_all_but(number: int, under_way: deque[UnderWay]) -> None:
@@ -313,19 +328,22 @@ def _wait_for_all_but(number: int, under_way: deque[UnderWay]) -> None:
 def _chunks_of(numel: int, nbytes_each: int, nbytes: int, unit: int = 1) -> Iterator[slice]:
     """Cuts a shard into chunks of at most `nbytes`, multiples of `unit` elements, which take
     `nbytes_each`."""
-    step = max(nbytes // nbytes_each, 1) * unit if nbytes_each else max(numel, 1)
+    step = max(numel, 1)
+    if nbytes_each:
+        step = max(nbytes // nbytes_each, 1) * unit
     for start in range(0, numel, step):
-        yield slice(start, min(start + step, numel))
+        stop = min(start + step, numel)
+        yield slice(start, stop)
 
 
 def _sum_into(parts: Sequence[Tensor], into: Tensor) -> None:
     """Adds up parts, at least two, in their order and in the dtype of `into`, which may be one of
     them; they stay."""
-    in_blocks = len(parts) > 2 and into.device.type == "cpu"
-    numel = max(_BLOCK_NBYTES // into.element_size(), 1) if in_blocks else into.numel()
-    for first, *middle, last, out in zip(
-        *(torch.split(each, numel) for each in (*parts, into)), strict=True
-    ):
+    numel = into.numel()
+    if len(parts) > 2 and into.device.type == CPU:
+        numel = max(_BLOCK_NBYTES // into.element_size(), 1)
+    blocks = [torch.split(each, numel) for each in (*parts, into)]
+    for first, *middle, last, out in zip(*blocks, strict=True):
         total = first.to(out.dtype)
         for part in middle:
             total = torch.add(total, part) if total is first else total.add_(part)
