@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
@@ -44,16 +44,15 @@ from megatron_distopt.config import (
     switch_from,
 )
 from megatron_distopt.errors import ConfigError, DistOptError
-from megatron_distopt.hosts.detect import MEGATRON_CORE
+from megatron_distopt.hosts.detect import MEGATRON_CORE, Generation, recognise
 from megatron_distopt.hosts.entry_point_block import GROUP
 from megatron_distopt.hosts.fixes import needed_fixes
 from megatron_distopt.hosts.fork_source import (
-    ParserOption,
+    PatchPointInSource,
     SourceTree,
-    Survey,
     fork_at,
     importable_host,
-    survey,
+    patch_points_of,
 )
 from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS, FLAG
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
@@ -61,10 +60,7 @@ from megatron_distopt.plugin.arguments import add_arguments, check_spelling
 from megatron_distopt.version import MEGATRON_CORE as SERVED
 
 _FORK, _ENVIRONMENT, _LAUNCH, _TRIAL = "fork", "environment", "launch", "trial"
-_FILES = {
-    "per-rank files": "per-rank files: every data-parallel rank keeps its state in its own file",
-    "gathered file": "gathered file: one file by the fork, a folder that loads at any size by ours",
-}
+_FLAG = f"--{FLAG.replace('_', '-')}"
 _OUR_ENTRY_POINT = "megatron_distopt.plugin.entry_point:distopt"
 _TRAINING_MODULE = "megatron.training"
 
@@ -94,29 +90,31 @@ def answer(parsed: argparse.Namespace) -> Answer:
 def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True) -> list[Finding]:
     """Finds out what can be known before a job is started; a `fork` of None is what this Python
     would import."""
-    tree, found, findings = None, None, list[Finding]()
+    tree, generation, findings = None, None, list[Finding]()
+    points: Sequence[PatchPointInSource] = ()
     try:
         tree = importable_host([str(Path.cwd()), *sys.path]) if fork is None else fork_at(fork)
-        found = survey(tree)
-        findings += describe_fork(found, tree)
+        generation = recognise(tree.has)
+        points = patch_points_of(tree, generation)
+        findings += describe_fork(tree, generation, points)
     except DistOptError as error:
         findings.append(problem(_FORK, "source", str(error)))
-    options = found.options if found is not None else ()
-    findings += _describe_machine(launch, options)
-    findings += [*_variables(), *_entry_points(found)]
+    findings += _describe_machine(launch)
+    findings += _variables()
+    findings += _entry_points(points)
     stops_imports = any(
         each.status is Status.PROBLEM and each.section in (_FORK, _ENVIRONMENT) for each in findings
     )
-    findings += check_launch_flags(launch, found, _switch())
-    if tree is not None and found is not None and found.generation.is_supported:
+    findings += check_launch_flags(launch, generation, _switch())
+    if tree is not None and generation is not None and generation.is_supported:
         findings += _fixes(tree)
         if not has_trial or stops_imports:
             why = "mend the problems above first" if has_trial else "--no-trial"
             findings.append(noted(_TRIAL, "import", f"not tried: {why}"))
         else:
-            module = (
-                _TRAINING_MODULE if tree.has(_TRAINING_MODULE) else found.generation.factory.module
-            )
+            module = generation.factory.module
+            if tree.has(_TRAINING_MODULE):
+                module = _TRAINING_MODULE
             findings.append(try_start(fork or Path.cwd(), module))
     return findings
 
@@ -124,34 +122,21 @@ def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True
 # --- the fork's source
 
 
-def describe_fork(found: Survey, tree: SourceTree) -> Iterator[Finding]:
-    """Yields a finding for everything that the adapter will ask of the fork."""
+def describe_fork(
+    tree: SourceTree, generation: Generation, points: Sequence[PatchPointInSource]
+) -> Iterator[Finding]:
+    """Yields a finding for everything that is replaced in the fork; what else the adapter needs is
+    checked when training starts."""
     yield ok(_FORK, "source", ", ".join(map(str, tree.roots)))
-    generation = found.generation
     yield _refused(
         "generation", generation.refusal(), f"{generation.name}, as {generation.examples}"
     )
     if not generation.is_supported:
         return
-    for point in found.patch_points:
+    for point in points:
         with_block = ", with the look-up for entry points after it" * point.is_patched
         text = f"free in {point.place}{with_block}: ({', '.join(point.parameters)})"
         yield _refused(point.patch_point.attribute, point.refusal, text)
-    built = found.optimizer_class
-    if built is not None and not built.place and built.refusal is None:
-        yield noted(
-            _FORK, built.name, "not found in the source, so it is looked at when training starts"
-        )
-    elif built is not None:
-        yield _refused(built.name, built.refusal, f"constructor as expected in {built.place}")
-        if built.files:
-            yield ok(_FORK, "checkpoints", _FILES[built.files])
-    flag = next((option for option in found.options if option.name == FLAG), None)
-    if flag is not None:
-        yield ok(_FORK, "flag", f"{flag.flag} ({flag.place})")
-    else:
-        text = "no parser here spells it; your script sets use_distributed_optimizer in its config"
-        yield noted(_FORK, "flag", text)
     if generation is MEGATRON_CORE:
         yield from _describe_core(tree)
 
@@ -184,14 +169,13 @@ def _describe_core(tree: SourceTree) -> Iterator[Finding]:
 # --- machine, environment and launch flags
 
 
-def _describe_machine(launch: Sequence[str], options: Sequence[ParserOption]) -> list[Finding]:
+def _describe_machine(launch: Sequence[str]) -> list[Finding]:
     if find_spec("torch") is None:
         return [problem("machine", "torch", "torch is not installed. Run pip install torch.")]
     config = DistOptConfig()
     with suppress(ConfigError):  # bad flags and variables are findings of their own
-        config = config_from_environment(
-            os.environ, config_from_arguments(read_flags(launch, options))
-        )
+        given = config_from_arguments(read_flags(launch))
+        config = config_from_environment(os.environ, given)
     # DeepSpeed logs to stdout while it is imported, and --json is one document
     with redirect_stdout(sys.stderr):
         return list(import_module("megatron_distopt.cli.doctor_machine").describe_machine(config))
@@ -229,10 +213,9 @@ def _variables() -> Iterator[Finding]:
         yield ok(_ENVIRONMENT, "variables", shown)
 
 
-def _entry_points(found: Survey | None) -> Iterator[Finding]:
+def _entry_points(points: Sequence[PatchPointInSource]) -> Iterator[Finding]:
     """Checks that a patched fork finds the entry point; without it, it would train with its own
     optimizer unnoticed."""
-    points = found.patch_points if found is not None else ()
     is_patched = any(point.is_patched for point in points)
     entries = entry_points(group=GROUP)
     if any(entry.value == _OUR_ENTRY_POINT for entry in entries):
@@ -249,7 +232,7 @@ def _entry_points(found: Survey | None) -> Iterator[Finding]:
             "this Python."
         )
         yield state(_ENVIRONMENT, "entry point", text)
-    if find_spec("ray") is not None and found is not None:
+    if find_spec("ray") is not None and points:
         text = (
             "Ray's workers, which are other processes than the driver, train with the host's own "
             "optimizer until "
@@ -284,27 +267,22 @@ def _fixes(tree: SourceTree) -> Iterator[Finding]:
 
 
 def check_launch_flags(
-    words: Sequence[str], found: Survey | None, switch: Switch
+    words: Sequence[str], generation: Generation | None, switch: Switch
 ) -> Iterator[Finding]:
-    """Yields findings about the flags of a launch script; `found` is None where there is no
+    """Yields findings about the flags of a launch script; `generation` is None where there is no
     host."""
     if not words:
         return
-    options = found.options if found else ()
-    parsed = read_flags(words, options)
-    flag = next(
-        (option.flag for option in options if option.name == FLAG), f"--{FLAG.replace('_', '-')}"
-    )
-    is_given = getattr(parsed, FLAG, False) and any(
-        word.partition("=")[0] == flag for word in words
-    )
+    parsed = read_flags(words)
+    is_given = bool(getattr(parsed, FLAG, False))
+    flag = _FLAG
+    if "--" + FLAG in [word.partition("=")[0] for word in words]:  # some forks have underscores
+        flag = "--" + FLAG
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
-    known = list(dict.fromkeys([flag, *(option.flag for option in options), *ours]))
     # One by one, because the check stops at the first.
-    yield from _refusals(
-        _LAUNCH, "spelling", *(partial(check_spelling, [word], known) for word in words)
-    )
-    if found is not None and found.generation.is_supported:
+    checks = [partial(check_spelling, [word], [flag, *ours]) for word in words]
+    yield from _refusals(_LAUNCH, "spelling", *checks)
+    if generation is not None and generation.is_supported:
         if is_given and switch is Switch.OFF:
             yield noted(
                 _LAUNCH,
@@ -325,7 +303,7 @@ def check_launch_flags(
         for conflict in CONFLICTS:
             if conflict.applies_to(parsed):
                 yield problem(_LAUNCH, "conflict", conflict.text)
-        for each in REFUSED if found is not None and found.generation is MEGATRON_CORE else ():
+        for each in REFUSED if generation is MEGATRON_CORE else ():
             if getattr(parsed, each.option, False):
                 text = (
                     f"{each.option} is on and must be off with this distributed optimizer. "
@@ -335,19 +313,13 @@ def check_launch_flags(
     yield from _refusals(_LAUNCH, "our flags", partial(config_from_arguments, parsed))
 
 
-def read_flags(words: Sequence[str], options: Sequence[ParserOption]) -> SimpleNamespace:
-    """Parses launch flags without running the host's parser; flags that are not given leave no
-    attribute.
-
-    Flags that are not among its options get their own name, and True where no value follows.
-    """
-    known: Mapping[str, ParserOption] = {option.flag: option for option in options}
+def read_flags(words: Sequence[str]) -> SimpleNamespace:
+    """Launch flags by the names that a parser gives them, without running the host's: the value, or
+    True where none follows; flags that are not given leave no attribute."""
     parsed = SimpleNamespace()
     for word, after in pairwise([*words, "--"]):
         flag, _, value = word.partition("=")
         if flag.startswith("--"):
-            option = known.get(flag)
-            name = option.name if option else flag[2:].replace("-", "_")
-            given = value or (True if after.startswith("--") else after)
-            setattr(parsed, name, given if option is None or option.value is None else option.value)
+            name = flag[2:].replace("-", "_")
+            setattr(parsed, name, value or after.startswith("--") or after)
     return parsed

@@ -12,11 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_distopt.errors import HostError, UnknownHostError
-from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.hosts.detect import Generation
 from megatron_distopt.hosts.entry_point_block import BEGIN, END, intact_block
-from megatron_distopt.hosts.megatron_2023 import forks as megatron_2023
-from megatron_distopt.hosts.megatron_core import facts as megatron_core
-from megatron_distopt.hosts.patch_points import OTHER, REMEDY, PatchPoint
+from megatron_distopt.hosts.patch_points import OTHER, PatchPoint
 
 _PACKAGE = "megatron"
 
@@ -128,24 +126,6 @@ def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
     return tuple(argument.arg for argument in ordered if argument is not None)
 
 
-def required_of(function: ast.FunctionDef) -> tuple[str, ...]:
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    keywords = [
-        argument
-        for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-        if not default
-    ]
-    return tuple(
-        argument.arg
-        for argument in [*positional[: len(positional) - len(given.defaults)], *keywords]
-    )
-
-
-def classes_of(module: ast.Module) -> dict[str, ast.ClassDef]:
-    return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
-
-
 @dataclass(frozen=True)
 class PatchPointInSource:
     """A patch point, as the source has it."""
@@ -160,48 +140,9 @@ class PatchPointInSource:
     end: int = 0  # last line of the function
 
 
-@dataclass(frozen=True)
-class ClassInSource:
-    """The class that the factory builds, as the source has it."""
-
-    name: str  # as the factory calls it
-    place: str = ""  # file and line; empty where it shows only when the fork runs
-    refusal: str | None = None  # why the factory cannot build our class in its place
-    files: str = ""  # "per-rank files" or "gathered file" in a Megatron of 2023
-
-
-@dataclass(frozen=True)
-class ParserOption:
-    """A flag of the host's parser."""
-
-    flag: str  # as it is typed
-    name: str  # in `args`
-    value: bool | None  # what it stores; None where it takes a value
-    place: str
-
-
-@dataclass(frozen=True)
-class Survey:
-    """Everything that was found in the source."""
-
-    generation: Generation
-    patch_points: tuple[PatchPointInSource, ...]  # the factory first
-    optimizer_class: ClassInSource | None  # None where the generation is not supported
-    # of its parser; empty where it has none, as megatron-core from PyPI
-    options: tuple[ParserOption, ...]
-
-
-def survey(tree: SourceTree) -> Survey:
-    """Reads the files that the adapter depends on; a fork of no known generation is refused."""
-    generation = recognise(tree.has)
-    return Survey(
-        generation=generation,
-        patch_points=tuple(
-            find_patch_point(tree, patch_point) for patch_point in generation.patch_points
-        ),
-        optimizer_class=_find_class(tree, generation),
-        options=tuple(_find_options(tree)),
-    )
+def patch_points_of(tree: SourceTree, generation: Generation) -> tuple[PatchPointInSource, ...]:
+    """What the package replaces in a fork, the factory first; nothing where it is not supported."""
+    return tuple(find_patch_point(tree, each) for each in generation.patch_points)
 
 
 def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInSource:
@@ -233,65 +174,3 @@ def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInS
         is_at_top=last in module.body,
         end=last.end_lineno or last.lineno,
     )
-
-
-def _find_class(tree: SourceTree, generation: Generation) -> ClassInSource | None:
-    """Compares what the constructor of the class takes that the factory builds, in the module that
-    all forks have."""
-    if generation not in (MEGATRON_2023, MEGATRON_CORE):
-        return None
-    is_core = generation is MEGATRON_CORE
-    facts = megatron_core if is_core else megatron_2023
-    factory = generation.factory.module
-    if not bindings_of(tree.parse(tree.file_of(factory)), facts.CLASS):
-        return ClassInSource(
-            facts.CLASS, refusal=f"The module of the factory has no {facts.CLASS}. {REMEDY}."
-        )
-    file = tree.file_of(f"{factory}.distrib_optimizer")
-    definition = classes_of(tree.parse(file)).get(facts.CLASS)
-    if file is None or definition is None:
-        return ClassInSource(facts.CLASS)
-    methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
-    constructor = methods.get("__init__")
-    found = parameters_of(constructor)[1:] if constructor else ()
-    required = required_of(constructor)[1:] if constructor else ()
-    wanted = facts.CLASS_PARAMETERS
-    if is_core:
-        wanted += tuple(name for name in megatron_core.CLASS_MAY_TAKE if name in found)
-    # A Megatron of 2023 may have others, with a default.
-    fits = found == wanted if is_core else set(required) <= set(wanted) <= set(found)
-    place = tree.shown(file, definition.lineno)
-    refusal = None
-    if not fits:
-        rule = f"its parameters must {'be' if is_core else 'take'} ({', '.join(wanted)})"
-        refusal = (
-            f"The constructor of {facts.CLASS} in {place} has ({', '.join(found)}); {rule}. "
-            f"{REMEDY}."
-        )
-    files = "gathered file" if megatron_2023.GATHERS_STATE in methods else "per-rank files"
-    return ClassInSource(facts.CLASS, place, refusal, "" if is_core else files)
-
-
-def _find_options(tree: SourceTree) -> Iterator[ParserOption]:
-    for file in filter(
-        None, map(tree.file_of, ("megatron.arguments", "megatron.training.arguments"))
-    ):
-        for call in ast.walk(tree.parse(file)):
-            if (
-                isinstance(call, ast.Call)
-                and isinstance(call.func, ast.Attribute)
-                and call.func.attr == "add_argument"
-            ):
-                words = [
-                    argument.value for argument in call.args if isinstance(argument, ast.Constant)
-                ]
-                flags = [word for word in words if isinstance(word, str) and word.startswith("--")]
-                given = {
-                    each.arg: each.value.value
-                    for each in call.keywords
-                    if isinstance(each.value, ast.Constant)
-                }
-                value = {"store_true": True, "store_false": False}.get(str(given.get("action")))
-                for flag in flags:
-                    name = str(given.get("dest") or flags[0].lstrip("-").replace("-", "_"))
-                    yield ParserOption(flag, name, value, tree.shown(file, call.lineno))

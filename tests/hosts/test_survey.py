@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE
+from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
 from megatron_distopt.hosts.entry_point_block import as_bytes
 from megatron_distopt.hosts.fork_source import (
-    Survey,
+    PatchPointInSource,
     UnreadableSourceError,
     fork_at,
     importable_host,
-    survey,
+    patch_points_of,
 )
 from tests.support.fork_trees import (
     FACTORY_OF_2023,
@@ -35,56 +35,40 @@ FACTORY = "megatron/optimizer/__init__.py"
 BLOCK_TEXT = as_bytes(b"\n").decode()
 
 
-def read(folder: Path) -> Survey:
-    return survey(fork_at(folder))
+def generation_of(folder: Path) -> Generation:
+    return recognise(fork_at(folder).has)
+
+
+def read(folder: Path) -> tuple[PatchPointInSource, ...]:
+    return patch_points_of(fork_at(folder), generation_of(folder))
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "files"),
+    ("make", "name"),
     [
-        (per_rank_2023, MEGATRON_2023.name, "per-rank files"),
-        (gathered_2023, MEGATRON_2023.name, "gathered file"),
-        (core, MEGATRON_CORE.name, ""),
-        (early_core, "Megatron-LM with megatron-core 0.4 or 0.5", None),
-        (pre_distopt, "Megatron without a distributed optimizer", None),
-        (neox, "GPT-NeoX", None),
+        (per_rank_2023, MEGATRON_2023.name),
+        (gathered_2023, MEGATRON_2023.name),
+        (core, MEGATRON_CORE.name),
+        (early_core, "Megatron-LM with megatron-core 0.4 or 0.5"),
+        (pre_distopt, "Megatron without a distributed optimizer"),
+        (neox, "GPT-NeoX"),
     ],
 )
 def test_survey_when_a_fork_is_of_a_generation_then_says_which(
-    make: Callable[[Path], Path], name: str, files: str | None, tmp_path: Path
+    make: Callable[[Path], Path], name: str, tmp_path: Path
 ) -> None:
-    found = read(make(tmp_path))
-    assert found.generation.name == name
-    assert bool(found.patch_points) == found.generation.is_supported
-    if files is None:
-        assert found.optimizer_class is None
-    else:
-        assert found.optimizer_class is not None
-        assert (found.optimizer_class.files, found.optimizer_class.refusal) == (files, None)
-    assert [patch_point.refusal for patch_point in found.patch_points] == [None] * len(
-        found.patch_points
-    )
+    generation = generation_of(make(tmp_path))
+    points = read(tmp_path)
+    assert generation.name == name
+    assert bool(points) == generation.is_supported
+    assert [point.refusal for point in points] == [None] * len(points)
 
 
 def test_survey_when_a_fork_is_whole_then_every_patch_point_has_its_place(tmp_path: Path) -> None:
-    factory, parser = read(per_rank_2023(tmp_path)).patch_points
+    factory, parser = read(per_rank_2023(tmp_path))
     assert not factory.is_patched and not parser.is_patched
     assert (factory.place, parser.place) == (f"{FACTORY}:4", "megatron/arguments.py:1")
     assert factory.parameters == ("model", "no_weight_decay_cond", "scale_lr_cond", "lr_mult")
-
-
-@pytest.mark.parametrize("flag", ["--use-distributed-optimizer", "--use_distributed_optimizer"])
-def test_survey_when_the_parser_spells_the_flag_then_as_it_does(flag: str, tmp_path: Path) -> None:
-    file = per_rank_2023(tmp_path) / "megatron" / "arguments.py"
-    file.write_text(file.read_text().replace("--use-distributed-optimizer", flag))
-    found = read(tmp_path)
-    assert [
-        option.flag for option in found.options if option.name == "use_distributed_optimizer"
-    ] == [flag]
-    contiguous = next(
-        each for each in found.options if each.name == "use_contiguous_buffers_in_local_ddp"
-    )
-    assert (contiguous.flag, contiguous.value) == ("--no-contiguous-buffers-in-local-ddp", False)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +83,7 @@ def test_survey_when_the_name_is_bound_again_then_refused(
 ) -> None:
     """See test_patch_files.py for what else may be wrong with the function."""
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + rebound})
-    assert_mentions(read(tmp_path).patch_points[0].refusal, found, "Take the other patcher out")
+    assert_mentions(read(tmp_path)[0].refusal, found, "Take the other patcher out")
 
 
 @pytest.mark.parametrize(
@@ -113,59 +97,17 @@ def test_survey_when_the_name_is_bound_in_another_scope_then_the_patch_point_is_
     harmless: str, tmp_path: Path
 ) -> None:
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + harmless})
-    assert read(tmp_path).patch_points[0].refusal is None
+    assert read(tmp_path)[0].refusal is None
 
 
 def test_survey_when_our_block_is_in_then_the_patch_point_is_patched(tmp_path: Path) -> None:
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + BLOCK_TEXT})
-    patch_point = read(tmp_path).patch_points[0]
+    patch_point = read(tmp_path)[0]
     assert (patch_point.is_patched, patch_point.refusal, patch_point.place) == (
         True,
         None,
         f"{FACTORY}:4",
     )
-
-
-def test_survey_when_the_factory_has_no_class_then_refused(tmp_path: Path) -> None:
-    write_tree(
-        per_rank_2023(tmp_path),
-        {FACTORY: FACTORY_OF_2023.replace("import Distributed", "import Other")},
-    )
-    found = read(tmp_path).optimizer_class
-    assert found is not None
-    assert_mentions(found.refusal, "DistributedOptimizer", "docs/hosts.md")
-
-
-def test_survey_when_the_class_statement_is_elsewhere_then_it_is_left_to_the_run(
-    tmp_path: Path,
-) -> None:
-    (file,) = per_rank_2023(tmp_path).rglob("distrib_optimizer.py")
-    file.write_text("from elsewhere import DistributedOptimizer\n")
-    found = read(tmp_path).optimizer_class
-    assert found is not None and (found.place, found.refusal) == ("", None)
-
-
-@pytest.mark.parametrize(
-    ("make", "change", "is_refused"),
-    [
-        (per_rank_2023, ("models", "models, extra=None"), False),
-        (per_rank_2023, ("models", "models, extra"), True),
-        (core, ("group_idx", "group_idx, extra=None"), True),
-    ],
-)
-def test_survey_when_the_constructor_differs_then_refused_where_the_adapter_would(
-    make: Callable[[Path], Path], change: tuple[str, str], is_refused: bool, tmp_path: Path
-) -> None:
-    (file,) = make(tmp_path).rglob("distrib_optimizer.py")
-    file.write_text(file.read_text().replace(*change))
-    found = read(tmp_path).optimizer_class
-    assert found is not None
-    reason = found.refusal
-    assert (reason is not None) == is_refused
-    if reason is not None:
-        assert_mentions(
-            reason, "DistributedOptimizer", f"{file.relative_to(tmp_path)}:1", "(optimizer, "
-        )
 
 
 def test_survey_when_a_patch_points_file_is_no_python_then_refused_with_file_and_line(
@@ -225,7 +167,7 @@ def test_importable_host_when_the_working_directory_has_one_then_it_comes_first(
     assert tree.roots == (here.resolve(),)  # a package comes before a namespace, wherever it lies
     tree = importable_host([str(tmp_path), str(there)])
     assert tree.roots == (there.resolve(),)
-    assert survey(tree).generation is MEGATRON_CORE
+    assert recognise(tree.has) is MEGATRON_CORE
 
 
 def test_importable_host_when_there_is_none_then_unknown(
@@ -234,14 +176,12 @@ def test_importable_host_when_there_is_none_then_unknown(
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "megatron", raising=False)
     with pytest.raises(UnknownHostError):
-        survey(importable_host([str(tmp_path)]))
+        recognise(importable_host([str(tmp_path)]).has)
 
 
 def test_survey_when_read_from_the_installed_megatron_core_then_its_patch_point_is_free() -> None:
     tree = importable_host(["/", *sys.path])
     if not tree.has("megatron.core.optimizer"):
         pytest.skip("megatron-core is not installed")
-    found = survey(tree)
-    assert found.generation is MEGATRON_CORE
-    assert found.patch_points[0].refusal is None
-    assert found.optimizer_class is not None and found.optimizer_class.refusal is None
+    assert recognise(tree.has) is MEGATRON_CORE
+    assert patch_points_of(tree, MEGATRON_CORE)[0].refusal is None
