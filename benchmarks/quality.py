@@ -31,7 +31,7 @@ from peers.report import table
 from peers.script import conclude, parser_of
 
 #: How gradients are summed over nodes, as reduced_training.py knows it.
-REDUCTIONS = ("fp32", "bf16", "int8", "int8, 1-D params too")
+REDUCTIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)

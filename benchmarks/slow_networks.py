@@ -1,9 +1,7 @@
 """How long a training step takes between nodes on a slow network, by what gradients are sent in.
 
     sudo -E python benchmarks/slow_networks.py [--rates 1 5 25] [--local-sizes 2 1] [--quick]
-    [--json FILE] python benchmarks/slow_networks.py --conversion [--device DEVICE]     only what a
-    core, or a device, needs to write
-                                                                          and read an element
+    [--json FILE]
 
 Two nodes are network namespaces of this machine, joined by a pair of virtual interfaces whose rate
 is limited, with two ranks each, and then with one. In each round every contestant trains some steps
@@ -18,41 +16,32 @@ import argparse
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peers.environment  # noqa: F401 - before torch
-import torch
 from overlap import LostError, ask, probe
 from peers.crew import Crew, Member
 from peers.namespaces import NUM_ENDS, Link, join, why_not
 from peers.overlap_readings import name_of
 from peers.report import table
 from peers.script import conclude, parser_of
-from peers.train_contestants import BF16, FP32, INT8, REDUCING_ENTRIES
+from peers.train_contestants import BF16, FP32, REDUCING_ENTRIES
 from peers.train_readings import TrainReading, losses_apart
-
-from megatron_distopt.comm.codes import AsCodes, stretches_of
-from megatron_distopt.comm.pairwise import AsNumbers
-from megatron_distopt.layout import ParamSpec, lay_out
-from megatron_distopt.layout.buckets import BLOCK_NUMEL
 
 STORE_PORT = 29500
 NAMES = [entry.name for entry in REDUCING_ENTRIES]
-#: Of the largest tensor after which glibc keeps what is freed.
-_FREED_NBYTES = 31 << 20
 MODEL = ("layers", "hidden", "vocabulary", "sequence", "sequences", "bucket_size")
-#: At 1 Gbit/s and two ranks a node: how many times as fast as these INT8 has to be.
-GOALS = {FP32: 1.7, BF16: 1.25}
+#: At 1 Gbit/s and two ranks a node: how many times as fast as this BF16 has to be.
+GOALS = {FP32: 1.5}
 _HEADER = (
     "",
     "s a step",
     "quartiles",
-    "over int8's",
+    "over bf16's",
     "quartiles",
     "MB of a node",
     "B/element",
@@ -72,9 +61,6 @@ class NodeReading:
 
 def main() -> None:
     args = parse_args()
-    if args.conversion:
-        print("\n".join(conversion(torch.device(args.device))))
-        return
     if refusal := why_not("python " + " ".join(sys.argv)):
         print(refusal, file=sys.stderr)
         raise SystemExit(2)
@@ -150,7 +136,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(gigabits: float, local_size: int, readings: Sequence[NodeReading]) -> dict[str, Any]:
-    """Of one rate and one number of ranks a node; a ratio is that of a step to the median of int8's
+    """Of one rate and one number of ranks a node; a ratio is that of a step to the median of bf16's
     in its round."""
     own = [
         each.reading
@@ -160,7 +146,7 @@ def summary(gigabits: float, local_size: int, readings: Sequence[NodeReading]) -
     middles = {
         each.round: statistics.median(each.seconds)
         for each in own
-        if each.contestant == INT8 and each.seconds
+        if each.contestant == BF16 and each.seconds
     }
     contestants = dict[str, Any]()
     for name in dict.fromkeys(each.contestant for each in own):
@@ -170,7 +156,7 @@ def summary(gigabits: float, local_size: int, readings: Sequence[NodeReading]) -
         if timed:
             contestants[name] |= {
                 "seconds": quartiles([step for each in timed for step in each.seconds]),
-                "over int8's": quartiles(
+                "over bf16's": quartiles(
                     [step / middles[each.round] for each in timed for step in each.seconds]
                 ),
                 "sent_nbytes": statistics.median(each.sent_nbytes for each in timed),
@@ -198,7 +184,7 @@ def lines(found: Sequence[Mapping[str, Any]], reached: Mapping[float, float]) ->
             if "seconds" in values:
                 sent, off = values["sent_nbytes"], values["losses apart"]
                 cells = []
-                for figure in (values["seconds"], values["over int8's"]):
+                for figure in (values["seconds"], values["over bf16's"]):
                     cells += [
                         f"{figure['median']:.3f}",
                         f"{figure['lower']:.3f} to {figure['upper']:.3f}",
@@ -211,55 +197,15 @@ def lines(found: Sequence[Mapping[str, Any]], reached: Mapping[float, float]) ->
             rows.append([name, *cells, values["why_not"]])
         yield from table(_HEADER, rows)
         for name, goal in GOALS.items() if (rate, each["local_size"]) == (1, 2) else ():
-            ratio = each["contestants"][name].get("over int8's", {"median": 0.0})["median"]
+            ratio = each["contestants"][name].get("over bf16's", {"median": 0.0})["median"]
             yield (
-                f"goal: {name} takes at least {goal} times as long as {INT8}; "
+                f"goal: {name} takes at least {goal} times as long as {BF16}; "
                 f"{'met' if ratio >= goal else 'NOT met'}"
             )
 
 
-def conversion(device: torch.device, repeats: int = 30) -> Iterator[str]:
-    """The fastest of several repeats, of one thread or of a device."""
-    numel = 1 << 20 if device.type == "cpu" else 1 << 27
-    torch.set_num_threads(1)
-    # as a training does; without it each message is new memory
-    torch.zeros(_FREED_NBYTES, dtype=torch.uint8)
-
-    def clock() -> float:
-        if device.type == "cpu":
-            return time.thread_time()
-        torch.accelerator.synchronize(device)
-        return time.perf_counter()
-
-    layout = lay_out([ParamSpec("weight", 2 * numel)], num_shards=2, alignment_numel=BLOCK_NUMEL)
-    coded = AsCodes(stretches_of(layout, 0, frozenset(["weight"])), step=1, node=0)
-    chunk, values, into = (
-        slice(0, numel),
-        torch.randn(numel, device=device),
-        torch.zeros(numel, device=device),
-    )
-
-    def fastest(act: Callable[[AsNumbers], object], form: AsNumbers) -> float:
-        taken = []
-        for _ in range(repeats):
-            start = clock()
-            act(form)
-            taken.append(clock() - start)
-        return min(taken) * 1e9 / numel
-
-    for name, form in (("bfloat16", AsNumbers(torch.bfloat16)), ("int8", coded)):
-        message = form.write(values, 0, chunk)
-        written = fastest(lambda form: form.write(values, 0, chunk), form)
-        read = fastest(lambda form, message=message: into.add_(form.read(message, 0, chunk)), form)  # type: ignore[misc]
-        yield f"{name}: {written:.3g} ns an element to write, {read:.3g} to read and add"
-
-
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, "a small model, 1 Gbit/s, 2 nodes of 2, 2 rounds")
-    parser.add_argument(
-        "--conversion", action="store_true", help="only ns an element to write and read"
-    )
-    parser.add_argument("--device", default="cpu", help="with --conversion: one that torch knows")
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[1, 5, 25], help="Gbit/s, 10**9 bits"
     )
@@ -281,7 +227,7 @@ def parse_args() -> argparse.Namespace:
     if unknown := [name for name in args.contestants if name not in NAMES]:
         parser.error(f"--contestants has {unknown[0]!r}. Write some of {NAMES}.")
     args.contestants = [
-        name for name in NAMES if name in (args.contestants or NAMES) or name in (FP32, BF16, INT8)
+        name for name in NAMES if name in (args.contestants or NAMES) or name in (FP32, BF16)
     ]
     if args.quick:
         args.rates, args.local_sizes, args.rounds, args.hidden = [1.0], [2], 2, 128

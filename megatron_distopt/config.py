@@ -287,14 +287,9 @@ class DistOptConfig:
     reduce_dtype: str | None = option(
         None,
         "the dtype in which fp32 gradients are communicated; they are added up in fp32. none for "
-        "fp32. With float32 and int8 each node adds up its own and sends the sum once; on one node "
-        "these change nothing",
-        one_of("float32", "bfloat16", "float16", "int8"),
-    )
-    reduce_exact: str = option(
-        "router,gate",
-        "parts of the names, between dots, of params that go in fp32 with reduce_dtype int8, as "
-        "1-D ones do",
+        "fp32. With float32 each node adds up its own and sends the sum once; on one node that "
+        "changes nothing",
+        one_of("float32", "bfloat16", "float16"),
     )
     overlap_grad_reduce: bool | None = option(
         None,

@@ -171,46 +171,6 @@ def _draw_trainings(figure: Any, result: Mapping[str, Any]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_reductions(figure: Any, result: Mapping[str, Any]) -> None:
-    """A panel for each optimizer: how far losses are from those of the exact reduction, and those
-    of seeds apart."""
-    figure.set_size_inches(11, 4)
-    names = list(dict.fromkeys(run["name"] for run in result["runs"]))
-    optimizers = list(dict.fromkeys(name.partition(":")[0] for name in names))
-    panels = figure.subplots(1, len(optimizers), sharey=True)
-    smooth = {
-        name: [_smooth(run["losses"]) for run in result["runs"] if run["name"] == name]
-        for name in names
-    }
-    for axes, optimizer in zip(panels, optimizers, strict=True):
-        exact, *others = [name for name in names if name.startswith(f"{optimizer}:")]
-        middle = [sum(values) / len(values) for values in zip(*smooth[exact], strict=True)]
-        apart = _distances(smooth[exact], [middle] * len(smooth[exact]))
-        axes.fill_between(range(len(middle)), 0, apart, color=PEER, alpha=0.35, label=exact)
-        for name, color in zip(others, ("#2a9d5c", OURS, FEWER), strict=True):
-            axes.plot(_distances(smooth[name], smooth[exact]), color=color, label=name)
-        axes.set(
-            title=f"{optimizer}; grey: seeds from their mean",
-            xlabel="iteration",
-            yscale="log",
-            ylim=(1e-7, 1),
-        )
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel(
-        f"losses apart, nats a byte (means of {_SMOOTH} iterations,\nroot of the mean square of "
-        "the seeds)"
-    )
-
-
-def _distances(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
-    """By iteration, the root of the mean square over seeds."""
-    pairs = [
-        [(a - b) ** 2 for a, b in zip(*pair, strict=True)] for pair in zip(one, other, strict=True)
-    ]
-    return [(sum(squares) / len(squares)) ** 0.5 for squares in zip(*pairs, strict=True)]
-
-
 def _draw_lost_node(figure: Any, result: Mapping[str, Any]) -> None:
     """Loss and learning rate by step, and steps by time, of a run with and without a lost node."""
     figure.set_size_inches(11, 4)
@@ -265,7 +225,6 @@ PICTURES = (
     Picture("state_quality", "quality_precision", _draw_trainings),
     Picture("protect", "lost_node", _draw_lost_node),
     Picture("muon", "quality_muon", _draw_trainings),
-    Picture("reduction", "quality_reduction", _draw_reductions),
 )
 
 

@@ -44,7 +44,6 @@ OTHER_VALUES: dict[str, Any] = {
     "ema_decay": 0.999,
     "digest_file": "/runs/digests",
     "protect_folder": "/dev/shm/run",
-    "reduce_exact": "router,embed",
     "overlap_grad_reduce": True,
 }
 

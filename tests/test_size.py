@@ -24,7 +24,7 @@ MOST_STATEMENTS: dict[str, int] = {
     "": 372,
     "layout": 511,
     "buffers": 265,
-    "comm": 1320,
+    "comm": 1211,
     "optimizer": 2787,
     "checkpoint": 2565,
     "formats": 1404,
@@ -32,7 +32,7 @@ MOST_STATEMENTS: dict[str, int] = {
     "plugin": 161,
     "cli": 1600,
 }
-MOST_STATEMENTS_IN_ALL = 15_270
+MOST_STATEMENTS_IN_ALL = 15_120
 #: Nodes of the syntax tree a line of code, of the package and of a file. PyTorch's FSDP2 has 4.1.
 MOST_DENSE = 6.1
 MOST_DENSE_FILE = 8.2

@@ -2,7 +2,7 @@
 which is a node.
 
     torchrun --nproc-per-node 2 benchmarks/peers/reduced_training.py --optimizer Adam
-        --iterations 8 --output FOLDER --reductions fp32 int8
+        --iterations 8 --output FOLDER --reductions fp32 bf16
 
 Model, text and learning rates are those of the quickstart, but windows are short, batches small,
 and params and Muon's products fp32, so that nothing but gradients is rounded and processors without
@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ from torch.nn import Module, Parameter
 from torch.optim import AdamW, Muon, Optimizer
 
 from megatron_distopt import distribute
-from megatron_distopt.comm import communicator
-from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.owners.muon_options import TorchMuonOptions
 
 #: Windows of text of a rank and iteration, and bytes of each.
@@ -67,13 +64,14 @@ def main() -> None:
 
 def training(optimizer_name: str, reduction: str, text: Text, settings: Settings) -> dict[str, Any]:
     """Collective: what quality.py keeps of a training."""
-    name, _, is_all = reduction.partition(", ")
-    model, dtype = model_of(settings), {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)
-    given = optimizers_of(optimizer_name, model, settings)
-    with _exempting_nothing() if is_all else nullcontext():
-        optimizer = distribute(
-            model, given, clip_grad=settings.clip_grad, shared_memory=False, reduce_dtype=dtype
-        )
+    model = model_of(settings)
+    optimizer = distribute(
+        model,
+        optimizers_of(optimizer_name, model, settings),
+        clip_grad=settings.clip_grad,
+        shared_memory=False,
+        reduce_dtype={"fp32": "float32", "bf16": "bfloat16"}[reduction],
+    )
     losses = [each.item() for each in train(model, optimizer, text, settings)]
     found = {
         "validation": validation(model, text, settings),
@@ -168,21 +166,6 @@ def validation(model: Module, text: Text, settings: Settings) -> float:
 
 def _state_nbytes(optimizer: Any) -> int:
     return int(optimizer.memory.main_nbytes + optimizer.memory.moment_nbytes)
-
-
-@contextmanager
-def _exempting_nothing() -> Iterator[None]:
-    """Rounds 1-D params like all others, which nobody can ask for."""
-    plain = communicator.stretches_of
-
-    def stretches_of(layout: BufferLayout, bucket: int, coded: frozenset[str]) -> Any:
-        return plain(layout, bucket, frozenset(slot.name for slot in layout.slots))
-
-    communicator.stretches_of = stretches_of
-    try:
-        yield
-    finally:
-        communicator.stretches_of = plain
 
 
 def parse_args() -> argparse.Namespace:

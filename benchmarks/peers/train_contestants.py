@@ -206,15 +206,13 @@ ENTRIES: tuple[TrainEntry, ...] = (
     TrainEntry("torch FSDP2", FullyShard),
 )
 
-FP32, BF16, INT8 = "ours, fp32", "ours, bf16", "ours, int8"
+FP32, BF16 = "ours, fp32", "ours, bf16"
 #: Those of slow_networks.py.
 REDUCING_ENTRIES: tuple[TrainEntry, ...] = (
     TrainEntry(FP32, Ours),
     TrainEntry("ours, fp32 once a node", partial(Ours, reduce_dtype="float32")),
     TrainEntry(BF16, partial(Ours, reduce_dtype="bfloat16")),
-    TrainEntry(INT8, partial(Ours, reduce_dtype="int8")),
     TrainEntry("ours, bf16, both overlaps", partial(Ours, reduce_dtype="bfloat16", **_OVERLAPS)),
-    TrainEntry("ours, int8, both overlaps", partial(Ours, reduce_dtype="int8", **_OVERLAPS)),
     TrainEntry("torch DDP, fp16 hook", partial(Compressed, hook="fp16")),
     TrainEntry("torch DDP, PowerSGD of rank 4", partial(Compressed, hook="PowerSGD")),
     TrainEntry("DeepSpeed ZeRO-1, bf16 wire", partial(DeepSpeedZero, stage=1, wire="bf16")),

@@ -18,7 +18,7 @@ from megatron_distopt.options import flag_of
 #: By name on the command line: torch's name, and bytes an element.
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
 #: Bytes an element of each `DistOptConfig.reduce_dtype`.
-REDUCE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+REDUCE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: The bucket size that runs with overlap choose by themselves.
 AUTO: Final = "auto"
 #: Options of a run that are chosen here under the same names.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -27,7 +27,6 @@ from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import pairwise
 from megatron_distopt.comm.agree import exchange
 from megatron_distopt.comm.groups import FAKE, Group, carrier_of, named_losses
-from megatron_distopt.comm.pairwise import FormOfNode
 from megatron_distopt.comm.pending import Done, Pending, begin_in_turn, profiled, wait_for_turn
 from megatron_distopt.comm.shared_memory import nodes_of
 from megatron_distopt.errors import ConfigError, refusal
@@ -44,8 +43,6 @@ REDUCE_SCATTER, ALL_GATHER = (
 _PAIRWISE_OVER = "gloo"
 #: Backends whose launches cost the CPU and the device something, and which average by themselves.
 _LIKE_NCCL = ("nccl",)
-#: Reduce dtypes that do not matter on one node.
-_BETWEEN_NODES = (torch.float32, torch.int8)
 #: Of torchrun: the number of a rank, its number on its node, and how many ranks that has.
 _VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _by_launcher: WeakKeyDictionary[ProcessGroup, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
@@ -60,13 +57,13 @@ class Reduction:
     # loss scale than their average.
     divide_by: int = 1
     # in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None
-    # for their own dtype. float32 and int8 are about what is sent between nodes, see [Note:
-    # carriers] there
+    # for their own dtype. float32 is about what is sent between nodes, see [Note: carriers] there
     reduce_dtype: torch.dtype | None = None
-    coded: frozenset[str] = frozenset()  # names of params that int8 may round; others go in fp32
-    codes: FormOfNode | None = None  # of one bucket, with int8; None to send fp32
-    # words of the option `reduce_exact` that no name on this rank has
-    lacking: frozenset[str] = frozenset()
+
+    @property
+    def is_by_node(self) -> bool:
+        """Whether nodes must be known: each sends one sum, unrounded."""
+        return self.reduce_dtype is torch.float32
 
 
 #: Grads are added up as they are.
@@ -101,13 +98,9 @@ def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) 
     collective."""
     carrier, is_shared = carrier_of(device, group), shares_memory(device, group)
     short = ""
-    if how.reduce_dtype in _BETWEEN_NODES:
-        members = _members(device, group, how) or ()
-        form = "fp32" if len(members) == 1 else dtype_name(how.reduce_dtype)
-        short = (
-            f", grads in {form} between {len(members)} node(s) of "
-            f"{'+'.join(str(len(each)) for each in members)}"
-        )
+    if how.is_by_node:
+        sizes = [str(len(each)) for each in _members(device, group, how) or ()]
+        short = f", grads in fp32 between {len(sizes)} node(s) of {'+'.join(sizes)}"
     elif how.reduce_dtype is not None:
         short = f", grads in {dtype_name(how.reduce_dtype)}" + is_shared * " as messages"
     if carrier != _PAIRWISE_OVER:
@@ -139,15 +132,14 @@ def reduce_scatter(
     op = _operation(bucket, group, how)
     if group.size == 1:
         return Done()
-    dtype = bucket.dtype if how.reduce_dtype in (None, torch.int8) else how.reduce_dtype
+    dtype = how.reduce_dtype or bucket.dtype
     members = _members(bucket.device, group, how)
-    form_of = how.codes or (lambda node: pairwise.AsNumbers(dtype))
     if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
         if overlapped:
-            act = partial(pairwise.reduce_scatter, bucket, group, members, form_of)
+            act = partial(pairwise.reduce_scatter, bucket, group, members, dtype)
             return begin_in_turn(act, group)
         wait_for_turn(group)
-        pairwise.reduce_scatter(bucket, group, members, form_of)
+        pairwise.reduce_scatter(bucket, group, members, dtype)
         return Done()
     if members is None or len(members) == 1:
         return (
@@ -156,7 +148,7 @@ def reduce_scatter(
             )
             or Done()
         )
-    pending = pairwise.begin_reduce_scatter(bucket, group, members, form_of)
+    pending = pairwise.begin_reduce_scatter(bucket, group, members, dtype)
     if overlapped:
         return pending
     pending.wait()
@@ -173,7 +165,7 @@ def _members(device: torch.device, group: Group, how: Reduction) -> Sequence[Seq
         if carrier_of(device, group) == _PAIRWISE_OVER
         else _nodes_by_launcher(group)
     )
-    return nodes if len(nodes) > 1 or how.reduce_dtype in _BETWEEN_NODES else pairwise.alone(group)
+    return nodes if len(nodes) > 1 or how.is_by_node else pairwise.alone(group)
 
 
 def _nodes_by_launcher(group: Group) -> tuple[tuple[int, ...], ...]:
@@ -231,27 +223,19 @@ def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
         yield
 
 
-def reduce_grads(
-    buffer: ShardedBuffer,
-    group: Group,
-    how: Reduction = AS_THEY_ARE,
-    codes: Sequence[FormOfNode | None] = (),
-) -> None:
+def reduce_grads(buffer: ShardedBuffer, group: Group, how: Reduction = AS_THEY_ARE) -> None:
     """Collective: reduce-scatters every bucket of the grad buffer, in order.
 
     Unless `how` says otherwise the result is the *sum*. The average is taken where the gradient is
     read anyway (`divisor` in optimizer/sharded.py), so no pass over the buffer is spent on a
     division, and a 16-bit gradient does not lose small values to a division before it is added up.
-    `codes` are those of each bucket, with int8.
     """
     if group.size == 1 and how.divide_by == 1:
         return
     with coalesced(buffer.grad, group) if how.reduce_dtype is None else nullcontext():
         for number, (whole, shard) in enumerate(buffer.reduces):
             with profiled(f"reduce-scatter {number}"):
-                reduce_scatter(
-                    whole, shard, group, replace(how, codes=codes[number]) if codes else how
-                )
+                reduce_scatter(whole, shard, group, how)
 
 
 def gather_params(buffer: ShardedBuffer, group: Group) -> None:
@@ -348,11 +332,11 @@ def try_collectives(
     """
     if group.size == 1 or device.type == "meta":
         return
-    if how.reduce_dtype in _BETWEEN_NODES and not _members(device, group, how):
+    if how.is_by_node and not _members(device, group, how):
         raise ConfigError(
             refusal(
                 "reduce_dtype",
-                dtype_name(how.reduce_dtype),
+                "float32",
                 "know the nodes of ranks",
                 "Start with torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or leave it out",
             )

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -34,7 +34,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_distopt.buffers import CompactBuffer, ShardedBuffer
 from megatron_distopt.comm.agree import exchange
-from megatron_distopt.comm.codes import AsCodes, SentStretch, stretches_of
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
@@ -44,7 +43,6 @@ from megatron_distopt.comm.collectives import (
     reduce_scatter,
 )
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.pairwise import FormOfNode
 from megatron_distopt.comm.pending import Pending, profiled
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError
@@ -62,7 +60,6 @@ class Transfer:
     whole: Tensor  # 1-D
     shard: Tensor  # 1-D, this rank's part of `whole`
     names: frozenset[str]  # of the params in it
-    stretches: Sequence[Sequence[SentStretch]] = ()  # of grads that are sent as codes
 
 
 class Launches:
@@ -106,11 +103,11 @@ class Launches:
         self.order = [*reversed(numbers), *self.order] if backwards else [*self.order, *numbers]
         self.is_agreed = False
 
-    def launch(self, number: int, **more: Any) -> None:
-        """Collective: begins one of them; with `more` arguments."""
+    def launch(self, number: int) -> None:
+        """Collective: begins one of them."""
         transfer = self.transfers[number]
         with profiled(f"begin {self._kind} {number}"):
-            self.under_way[number] = self._begin(transfer.whole, transfer.shard, **more)
+            self.under_way[number] = self._begin(transfer.whole, transfer.shard)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Waits for some that are under way; they remain listed there."""
@@ -222,8 +219,6 @@ class Communicator:
 
     Attributes:
         group, overlaps_grads, overlaps_params: as given.
-        count_updates: of the optimizer, for what is rounded at random; None where it does not
-            count.
         is_paused: whether more backward passes follow before buckets may be launched, see
             `no_sync`.
     """
@@ -240,13 +235,10 @@ class Communicator:
         self.group, self._how = group, how
         self.overlaps_grads, self.overlaps_params = overlap_grads, overlap_params
         self.is_paused = False
-        self.count_updates: Callable[[], int | None] = lambda: None
-        self._num_sums = 0  # of steps that have ended
-        self._step: int | None = None  # the number of this one, once it is known
         self._grad_buffers: list[ShardedBuffer] = []
         self._param_buffers: list[ShardedBuffer] = []
         self._grads = Launches(
-            "reduce-scatter", partial(reduce_scatter, group=group, overlapped=True), group
+            "reduce-scatter", partial(reduce_scatter, group=group, how=how, overlapped=True), group
         )
         self._params = Launches(
             "all-gather", partial(all_gather, group=group, overlapped=True), group
@@ -288,19 +280,11 @@ class Communicator:
         self._met, self._is_met_by_reads = [], False
         self._grad_buffers += grads
         self._param_buffers += params
-        coded = self._how.coded
-        reduces = [
-            Transfer(
-                buffer,
-                *bucket,
-                frozenset(each.name for each in slots) - frozen,
-                stretches_of(buffer.layout, at, coded),
-            )
-            for buffer in grads
-            for at, (bucket, slots) in enumerate(
-                zip(buffer.reduces, buffer.layout.slots_of_bucket, strict=True)
-            )
-        ]
+        reduces: list[Transfer] = []
+        for buffer in grads:
+            for bucket, slots in zip(buffer.reduces, buffer.layout.slots_of_bucket, strict=True):
+                names = frozenset(slot.name for slot in slots) - frozen
+                reduces.append(Transfer(buffer, *bucket, names))
         self._grads.add(reduces)
         self._arrivals.add([transfer.names for transfer in reduces])
         gathers: list[Transfer] = []
@@ -313,12 +297,6 @@ class Communicator:
                 gathers.append(Transfer(buffer, *bucket, names))
         # A buffer lies in the order of backward, so forward begins at its end.
         self._params.add(gathers, backwards=True)
-
-    def _codes(self, transfer: Transfer) -> FormOfNode:
-        if self._step is None:  # once, because on a device this waits for the last update
-            count = self.count_updates()
-            self._step = self._num_sums if count is None else count
-        return partial(AsCodes, transfer.stretches, self._step)
 
     # --- grads
 
@@ -386,10 +364,7 @@ class Communicator:
             _last_launcher[self.group.own_handle] = ref(self)
         transfer = self._grads.transfers[number]
         wait_for_streams(self._streams.pop(number, ()), transfer.whole.device)
-        self._grads.launch(
-            number,
-            how=replace(self._how, codes=self._codes(transfer) if transfer.stretches else None),
-        )
+        self._grads.launch(number)
 
     def _check_alone(self) -> None:
         """Refuses to reduce while another communicator has buckets under way in the group.
@@ -435,11 +410,7 @@ class Communicator:
             if self.group.size > 1:
                 self._check_alone()
             for buffer in self._grad_buffers if added is None else added:
-                transfers = [each for each in self._grads.transfers if each.buffer is buffer]
-                codes = [self._codes(each) if each.stretches else None for each in transfers]
-                reduce_grads(buffer, self.group, self._how, codes)
-        self._num_sums += 1
-        self._step = None
+                reduce_grads(buffer, self.group, self._how)
 
     def _finish_launches(self) -> None:
         """Collective: launches what was not complete, waits for all, and sets the order of launches

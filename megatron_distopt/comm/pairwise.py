@@ -18,13 +18,12 @@ node it is in its memory.
 [Note: order of the sum] Rank r's shard is added up from rank r-1 downwards, around the ring, its
 own part last, each sum rounded to the dtype; so are nodes, and ranks of a node. The result is the
 same in every run and by either way, whatever arrives first, and bit for bit what gloo's own ring
-gives. Codes are added up from the first node upwards, and the owner's node rounds its own sum as
-well, so that the owner, and with it the buckets, do not matter.
+gives.
 
-[Note: sum in a reduce dtype] fp32 grads may be communicated in 16 bits, which are half the bytes,
-or in 8 (codes.py). They are added up in fp32 in the same order. In 16 bits a rank's own part is not
-sent, so it is not rounded. The result differs from an fp32 reduce-scatter by one rounding of each
-other summand, and not by one at every addition.
+[Note: sum in a reduce dtype] fp32 grads may be communicated in 16 bits, which are half the bytes.
+They are added up in fp32 in the same order. A rank's own part is not sent, so it is not rounded.
+The result differs from an fp32 reduce-scatter by one rounding of each other summand, and not by one
+at every addition.
 """
 
 from __future__ import annotations
@@ -62,17 +61,17 @@ def reduce_scatter(
     bucket: Tensor,
     group: Group,
     members: Sequence[Sequence[int]] | None = None,
-    form_of: FormOfNode | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Collective: see `collectives.reduce_scatter`; what lies outside this rank's shard has no
     meaning afterwards.
 
     `members` are the ranks of each node, which add up first: all where they share memory, or else
-    none. Between nodes sums are sent in the form of `form_of`, or in their own dtype.
+    none. Between nodes sums are sent in `dtype`, or in their own.
     """
     nodes = nodes_of(group)
     members = members or (nodes.members if len(nodes.members) == 1 else alone(group))
-    carried, between = _plan(bucket, members, group, form_of)
+    carried, between = _plan(bucket, members, group, dtype)
     if len(between.sources) == 1:  # all are on this node
         _sum_in_memory(between.shares, carried, group.rank, nodes.lanes)
         return
@@ -90,11 +89,11 @@ def alone(group: Group) -> Sequence[Sequence[int]]:
 
 
 def begin_reduce_scatter(
-    bucket: Tensor, group: Group, members: Sequence[Sequence[int]], form_of: FormOfNode
+    bucket: Tensor, group: Group, members: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> UnderWay:
     """Collective: begins `reduce_scatter` by the backend; takes up to twice the bucket as scratch
     memory."""
-    carried, between = _plan(bucket, members, group, form_of)
+    carried, between = _plan(bucket, members, group, dtype)
     wait_for_grads = fence(bucket.device)
     with torch.no_grad(), on_stream(_side_stream(bucket.device), bucket.device):
         wait_for_grads()
@@ -104,14 +103,14 @@ def begin_reduce_scatter(
                 sends={rank: shares for rank, shares in carried.items() if rank != group.rank},
                 sums=carried[group.rank],
                 sources=list(carried),
-                form=AsNumbers(bucket.dtype),
+                dtype=bucket.dtype,
             )
             inside.begin().wait()
         return between.begin()
 
 
 def _plan(
-    bucket: Tensor, members: Sequence[Sequence[int]], group: Group, form_of: FormOfNode | None
+    bucket: Tensor, members: Sequence[Sequence[int]], group: Group, dtype: torch.dtype | None
 ) -> tuple[dict[int, list[int]], Sums]:
     """The shares that each rank of this node carries, and the sums over nodes; see [Note:
     carriers]."""
@@ -119,11 +118,7 @@ def _plan(
     for ranks in members:
         place_of |= {rank: place for place, rank in enumerate(ranks)}
     node = next(number for number, ranks in enumerate(members) if group.rank in ranks)
-    own, nodes = list(members[node]), list(members)
-    form = form_of(node) if form_of else AsNumbers(bucket.dtype)
-    if not form.rounds_own:
-        own = _down_to(place_of[group.rank], own)
-        nodes = _down_to(node, nodes)
+    own = _down_to(place_of[group.rank], members[node])
 
     def carrier(owner: int, ranks: Sequence[int]) -> int:
         if owner in ranks:
@@ -134,9 +129,9 @@ def _plan(
     for share in range(group.size):
         carried[carrier(share, members[node])].append(share)
     sends = {owner: [owner] for owner in carried[group.rank] if owner not in own}
-    sources = [carrier(group.rank, ranks) for ranks in nodes]
+    sources = [carrier(group.rank, ranks) for ranks in _down_to(node, members)]
     shares = bucket.view(group.size, -1)
-    return carried, Sums(shares, sends, [group.rank], sources, form, group)
+    return carried, Sums(shares, sends, [group.rank], sources, dtype or bucket.dtype, group)
 
 
 def _down_to(last: int, ring: Sequence[T]) -> list[T]:
@@ -230,28 +225,6 @@ def _rows(half: Tensor, number: int, like: Tensor) -> Tensor:
     return half[:nbytes].view(like.dtype).view(number, -1)
 
 
-@dataclass(frozen=True)
-class AsNumbers:
-    """How a chunk of an owner's shard is sent: as numbers of a dtype, in a message of bytes."""
-
-    dtype: torch.dtype
-    unit = 1  # elements: chunks are multiples of this
-    rounds_own = False  # whether the owner's own summand is rounded as well
-
-    def nbytes(self, owner: int, chunk: slice) -> int:
-        return self.dtype.itemsize * int(chunk.stop - chunk.start)
-
-    def write(self, values: Tensor, owner: int, chunk: slice) -> Tensor:
-        return values.to(self.dtype).view(torch.uint8)
-
-    def read(self, message: Tensor, owner: int, chunk: slice) -> Tensor:
-        return message.view(self.dtype)
-
-
-#: From the number of the node that sends, the form in which it does.
-FormOfNode = Callable[[int], AsNumbers]
-
-
 @dataclass(frozen=True, eq=False)
 class Sums:
     """Shares of a bucket that ranks add up for each other, in place."""
@@ -261,38 +234,36 @@ class Sums:
     sums: Sequence[int]  # the shares that this rank adds up
     # ranks in the order of these sums, this one among them; as many on all ranks
     sources: Sequence[int]
-    form: AsNumbers  # in which summands are sent
+    dtype: torch.dtype  # in which summands are sent
     group: Group
 
     def chunks(self, *, is_alone: bool) -> Iterator[slice]:
         """What is under way at a time; all where no rank sends. `is_alone`: this rank, on its
         node."""
-        form = self.form
         num_peers = len(self.sources) - 1
-        num_copies = 1 if form.dtype is self.shares.dtype else 2  # what is sent is a copy as well
+        num_copies = 1 if self.dtype is self.shares.dtype else 2  # what is sent is a copy as well
         nbytes = SCRATCH_NBYTES // _NUM_HALVES
         if not is_alone or num_copies > 1:
             nbytes = min(nbytes, num_peers * _NBYTES_EACH)
-        nbytes_each = form.dtype.itemsize * form.unit * num_peers * num_copies
-        return _chunks_of(self.shares.shape[1], nbytes_each, nbytes, form.unit)
+        nbytes_each = self.dtype.itemsize * num_peers * num_copies
+        return _chunks_of(self.shares.shape[1], nbytes_each, nbytes)
 
     def begin(self, chunk: slice | None = None, number: int = 0) -> UnderWay:
         """Collective: begins to send a chunk, or all; no two that are under way have the same
         number."""
-        chunk, form = chunk or slice(0, self.shares.shape[1]), self.form
+        chunk = chunk or slice(0, self.shares.shape[1])
         outgoing = [
-            Parcel(rank, form.write(self.shares[share][chunk], share, chunk))
+            Parcel(rank, self.shares[share][chunk].to(self.dtype))
             for rank, shares in self.sends.items()
             for share in shares
         ]
-        incoming = {
-            (share, rank): Parcel(
-                rank, self.shares.new_empty(form.nbytes(share, chunk), dtype=torch.uint8)
-            )
-            for share in self.sums
-            for rank in self.sources
-            if rank != self.group.rank
-        }
+        numel = chunk.stop - chunk.start
+        incoming: dict[tuple[int, int], Parcel] = {}
+        for share in self.sums:
+            for rank in self.sources:
+                if rank != self.group.rank:
+                    memory = self.shares.new_empty(numel, dtype=self.dtype)
+                    incoming[share, rank] = Parcel(rank, memory)
         under_way = begin_travel(outgoing, list(incoming.values()), _SUM_TAG + number, self.group)
         return replace(under_way, and_then=partial(self._end, chunk, outgoing, incoming))
 
@@ -304,17 +275,12 @@ class Sums:
         for parcel in (*outgoing, *incoming.values()):
             # Allocated on the stream that began, which does not wait for the exchange.
             keep_for_current_stream(parcel.tensor)
-        form = self.form
         for share in self.sums:
-            into = own = self.shares[share][chunk]
-            if form.rounds_own:
-                own = form.read(form.write(into, share, chunk), share, chunk)
+            into = self.shares[share][chunk]
             parts = list[Tensor]()
             for rank in self.sources:
-                if rank == self.group.rank:
-                    parts.append(own)
-                else:
-                    parts.append(form.read(incoming[share, rank].tensor, share, chunk))
+                is_own = rank == self.group.rank
+                parts.append(into if is_own else incoming[share, rank].tensor)
             _sum_into(parts, into)
 
 
@@ -325,12 +291,11 @@ def _wait_for_all_but(number: int, under_way: deque[UnderWay]) -> None:
         under_way.popleft().wait()
 
 
-def _chunks_of(numel: int, nbytes_each: int, nbytes: int, unit: int = 1) -> Iterator[slice]:
-    """Cuts a shard into chunks of at most `nbytes`, multiples of `unit` elements, which take
-    `nbytes_each`."""
+def _chunks_of(numel: int, nbytes_each: int, nbytes: int) -> Iterator[slice]:
+    """Cuts a shard into chunks of at most `nbytes`, of elements that take `nbytes_each`."""
     step = max(numel, 1)
     if nbytes_each:
-        step = max(nbytes // nbytes_each, 1) * unit
+        step = max(nbytes // nbytes_each, 1)
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         yield slice(start, stop)

@@ -35,10 +35,9 @@ from megatron_distopt.comm.collectives import Reduction, check_debug_level, try_
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, Switch, switch_from
-from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.errors import ConfigError, LayoutError
 from megatron_distopt.hosts.report import announce
 from megatron_distopt.layout import BufferLayout, ParamSpec
-from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.inner import InnerChoice, option_text
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
@@ -142,10 +141,7 @@ def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None
 
 
 def reduction_of(
-    config: DistOptConfig,
-    named: Mapping[str, Parameter],
-    grad_dtypes: Iterable[torch.dtype],
-    divide_by: int = 1,
+    config: DistOptConfig, grad_dtypes: Iterable[torch.dtype], divide_by: int = 1
 ) -> Reduction:
     """How grads are communicated; grads in 16 bits must not be rounded further."""
     if config.reduce_dtype is None:
@@ -155,15 +151,7 @@ def reduction_of(
         check_compatible(
             config, {Feature.SHORT_GRADS: f"keeping gradients in {dtype_name(short[0])}"}
         )
-    exact = set(config.reduce_exact.replace(",", " ").split())
-    lacking = frozenset(exact.difference(*(name.split(".") for name in named)))
-    large = (
-        name for name, param in named.items() if param.dim() > 1 and param.numel() >= BLOCK_NUMEL
-    )
-    coded = frozenset(
-        n for n in large if config.reduce_dtype == "int8" and not exact.intersection(n.split("."))
-    )
-    return Reduction(divide_by, getattr(torch, config.reduce_dtype), coded, lacking=lacking)
+    return Reduction(divide_by, getattr(torch, config.reduce_dtype))
 
 
 def begin_communication(
@@ -176,17 +164,6 @@ def begin_communication(
 ) -> None:
     """Collective: checks what ranks find out together about how grads are reduced in `groups`, the
     dense ones first; `dtypes` are those of grads and params."""
-    if config.reduce_exact != DistOptConfig().reduce_exact:
-        unknown = sorted(frozenset.intersection(*exchange(how.lacking, everyone)))
-        is_coded = config.reduce_dtype == "int8"
-        if unknown or not is_coded:
-            rule = "be parts of names of params" if is_coded else "come with reduce_dtype='int8'"
-            got = repr(unknown[0] if is_coded else config.reduce_exact)
-            raise ConfigError(
-                refusal(
-                    "reduce_exact", got, rule, "Leave it out, or write reduce_exact='router,embed'"
-                )
-            )
     for group in dict.fromkeys(groups):
         allow_shared_memory(group, config.shared_memory)
     # In the same order on all ranks, also where they hold different params.

@@ -28,10 +28,10 @@ VECTOR_NUMEL, BLOCK_NUMEL = 8, 128
 ALIGNMENT_NUMEL = 64
 
 
-def alignment_for(*forms: str, reduce_dtype: str | None = None) -> int:
+def alignment_for(*forms: str) -> int:
     """Where each param begins, in elements, with state in these forms: what has one scale is not
     cut."""
-    return ALIGNMENT_NUMEL if set(forms) <= {"float32"} and reduce_dtype != "int8" else BLOCK_NUMEL
+    return ALIGNMENT_NUMEL if set(forms) <= {"float32"} else BLOCK_NUMEL
 
 
 @dataclass(frozen=True, slots=True)

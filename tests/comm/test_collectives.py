@@ -173,10 +173,8 @@ def _in_16_bits(rank: int) -> dict[str, Any]:
                 bucket, how = _random(rank, numel), Reduction(reduce_dtype=dtype)
                 shard = bucket.view(RANKS, -1)[rank]
                 if way == "backend's own":
-                    form_of = {node: pairwise.AsNumbers(dtype) for node in range(RANKS)}.__getitem__
-                    pairwise.begin_reduce_scatter(
-                        bucket, group, pairwise.alone(group), form_of
-                    ).wait()
+                    nodes = pairwise.alone(group)
+                    pairwise.begin_reduce_scatter(bucket, group, nodes, dtype).wait()
                 else:
                     collectives.reduce_scatter(
                         bucket, shard, group, how, overlapped=way == "overlapped"

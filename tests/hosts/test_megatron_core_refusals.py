@@ -219,7 +219,7 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
         "Drop --distopt-bucket",
     ),
     "our 8 bits": (
-        _built(options=_OURS(reduce_dtype="int8")),
+        _built(options=_OURS(reduce_dtype="bfloat16")),
         ConfigError,
         "reduce_dtype is set, and megatron-core leaves it to the host's --grad-reduce-in-bf16",
         "Drop --distopt-reduce-dtype.",

@@ -79,20 +79,22 @@ PROGRAMS: dict[str, Program] = {
         {"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, variant="forward stream"
     ),
     # --- two nodes, of one or two ranks
-    "int8 between nodes": Program(
-        {"reduce_dtype": "int8", "clip_grad": 1.0, **_OVERLAP}, BF16, has_nodes=True
+    "bf16 between nodes, forward on a stream": Program(
+        {"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, variant="forward stream", has_nodes=True
     ),
-    "int8 between nodes, forward on a stream": Program(
-        {"reduce_dtype": "int8", **_OVERLAP}, BF16, variant="forward stream", has_nodes=True
-    ),
-    "int8 between nodes, fp16 dynamic": Program(
-        {"reduce_dtype": "int8", "loss_scale": "dynamic", "initial_loss_scale": 2.0**8, **_OVERLAP},
+    "bf16 between nodes, fp16 dynamic": Program(
+        {
+            "reduce_dtype": "bfloat16",
+            "loss_scale": "dynamic",
+            "initial_loss_scale": 2.0**8,
+            **_OVERLAP,
+        },
         FP16,
         bad=2,
         has_nodes=True,
     ),
-    "int8 between nodes, without overlap": Program(
-        {"reduce_dtype": "int8", "nonfinite": "skip"}, bad=2, has_nodes=True
+    "bf16 between nodes, without overlap": Program(
+        {"reduce_dtype": "bfloat16", "nonfinite": "skip"}, bad=2, has_nodes=True
     ),
     "float32 between nodes": Program({"reduce_dtype": "float32", **_OVERLAP}, BF16, has_nodes=True),
     "bf16 between nodes": Program({"reduce_dtype": "bfloat16", **_OVERLAP}, BF16, has_nodes=True),

@@ -28,7 +28,7 @@ SHORT = (
         "saved in the background",
     ),
     *("protected", "low precision, nan skip", "host half, remainders", "muon, step on a stream"),
-    "int8 between nodes, forward on a stream",
+    "bf16 between nodes, forward on a stream",
 )
 #: On a device without float64 and fp16.
 SHORT_SMALL = "saved in the background"
@@ -44,7 +44,7 @@ ON_FOUR = (
     *(name for name, program in PROGRAMS.items() if program.has_nodes),
 )
 #: On four ranks, which add up inside two nodes first, in every run of the tests.
-SHORT_ON_FOUR = ("int8 between nodes, forward on a stream", "float32 between nodes")
+SHORT_ON_FOUR = ("bf16 between nodes, forward on a stream", "float32 between nodes")
 #: Long ones are cut into parts of equal seeds, so that a rank need not live for an hour.
 _BY_SEEDS = {
     seeds: sorted(name for name in PROGRAMS if many(name) == seeds) for seeds in map(many, PROGRAMS)

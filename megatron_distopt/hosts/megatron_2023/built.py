@@ -46,7 +46,7 @@ from megatron_distopt.hosts.saving import StepHook
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.watch import Watch, tell_of_grads
 from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.inner import count_updates, is_torchs
+from megatron_distopt.optimizer.inner import is_torchs
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
@@ -263,7 +263,6 @@ class Communication:
             overlap_params=start.overlap.params,
             num_microbatches=num_microbatches_of(),
         )
-        self._communicator.count_updates = partial(count_updates, inner)
         self._communicator.add(
             [buffer.sharded[0] for buffer in self._dense],
             [sharded for buffer in self._dense for sharded in buffer.sharded],

@@ -60,7 +60,6 @@ from megatron_distopt.hosts.megatron_2023.grad_buffers import (
 )
 from megatron_distopt.hosts.naming import ModelRanks, placement_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
-from megatron_distopt.layout.buckets import alignment_for
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
@@ -111,8 +110,7 @@ class Start:
         `late` params, to whose gradients the fork adds after backward, get buckets of their own, at
         the end.
         """
-        unit = alignment_for(reduce_dtype=self.plan.config.reduce_dtype)
-        buffers = tuple(_in_buckets(buffer, self.overlap, late, unit) for buffer in self.buffers)
+        buffers = tuple(_in_buckets(buffer, self.overlap, late) for buffer in self.buffers)
         return dataclasses.replace(self, buffers=buffers)
 
 
@@ -167,7 +165,7 @@ def plan_start(
             or not tensor_parallel.param_is_not_tensor_parallel_duplicate(named[name])
         ),
     )
-    how = reduction_of(config, named, [buffer.dtype for buffer in buffers], divide_by)
+    how = reduction_of(config, [buffer.dtype for buffer in buffers], divide_by)
     return Start(named, buffers, data, device, plan, how, inner.host_groups)
 
 
@@ -304,9 +302,7 @@ def _why_not(
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def _in_buckets(
-    plan: BufferPlan, overlap: OverlapPlan, late: Collection[str], alignment_numel: int
-) -> BufferPlan:
+def _in_buckets(plan: BufferPlan, overlap: OverlapPlan, late: Collection[str]) -> BufferPlan:
     """Cuts a buffer of one bucket into buckets; params keep the fork's order, which is roughly that
     of backward."""
     if overlap.bucket_size is None or plan.is_ours:
@@ -319,6 +315,5 @@ def _in_buckets(
         last=[spec for spec in specs if spec.name in late],
         num_shards=plan.group.size,
         bucket_size=overlap.bucket_size(plan.layout.numel),
-        alignment_numel=alignment_numel,
     )
     return dataclasses.replace(plan, layout=layout)

@@ -146,7 +146,6 @@ HOSTS_OWN = {
     "overlap_param_gather": "--overlap-param-gather",
     "bucket_size": "--ddp-bucket-size",
     "reduce_dtype": "--grad-reduce-in-bf16",
-    "reduce_exact": "--grad-reduce-in-bf16",
     "shared_memory": "own collectives",
 }
 

@@ -177,7 +177,7 @@ def distribute(
         step = StepPlan(
             groups, choice, merged, scale, lambda: everyone, data.size, excluded_from_norm
         )
-        how = reduction_of(merged, named, [each.grad_dtype for each in sets])
+        how = reduction_of(merged, [each.grad_dtype for each in sets])
         plan = ModelPlan(
             chunks,
             named,

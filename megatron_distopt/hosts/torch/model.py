@@ -52,7 +52,6 @@ from megatron_distopt.hosts.torch.grads import Grads
 from megatron_distopt.hosts.torch.params import Params
 from megatron_distopt.layout import BufferLayout, Placement, default_bucket_size, lay_out
 from megatron_distopt.layout.buckets import alignment_for
-from megatron_distopt.optimizer.inner import count_updates
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
@@ -143,7 +142,7 @@ def plan_sets(
         bucket_size = config.bucket_size
         if bucket_size is None and (config.overlap_grad_reduce or config.overlap_param_gather):
             bucket_size = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
-        alignment = alignment_for(*astuple(Precision.of(config)), reduce_dtype=config.reduce_dtype)
+        alignment = alignment_for(*astuple(Precision.of(config)))
         layout = lay_out(
             specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment
         )
@@ -194,7 +193,6 @@ class ShardedModel:
             plan.device,
         )
         self.sharded = ShardedOptimizer(buffers, plan.step)
-        self.communicator.count_updates = partial(count_updates, self.sharded.inner)
         self.params = Params(chunks, plan.torch_groups, self.sharded)
         self._take_over(plan.sets, buffers, slots)
         with_buffers = {
