@@ -57,12 +57,12 @@ class Training:
         return time.perf_counter() - start
 
     def keep_step(self) -> None:
-        if self.optimizer.protection is not None:
+        if self.optimizer.session.protection is not None:
             self.optimizer.protect(self.step)
 
     def finish(self) -> None:
-        if self.optimizer.protection is not None:
-            self.optimizer.protection.finish()
+        if self.optimizer.session.protection is not None:
+            self.optimizer.session.protection.finish()
 
 
 class PeerTraining(Training):
@@ -132,7 +132,7 @@ def main() -> None:
     protected.optimizer.resume()
     plain.train(40)
     protected.train(40)
-    chosen = protected.optimizer.protection._pace.every
+    chosen = protected.optimizer.session.protection._pace.every
     steps = max(chosen, 20)
     ours = ratios_of(plain, protected, steps, args.blocks)
     protected.train(chosen)  # of which there is a snapshot

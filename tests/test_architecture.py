@@ -32,6 +32,7 @@ LAYERS = (
     "optimizer",
     "checkpoint",
     "formats",
+    "session",
     "hosts",
     "plugin",
     "cli",

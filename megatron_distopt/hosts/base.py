@@ -36,13 +36,13 @@ from megatron_distopt.comm.shared_memory import allow_shared_memory
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, Switch, switch_from
 from megatron_distopt.errors import ConfigError, LayoutError
-from megatron_distopt.hosts.report import announce
 from megatron_distopt.layout import BufferLayout, ParamSpec
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.inner import InnerChoice, option_text
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import StepPlan
+from megatron_distopt.session.announce import announce
 from megatron_distopt.version import VERSION
 
 SWITCHED_OFF = "MEGATRON_DISTOPT=0"
@@ -106,6 +106,15 @@ def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
     return {
         param: re.sub(r"^(chunk\d+\.)?(module\.)+", r"\1", name) for name, param in found.items()
     }
+
+
+def clear_grads(params: Iterable[Parameter | Tensor], *, set_to_none: bool) -> None:
+    """As `zero_grad` of torch's optimizers."""
+    for param in params:
+        if set_to_none:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.detach_().zero_()
 
 
 def spec_of(name: str, param: Parameter) -> ParamSpec:

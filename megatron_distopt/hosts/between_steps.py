@@ -30,7 +30,7 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.manifest import some_of
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import AccessError, LayoutError, refusal
+from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.optimizer.deferred import Notice
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -253,15 +253,6 @@ def raising(error: Exception | None) -> Callable[[], None]:
             raise error
 
     return check
-
-
-def not_copied(how: str) -> AccessError:
-    rule = "stay where its model is, whose params lie in its buffers"
-    remedy = (
-        "Keep optimizer.state_dict(), or build the model again and call distribute(...) or "
-        "get_megatron_optimizer(...)"
-    )
-    return AccessError(refusal("optimizer", how, rule, remedy))
 
 
 class WatchedParam(Protocol):

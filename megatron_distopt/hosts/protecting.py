@@ -31,14 +31,14 @@ from megatron.core import mpu, tensor_parallel
 from torch import Generator
 from torch.nn import Module, Parameter
 
-from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError
 from megatron_distopt.formats.recognise import TRACKER
 from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, apply, script_undos
-from megatron_distopt.hosts.saving import ProtectedCalls, untrained_tensors
+from megatron_distopt.hosts.saving import untrained_tensors
+from megatron_distopt.session import SessionCalls
 
 _log = logging.getLogger("megatron_distopt")
 _LEAVE_OUT = "leave --distopt-protect-every (MEGATRON_DISTOPT_PROTECT_EVERY) out"
@@ -71,38 +71,12 @@ _REFUSED = {
 Script = tuple[PatchPoint, PatchPoint]
 
 
-class ScriptCalls(ProtectedCalls):
-    """The optimizer of a Megatron, whose script may train it."""
-
-    in_script: ScriptRun | None = None
-
-    def wait_for_snapshot(self) -> None:
-        """Before the state changes: the device finishes the copy of it that is under way."""
-        # megatron-core's is made when it is first asked for
-        found: Protection | None = vars(self).get("protection")
-        if found is not None:
-            found.wait_for_copy()
-
-    def reset_state(self) -> None:
-        """Lets the optimizer state of all params begin anew, on all ranks and between two steps.
-
-        Moments are zero or absent, and counts of updates are 0; params, main params and averages
-        stay. Of all params, because files of a Megatron have one count for them.
-        """
-        self.wait_for_snapshot()
-        for sharded in self._all_sharded():
-            sharded.reset_state()
-
-    def _settle_script(self) -> None:
-        """Collective: before a snapshot."""
-        if self.in_script is not None:
-            self.in_script.settle()
-
-
 # --- the functions of the script that are replaced
 
 
-def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: torch.device) -> None:
+def protect_script(
+    optimizer: SessionCalls, script: Script, args: Any, device: torch.device
+) -> None:
     """Collective: lets the host's script, where it trains, make snapshots of its run and go on from
     them.
 
@@ -111,7 +85,8 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
     """
     load, step = script
     training: Any = sys.modules.get(step.module)
-    if optimizer.protection is None or args is None or training is None:
+    session = optimizer.started()
+    if session.protection is None or args is None or training is None:
         return
 
     def enter() -> None:
@@ -132,7 +107,7 @@ def protect_script(optimizer: ScriptCalls, script: Script, args: Any, device: to
             )
 
     raise_together(enter, Group.of())
-    optimizer.in_script = ScriptRun(optimizer, training, args, device)
+    session.enter_script(ScriptRun(optimizer, training, args, device))
 
 
 def check_arguments(args: Any) -> None:
@@ -155,9 +130,14 @@ def _replacement(ours: Callable[..., Any], original: Callable[..., Any]) -> Repl
     return Replacement(original, partial(ours, original))
 
 
+def _run_of(optimizer: object) -> ScriptRun | None:
+    script = optimizer.started().script if isinstance(optimizer, SessionCalls) else None
+    return script if isinstance(script, ScriptRun) else None
+
+
 def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = signature(original).bind(*args, **kwargs).arguments
-    run = getattr(call.get("optimizer"), "in_script", None)
+    run = _run_of(call.get("optimizer"))
     load = partial(original, *args, **kwargs)
     return (
         load()
@@ -168,7 +148,7 @@ def _load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = signature(original).bind(*args, **kwargs).arguments
-    run = getattr(call["optimizer"], "in_script", None)
+    run = _run_of(call["optimizer"])
     if run is not None:
         run.border(call["model"], call["opt_param_scheduler"])
     return original(*args, **kwargs)
@@ -182,7 +162,7 @@ class ScriptRun:
     restart."""
 
     def __init__(
-        self, optimizer: ScriptCalls, training: ModuleType, args: Any, device: torch.device
+        self, optimizer: SessionCalls, training: ModuleType, args: Any, device: torch.device
     ) -> None:
         self._optimizer, self._training, self._args, self._device = (
             optimizer,
@@ -245,7 +225,7 @@ class ScriptRun:
         found, was = _newest_on_disk(self._args.load), resumed.state["on_disk"]
         if found != was and not (found[0] == was[0] and found[1] > was[1]):
             named = [f"{text} in {file}{written}" for file, text, written in (found, was)]
-            self._optimizer.refuse_change(resumed.step, *named)
+            self._optimizer.started().refuse_change(resumed.step, *named)
 
     def _restore_random(self, resumed: Resumed, *, is_same_model_parallel: bool) -> None:
         """As the host at its own load: at another data-parallel size every rank has the states of
@@ -275,7 +255,7 @@ class ScriptRun:
             raise_together(self._check_others, Group.of(), "protect")
         self._optimizer.protect(iteration, partial(self._state, scheduler))
 
-    def settle(self) -> None:
+    def prepare_snapshot(self) -> None:
         """Collective: before a snapshot."""
         raise_together(self._check_others, Group.of(), "protect")
         self._random = exchange(random_states(self._device), _one_copy())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,16 +16,6 @@ from megatron_distopt.optimizer.loss_scale import ConstantLossScale
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, measure_memory
 from megatron_distopt.version import VERSION
-
-_log = logging.getLogger("megatron_distopt")
-
-
-def announce(text: str) -> None:
-    """Logs at INFO; in a program that set up no logging at all, to stderr all the same."""
-    if not _log.hasHandlers():
-        _log.addHandler(logging.StreamHandler())
-        _log.setLevel(logging.INFO)
-    _log.info("%s", text)
 
 
 def describe(

@@ -159,12 +159,12 @@ class HostStep:
     clip_grad: float | None = None  # as the config says where None; 0 for no clipping
     largest_norm: float = math.inf  # a step with a larger norm is not made
 
-    def follow_user(self) -> LayoutError | None:
+    def follow_user(self) -> None:
         """Collective: takes over what the user did to params and groups since the last step.
 
-        Returns what is wrong with it on this rank, to be raised on all ranks.
+        Raises:
+            LayoutError: what cannot be followed on this rank; `measure` raises it on all ranks.
         """
-        return None
 
     def reduce(self) -> None:
         """Collective: leaves the sums of the gradients in the shards of the grad buffers."""
@@ -209,7 +209,14 @@ def run_step(host: HostStep) -> Sequence[StepDecision]:
 
 def check_gradients(host: HostStep) -> tuple[Gradients, Sequence[StepDecision]]:
     """Collective: the first half of a step, after which no param has changed."""
-    found = host.follow_user()
+    for optimizer in host.optimizers:
+        if optimizer.averages is not None:
+            optimizer.check_has_params("step")
+    found = None
+    try:
+        host.follow_user()
+    except LayoutError as error:
+        found = error
     host.reduce()
     for hook in host.hooks:
         hook.before()

@@ -90,7 +90,7 @@ class _Run:
                 self.finish()
 
     def finish(self) -> None:
-        protection = self.optimizer._model.protection
+        protection = self.optimizer.session.protection
         assert protection is not None, "protect_every is set"
         protection.finish()
 

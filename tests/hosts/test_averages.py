@@ -316,7 +316,7 @@ def _checkpoints(
         for number in range(3):
             _step(optimizer, model, number)
             optimizer.protect(number)
-            optimizer.protection.finish()  # type: ignore[union-attr]
+            optimizer.session.protection.finish()  # type: ignore[union-attr]
         saved = _whole(optimizer, "average")
         optimizer.save(folder / "disk")
         torch.save(optimizer.full_state_dict(), folder / f"torch{rank}")

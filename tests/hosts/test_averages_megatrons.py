@@ -123,11 +123,10 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def _forks(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str, Any]:
     fork = InstalledFork.imported(file_layout="gathered")
     from megatron_distopt.checkpoint import load_checkpoint
-    from megatron_distopt.hosts.megatron_2023.checkpoint import whole_model_of
-    from megatron_distopt.hosts.megatron_2023.step import ForkSteps
+    from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
 
     found: dict[str, Any] = {}
-    step, watches = ForkSteps.step, dict[int, _Watched]()
+    step, watches = DistributedOptimizer.step, dict[int, _Watched]()
 
     def watched(self: Any, *args: Any) -> Any:
         done = step(self, *args)
@@ -135,13 +134,13 @@ def _forks(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
             watches.setdefault(id(self), _Watched([self.sharded])).step()
         return done
 
-    with mock.patch.object(ForkSteps, "step", watched):
+    with mock.patch.object(DistributedOptimizer, "step", watched):
         for number, (name, words) in enumerate(islice(FORKS.items(), number_of_cases)):
             save = f"--save {folder / str(number)} --save-interval 4"
             run = fork.train(*f"{OURS} {words} {save}".split())
             params = lambda run=run: [param for chunk in run.model for param in chunk.parameters()]  # noqa: E731
             found[name] = watches[id(run.optimizer)].wrong(run.optimizer, params)
-            saved, alike = _whole(whole_model_of(run.optimizer)), _alike(params())
+            saved, alike = _whole(run.optimizer.fork.whole()), _alike(params())
             found[name] += [] if alike else ["ranks differ"]
             with run.optimizer.averaged_params():
                 refused = raised(lambda run=run: run.optimizer.step(None, None))
@@ -149,9 +148,9 @@ def _forks(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
                 found[name] += [] if _alike(params()) else ["ranks are shown others"]
             other = fork.train(*f"{OURS} {words} --tensor-model-parallel-size 2".split()).optimizer
             (manifest,) = (folder / str(number)).rglob("manifest.json")
-            load_checkpoint(manifest.parent, whole_model_of(other), Group.of())
+            load_checkpoint(manifest.parent, other.fork.whole(), Group.of())
             found[name] += (
-                [] if _equal(saved, _whole(whole_model_of(other))) else ["loaded at another layout"]
+                [] if _equal(saved, _whole(other.fork.whole())) else ["loaded at another layout"]
             )
             if number == 0:
                 found["converted"] = _converted(fork, folder / str(number), run)
@@ -242,7 +241,7 @@ def _cores(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
     for name, case in islice(CORES.items(), number_of_cases):
         with exact_training(case, EMA_DECAY=str(DECAY)) as training:
             optimizer = training.optimizer
-            watch = _Watched(optimizer._all_sharded())
+            watch = _Watched(optimizer.started().host.optimizers)
             for _ in range(3):
                 assert training.step().success
                 watch.step()
@@ -256,7 +255,7 @@ def _cores(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
                 assert_mentions(raised(partial(optimizer.save, folder)), "averaged_params()")
             optimizer.offload_to_cpu()
             optimizer.restore_from_cpu()
-            saved = _whole(optimizer._whole())
+            saved = _whole(optimizer.started().host.whole())
             optimizer.save(folder / name)
         with exact_training(
             case.of(dp=1, tp=2, ep=1) if name != "experts" else case, EMA_DECAY=str(DECAY)
@@ -264,7 +263,7 @@ def _cores(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
             other.optimizer.load(folder / name)
             found[name] += (
                 []
-                if _equal(saved, _whole(other.optimizer._whole()))
+                if _equal(saved, _whole(other.optimizer.started().host.whole()))
                 else ["loaded at another layout"]
             )
     return found

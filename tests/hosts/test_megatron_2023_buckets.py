@@ -147,7 +147,7 @@ def _own_files(fork: MiniFork, own: Own, rank: int, size: int, folder: Path) -> 
     runs = {}
     for kind, words in own.kinds().items():
         runs[kind] = _saved(fork, words, folder / kind)
-        found.buckets[kind] = len(runs[kind].optimizer.grad_buffers[0].plan.layout.buckets)
+        found.buckets[kind] = len(runs[kind].optimizer.fork.grad_buffers[0].plan.layout.buckets)
     if size == 2:  # sums over three ranks begin with another one where the owner is another
         found.facts["training"] = same(runs["one"].params, runs["many"].params)
         _converted(fork, own, rank, folder, found)

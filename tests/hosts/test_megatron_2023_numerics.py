@@ -152,7 +152,7 @@ def _compare(fork: MiniFork, case: Case, plain: TrainingRun) -> Comparison:
             with slow_gathers(), _noting_early(early):
                 both = fork.train(*flags, *BOTH)
             overlapped["both"] = _distance(both, plain)
-            buckets = len(both.optimizer.grad_buffers[0].plan.layout.buckets)
+            buckets = len(both.optimizer.fork.grad_buffers[0].plan.layout.buckets)
             if case.words == "--bf16" and not case.change:
                 overlapped["grads"] = _distance(fork.train(*flags, *OVERLAPPED), plain)
         ours = fork.train(*flags)

@@ -216,9 +216,7 @@ def _saved_at(folder: Path, iteration: int = SAVED_AT) -> Path:
 def _compare(optimizer: Any, iteration: Path) -> tuple[int, tuple[str, ...]]:
     """Elements of the state that this rank owns, and what of it, or of its model params, is not as
     saved."""
-    from megatron_distopt.hosts.megatron_2023.checkpoint import whole_model_of
-
-    read, model = _Reader(_folder_in(iteration)), whole_model_of(optimizer)
+    read, model = _Reader(_folder_in(iteration)), optimizer.fork.whole()
     numel, differences = 0, []
     for piece in owned_pieces(model):
         for key, tensor in piece.tensors():
@@ -227,7 +225,7 @@ def _compare(optimizer: Any, iteration: Path) -> tuple[int, tuple[str, ...]]:
             if mine.dtype != saved.dtype or not torch.equal(mine, saved):
                 differences.append(f"{key} at {piece.piece.in_global}")
     (share,) = model.shares
-    for name, param in optimizer.start.named.items():
+    for name, param in optimizer.fork.start.named.items():
         for piece in share.placements[name].pieces(Span(0, param.numel())):
             stretch = (
                 param.detach()

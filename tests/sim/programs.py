@@ -347,7 +347,7 @@ class Run:
     def _after_protect(self, number: int, folder: str) -> None:
         """Reads the snapshot of the step before, which was copied while this one computed, and
         begins another."""
-        protection: Any = self.optimizer._model.protection
+        protection: Any = self.optimizer.session.protection
         if number == 0:
             self.optimizer.resume()
             send = protection._send
@@ -364,7 +364,7 @@ class Run:
         self.optimizer.protect(number + 1, lambda: {"step": number})
 
     def _read_snapshot(self) -> None:
-        protection, memory = self.optimizer._model.protection, Path(self._memory) / "0"
+        protection, memory = self.optimizer.session.protection, Path(self._memory) / "0"
         assert protection is not None
         self._is_queued.set()
         protection.finish()

@@ -1,176 +1,94 @@
-"""Our optimizer as it stands over a fork's model: decided, compared over ranks, and in its buffers.
-
-The fork's calls that make steps and files are in optimizer.py and checkpoint.py.
-"""
+"""A fork's model as our optimizer trains it: compared over ranks, and in its buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from megatron import get_args
 from megatron.core import mpu
 from megatron.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
-from megatron.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Module
-from torch.optim import Optimizer
 
-from megatron_distopt.checkpoint.protect.protection import Protection
-from megatron_distopt.comm import (
-    Communicator,
-    Field,
-    Group,
-    compare,
-    exchange,
-    gather_params,
-    raise_together,
-    reduce_grads,
+from megatron_distopt.checkpoint import Share, WholeModel
+from megatron_distopt.comm import Communicator, Group, gather_params, raise_together, reduce_grads
+from megatron_distopt.hosts.base import compare_ranks
+from megatron_distopt.hosts.between_steps import (
+    GroupMembers,
+    PlacedParam,
+    RemainderWatch,
+    params_that_left,
 )
-from megatron_distopt.config import DistOptConfig
-from megatron_distopt.hosts.base import begin_communication, compare_ranks, timed
-from megatron_distopt.hosts.between_steps import GroupMembers, PlacedParam, RemainderWatch
-from megatron_distopt.hosts.megatron_2023.decisions import Start, num_microbatches_of, plan_start
-from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT
+from megatron_distopt.hosts.megatron_2023.decisions import Start, num_microbatches_of
+from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT, has_gates
 from megatron_distopt.hosts.megatron_2023.grad_buffers import (
     GradBuffer,
     UsedGrads,
+    expert_place,
+    is_expert,
     main_grads,
     take_over,
 )
-from megatron_distopt.hosts.protecting import ScriptCalls
-from megatron_distopt.hosts.report import announce, describe, sharded_over
-from megatron_distopt.hosts.saving import StepHook
+from megatron_distopt.hosts.naming import (
+    FROM_WEIGHTS,
+    ModelRanks,
+    canonical,
+    global_names,
+    placement_of,
+)
+from megatron_distopt.hosts.report import describe, sharded_over
+from megatron_distopt.hosts.saving import options_of_run
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.watch import Watch, tell_of_grads
 from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.inner import is_torchs
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.session import HostState
+from megatron_distopt.session.announce import announce
 
 
-class BuiltOptimizer(ScriptCalls, HostDistributedOptimizer):
-    """Collective: an object of the fork's class that holds the sharded step instead of the fork's
-    own state.
+class ForkModel(HostState):
+    """Collective: a fork's model in our buffers, with the sharded step over it.
 
     Args:
-        optimizer: the fork's base optimizer over model params; only its class, hyperparameters and
-            groups are taken.
-        clip_grad: largest gradient norm; 0 for no clipping.
-        log_num_zeros_in_grad: count zeros at every step.
-        params_have_main_grad: kept for the fork; always so with contiguous buffers.
-        use_contiguous_buffers_in_local_ddp: must be set.
-        fp16, bf16, params_dtype: kept for the fork; every param keeps its own dtype.
-        grad_scaler: the fork's, or None.
+        start: what was decided; its ranks are compared before anything is moved.
         models: chunks, wrapped by the fork's local DistributedDataParallel.
-        options: ours; None for what the fork's arguments and MEGATRON_DISTOPT_* variables say.
-
-    Raises:
-        ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before anything is
-            moved or trained.
+        grad_scaler: the fork's, or None.
+        host_is_torchs: whether the fork's base optimizer is a class of torch.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        clip_grad: float,
-        log_num_zeros_in_grad: bool,
-        params_have_main_grad: bool,
-        use_contiguous_buffers_in_local_ddp: bool,
-        fp16: bool,
-        bf16: bool,
-        params_dtype: torch.dtype,
-        grad_scaler: Any,
-        models: Sequence[Module],
-        *,
-        options: DistOptConfig | None = None,
+        self, start: Start, models: Sequence[Any], grad_scaler: Any, *, host_is_torchs: bool
     ) -> None:
         self.everyone = Group.of()
-        decided = raise_together(
-            lambda: plan_start(
-                optimizer, clip_grad, log_num_zeros_in_grad, grad_scaler, models, options
-            ),
-            self.everyone,
-        )
-        # Ranks try collectives with these options; the rest of what is compared is not known yet.
-        compare([Field("options", decided.plan.config.described())], self.everyone)
-        groups = [decided.data, *(buffer.group for buffer in decided.buffers)]
-        dtypes = {
-            *(buffer.dtype for buffer in decided.buffers),
-            *(param.dtype for param in decided.named.values()),
-        }
-        begin_communication(
-            decided.plan.config, decided.how, decided.device, self.everyone, groups, dtypes
-        )
-        start = raise_together(decided.overlapping, self.everyone)
-        MegatronOptimizer.__init__(
-            self,
-            optimizer,
-            clip_grad,
-            log_num_zeros_in_grad,
-            params_have_main_grad,
-            use_contiguous_buffers_in_local_ddp,
-            models,
-        )
-        self.start = start.in_buckets(self._params_changed_after_backward(start))
-        layouts = [(buffer.layout, buffer.dtype) for buffer in self.start.buffers]
+        self.start, self.models, self.grad_scaler = start, models, grad_scaler
+        layouts = [(buffer.layout, buffer.dtype) for buffer in start.buffers]
         host_options = (f"gathers_state={self.gathers_state}",)
-        compare_ranks(
-            self.start.named, self.start.plan, layouts, self.start.data, host_options=host_options
-        )
-        self.grad_buffers = [take_over(plan, models) for plan in self.start.buffers]
+        compare_ranks(start.named, start.plan, layouts, start.data, host_options=host_options)
+        self.grad_buffers = [take_over(plan, models) for plan in start.buffers]
         sharded = [each for buffer in self.grad_buffers for each in buffer.sharded]
-        self.sharded = ShardedOptimizer(sharded, self.start.plan)
-        self.optimizer = self.sharded.inner
-        self.communication = Communication(
-            self.start, self.grad_buffers, models, self.sharded.inner
-        )
-        self.grad_scaler, self.fp16, self.bf16, self.params_dtype = (
-            grad_scaler,
-            fp16,
-            bf16,
-            params_dtype,
-        )
-        self.protection: Protection | None = None
-        #: Called around each step and after a load; none without options that ask for them.
-        self.hooks: Sequence[StepHook] = ()
+        self.sharded = ShardedOptimizer(sharded, start.plan)
+        self.optimizers = [self.sharded]
+        self.communication = Communication(start, self.grad_buffers, models)
         #: What the fork's own optimizer keeps in its param groups, for checkpoints that the fork
         #: reads.
         self.host_groups = [
             {k: v for k, v in group.items() if k != "params"} for group in start.host_groups
         ]
-        self.host_is_torchs = is_torchs(optimizer)
+        self.host_is_torchs = host_is_torchs
         self.may_be_stale = True
-        self.placed_params = [PlacedParam(name, param) for name, param in self.start.named.items()]
-        self.members = GroupMembers(self.optimizer)
-        self.written = RemainderWatch(self.sharded, self.start.named)
+        self.placed_params = [PlacedParam(name, param) for name, param in start.named.items()]
+        self.members = GroupMembers(self.sharded.inner)
+        self.written = RemainderWatch(self.sharded, start.named)
         numbers = torch.empty(
             (), dtype=stats_dtype(self.sharded.device), device=self.sharded.device
         )
         self.used_grads = UsedGrads([buffer.grad for buffer in self.grad_buffers], numbers)
         if self.everyone.rank == 0:
-            self._announce()
+            announce(self._described())
 
-    def check_weights(self) -> None:
-        """Refuses weights that changed under main params that go with them."""
-        if not self.may_be_stale:
-            self.written.check()
-
-    def _params_changed_after_backward(self, start: Start) -> frozenset[str]:
-        """Collective: to whose gradients the fork adds after backward, tried on zeros where any
-        rank has buckets."""
-        if not any(exchange(start.overlap.bucket_size is not None, self.everyone)):
-            return frozenset()
-        found: set[str] = set()
-        grads = {
-            name: grad for plan in start.buffers for name, grad in main_grads(plan.params).items()
-        }
-        with Watch(grads, found.add):
-            self.add_up_over_model_ranks(get_args(), None)
-        return frozenset().union(*exchange(found, start.data))
-
-    def _announce(self) -> None:
+    def _described(self) -> str:
         if not self.gathers_state:
             own, named = (
                 "the fork's own",
@@ -184,15 +102,13 @@ class BuiltOptimizer(ScriptCalls, HostDistributedOptimizer):
         sharded = sharded_over(self.start.device, self.start.data, self.start.how)
         groups = f"groups     {self.everyone.size} ranks, {sharded}"
         more = (groups, f"overlap    {self.start.overlap}", f"files      {files}")
-        announce(
-            describe(
-                "a Megatron of 2023",
-                (PATCH_POINT, PARSER),
-                [self.sharded],
-                self.start.device,
-                *more,
-            )
-        )
+        points = (PATCH_POINT, PARSER)
+        return describe("a Megatron of 2023", points, [self.sharded], self.start.device, *more)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of the inner optimizer."""
+        return self.sharded.inner.param_groups
 
     @property
     def gathers_state(self) -> bool:
@@ -206,31 +122,61 @@ class BuiltOptimizer(ScriptCalls, HostDistributedOptimizer):
         ranks."""
         return all(buffer.plan.is_in_place for buffer in self.grad_buffers)
 
-    def add_up_over_model_ranks(self, args: Any, timers: Any) -> None:
-        """Collective: what tensor- and pipeline-parallel ranks hold twice."""
-        phase = phases(args, timers)
-        with phase("layernorm-grads-all-reduce"):
-            self.allreduce_layernorm_grads(args)
-            # One child has multi-query attention; its method relies on its callers to ask whether
-            # it is to be called.
-            is_multi_query = getattr(args, "attention_head_type", None) == "multiquery"
-            is_partial = (
-                getattr(args, "sequence_parallel", False)
-                and mpu.get_tensor_model_parallel_world_size() > 1
-            )
-            if is_multi_query and is_partial and hasattr(self, "allreduce_key_value_grads"):
-                self.allreduce_key_value_grads(args)
-        with phase("embedding-grads-all-reduce"):
-            self.allreduce_embedding_grads(args)
+    def check_weights(self) -> None:
+        """Refuses weights that changed under main params that go with them."""
+        if not self.may_be_stale:
+            self.written.check()
 
-    def finish_param_gather(self) -> None:
-        """With --distopt-overlap-param-gather: until all params are there; until no snapshot reads
-        the state.
+    def reload_main_params(self) -> None:
+        """Refreshes the main params that do not round to the model params any more."""
+        for param in params_that_left(self.placed_params):
+            param.bring_back(with_values=True)
+        self.sharded.follow_model()
+        self.written.forget()
 
-        To be called before code outside of a forward pass reads or changes them. The model's
-        `state_dict()` and the calls of this optimizer do it by themselves.
-        """
-        self.wait_for_snapshot()
+    # --- what a session asks for
+
+    def whole(self) -> WholeModel:
+        """By attributes of the params, the fork's groups and its arguments."""
+        self.sharded.check_has_params("save or load")
+        named, plan = self.start.named, self.start.plan
+        tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+        expert = next((expert_place(param) for param in named.values() if is_expert(param)), (0, 1))
+        ranks = ModelRanks(
+            tensor,
+            tensor,
+            expert,
+            has_gates(get_args()),
+            "language_model.embedding.word_embeddings.weight",
+        )
+        names = global_names(self.models, ranks)
+        placements = {
+            name: placement_of(names[param], param, ranks, is_expert=is_expert(param))
+            for name, param in named.items()
+        }
+        frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
+        about = {
+            "host": "a Megatron of 2023",
+            "ranks": self.everyone.size,
+            "data_parallel": self.start.data.size,
+            "tensor_parallel": tensor[1],
+            "pipeline_parallel": mpu.get_pipeline_model_parallel_world_size(),
+            "expert_parallel": expert[1],
+        }
+        share = Share(self.sharded, placements, lambda name: not plan.excluded_from_norm(name))
+        kept = options_of_run(get_args())
+        return WholeModel([share], canonical, frozen, about, FROM_WEIGHTS, kept)
+
+    def bring_up_to_date(self) -> None:
+        self.communication.params.finish()
+        raise_together(self.check_weights, self.everyone, "protect")
+
+    def begin_load(self) -> None:
+        self.communication.params.finish()
+
+    def gather_written(self) -> None:
+        self.written.forget()
+        self.communication.gather()
         self.communication.params.finish()
 
 
@@ -243,11 +189,7 @@ class Communication:
     """
 
     def __init__(
-        self,
-        start: Start,
-        buffers: Sequence[GradBuffer],
-        models: Sequence[Module],
-        inner: Optimizer,
+        self, start: Start, buffers: Sequence[GradBuffer], models: Sequence[Module]
     ) -> None:
         self._how = start.how
         self._dense = [buffer for buffer in buffers if not buffer.plan.is_ours]
@@ -302,8 +244,3 @@ class Communication:
                 buffer.grad.zero_()
         for buffer in self._experts:
             buffer.grad.zero_()
-
-
-def phases(args: Any, timers: Any) -> Callable[[str], AbstractContextManager[None]]:
-    """From a name to the fork's timer of that name."""
-    return partial(timed, timers, barrier=getattr(args, "barrier_with_L1_time", False))

@@ -52,7 +52,7 @@ from megatron_distopt.formats.megatron_2023.plain import (
     plain_state,
 )
 from megatron_distopt.formats.pickles import load_file, save_whole
-from megatron_distopt.hosts.megatron_2023.built import BuiltOptimizer
+from megatron_distopt.hosts.megatron_2023.built import ForkModel
 from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
 from megatron_distopt.hosts.saving import is_of_other_class, options_of_run
 from megatron_distopt.layout import ParamShard, Span, owned_shards
@@ -95,14 +95,14 @@ _PERMUTED = (
 # Beside tensors: param groups, counts and the loss scale.
 
 
-def group_dicts(optimizer: BuiltOptimizer) -> list[dict[str, Any]]:
+def group_dicts(fork: ForkModel) -> list[dict[str, Any]]:
     """The param groups without params, with the keys that the fork's own inner optimizer has, and
     the update count.
 
     torch's Adam keeps the count in the state of each param, which a gathered file lacks; apex has
     it in the group.
     """
-    step = updates_so_far(optimizer)
+    step = updates_so_far(fork)
     updates = {} if step is None else {"step": step}
     return [
         {
@@ -110,18 +110,18 @@ def group_dicts(optimizer: BuiltOptimizer) -> list[dict[str, Any]]:
             for key, value in template.items()
         }
         | updates
-        for template, ours in zip(optimizer.host_groups, optimizer.param_groups, strict=True)
+        for template, ours in zip(fork.host_groups, fork.param_groups, strict=True)
     ]
 
 
-def updates_so_far(optimizer: BuiltOptimizer) -> int | None:
+def updates_so_far(fork: ForkModel) -> int | None:
     """The update count for a file; None for a class that does not count, whose moments mean
     something without one."""
-    num_updates = count_updates(optimizer.sharded.inner)
-    return 0 if num_updates is None and optimizer.sharded.plan.choice.is_adam else num_updates
+    num_updates = count_updates(fork.sharded.inner)
+    return 0 if num_updates is None and fork.sharded.plan.choice.is_adam else num_updates
 
 
-def is_of_other_kind(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> bool:
+def is_of_other_kind(fork: ForkModel, state: Mapping[str, Any]) -> bool:
     """Whether one of the run and the state has Muon or a class of whole params, so that their param
     groups are others.
 
@@ -129,13 +129,12 @@ def is_of_other_kind(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> boo
     """
     head = state["optimizer"]
     ours, saved = (
-        any(map(is_muons_group, groups))
-        for groups in (optimizer.param_groups, head["param_groups"])
+        any(map(is_muons_group, groups)) for groups in (fork.param_groups, head["param_groups"])
     )
-    return ours != saved or is_of_other_class(optimizer.sharded.plan.choice, head)
+    return ours != saved or is_of_other_class(fork.sharded.plan.choice, head)
 
 
-def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
+def check_head(fork: ForkModel, state: Mapping[str, Any]) -> None:
     """Refuses a `state_dict()` that does not belong to a gathered file of this run."""
     if (
         "optimizer" not in state
@@ -144,8 +143,8 @@ def check_head(optimizer: BuiltOptimizer, state: Mapping[str, Any]) -> None:
     ):
         got = f"one with {', '.join(map(str, state)) or 'nothing'}"
         raise OF_OTHER_MODEL.refused(got, "be that of a distributed optimizer with a gathered file")
-    if not is_of_other_kind(optimizer, state):
-        match_groups(optimizer.param_groups, state["optimizer"]["param_groups"])
+    if not is_of_other_kind(fork, state):
+        match_groups(fork.param_groups, state["optimizer"]["param_groups"])
 
 
 def match_groups(
@@ -189,41 +188,41 @@ def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any
     take_options(pairs, Group.of().rank, options_of_run(get_args()))
 
 
-def check_update_count(optimizer: BuiltOptimizer, step: int | None) -> int | None:
-    checked = known_step([step], optimizer.sharded.config.resume_step, _CHECKPOINT)
-    if checked is None and optimizer.sharded.plan.choice.is_adam:
+def check_update_count(fork: ForkModel, step: int | None) -> int | None:
+    checked = known_step([step], fork.sharded.config.resume_step, _CHECKPOINT)
+    if checked is None and fork.sharded.plan.choice.is_adam:
         raise no_step(_CHECKPOINT)
     return checked
 
 
 def check_moments(
-    optimizer: BuiltOptimizer, what: str, found: Collection[str], *, may_be_none: bool = True
+    fork: ForkModel, what: str, found: Collection[str], *, may_be_none: bool = True
 ) -> None:
     """Refuses the state of another class than the run's, which would be left out, or fail at the
     next step."""
     if not found and may_be_none:
         return
-    numbers = range(len(optimizer.param_groups))
-    wanted = [moments_to_begin(optimizer.sharded, number) for number in numbers]
+    numbers = range(len(fork.param_groups))
+    wanted = [moments_to_begin(fork.sharded, number) for number in numbers]
     if set(found) not in wanted:
         raise CheckpointError(
             f"The {what} has {', '.join(sorted(found)) or 'params alone'}, and "
-            f"{optimizer.sharded.plan.choice.name} needs {', '.join(sorted(wanted[0]))}. Resume "
+            f"{fork.sharded.plan.choice.name} needs {', '.join(sorted(wanted[0]))}. Resume "
             "with the optimizer of the saved run, or start from its weights with --no-load-optim."
         )
 
 
 def install_state(
-    optimizer: BuiltOptimizer, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
+    fork: ForkModel, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
 ) -> None:
     """Gives the inner optimizer its state back and rounds the loaded main params into the param
     buffers."""
-    inner = optimizer.sharded.inner
-    optimizer.sharded.forget_deferred_check()
-    note_averages([optimizer.sharded], are_loaded=False, is_told=optimizer.everyone.rank == 0)
+    inner = fork.sharded.inner
+    fork.sharded.forget_deferred_check()
+    note_averages([fork.sharded], are_loaded=False, is_told=fork.everyone.rank == 0)
     for group in inner.param_groups:
         restore_group(inner, group, step)
-    for flat in optimizer.sharded.flat_params:
+    for flat in fork.sharded.flat_params:
         # A count without moments is not what torch's classes keep before their first step.
         group, num_updates = (
             inner.param_groups[flat.plan.key.group],
@@ -244,21 +243,21 @@ def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamSh
     }
 
 
-def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, Any]:
+def rank_state_dict(fork: ForkModel, model: WholeModel) -> dict[str, Any]:
     """This rank's own state; every tensor has memory of its own."""
     shards = {}
-    for name, (flat, shard) in shards_of(optimizer.sharded).items():
+    for name, (flat, shard) in shards_of(fork.sharded).items():
         kept = {MAIN: flat.main.detach()} if flat.owns_memory else {}
-        kept |= moments_of(optimizer.sharded.inner, flat.main)
+        kept |= moments_of(fork.sharded.inner, flat.main)
         # A copy: a view would be saved with everything that it is a view of.
         shards[name] = SavedShard(
             shard.in_param, {key: flat.cut(each, shard).clone() for key, each in kept.items()}
         )
-    dicts, step = group_dicts(optimizer), count_updates(optimizer.sharded.inner)
-    if optimizer.has_forks_buckets:
+    dicts, step = group_dicts(fork), count_updates(fork.sharded.inner)
+    if fork.has_forks_buckets:
         groups = [
             (dicts[number], [param.name for param in params])
-            for number, params in _own_params(optimizer).items()
+            for number, params in _own_params(fork).items()
         ]
         mains = {
             name: saved.tensors[MAIN] for name, saved in shards.items() if MAIN in saved.tensors
@@ -266,30 +265,30 @@ def rank_state_dict(optimizer: BuiltOptimizer, model: WholeModel) -> dict[str, A
         states: dict[str, dict[str, Any]] = {}
         for name, saved in shards.items():
             states[name] = {key: tensor for key, tensor in saved.tensors.items() if key != MAIN}
-            if optimizer.host_is_torchs and step is not None:
+            if fork.host_is_torchs and step is not None:
                 # one each, because torch's class counts in place
                 states[name]["step"] = torch.tensor(float(step))
         state = rank_entry(groups, mains, states)
     else:
         placements = model.shares[0].placements
         state = named_entry(dicts, {placements[name].name: saved for name, saved in shards.items()})
-    if optimizer.grad_scaler is not None:
-        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    if fork.grad_scaler is not None:
+        state["grad_scaler"] = fork.grad_scaler.state_dict()
     return state
 
 
-def _own_params(optimizer: BuiltOptimizer) -> dict[int, list[ExpectedParam]]:
+def _own_params(fork: ForkModel) -> dict[int, list[ExpectedParam]]:
     """What a file in the fork's form has of this rank, by group, in its order; groups without
     params are left out."""
     group_of = {
         name: number
-        for number, group in enumerate(optimizer.sharded.plan.groups)
+        for number, group in enumerate(fork.sharded.plan.groups)
         for name in group.names
     }
-    spans, by_group = _spans_in_file(optimizer), dict[int, list[ExpectedParam]]()
-    name_of = {param: name for name, param in optimizer.start.named.items()}
+    spans, by_group = _spans_in_file(fork), dict[int, list[ExpectedParam]]()
+    name_of = {param: name for name, param in fork.start.named.items()}
     index_maps = [
-        spans for model in optimizer.models for spans in model._grad_buffer_param_index_map.values()
+        spans for model in fork.models for spans in model._grad_buffer_param_index_map.values()
     ]
     # as the fork registers them
     for param in (param for index_map in index_maps for param in index_map):
@@ -305,35 +304,33 @@ def _own_params(optimizer: BuiltOptimizer) -> dict[int, list[ExpectedParam]]:
     }
 
 
-def _spans_in_file(optimizer: BuiltOptimizer) -> dict[str, Span]:
+def _spans_in_file(fork: ForkModel) -> dict[str, Span]:
     """By name this rank's part of each param in files in the fork's form.
 
     The fork cuts each grad buffer into one shard a rank, whatever the buckets of the run.
     """
     return {
         shard.name: shard.in_param
-        for plan in (buffer.plan for buffer in optimizer.grad_buffers)
+        for plan in (buffer.plan for buffer in fork.grad_buffers)
         for shard in owned_shards(plan.file_layout, plan.group.rank)
-        if shard.name in plan.params and shard.name in optimizer.start.named
+        if shard.name in plan.params and shard.name in fork.start.named
     }
 
 
 def _saved_in(
-    optimizer: BuiltOptimizer,
-    state: OptimizerEntry,
-    expected: Mapping[int, Sequence[ExpectedParam]],
+    fork: ForkModel, state: OptimizerEntry, expected: Mapping[int, Sequence[ExpectedParam]]
 ) -> tuple[dict[int, Mapping[str, Any]], dict[str, ParamEntry]]:
     """The saved group of each group of the run, and what is saved of each param, by name, checked.
 
     `expected` says by number of the group what the state must hold of its params, in its order.
     """
-    matched = match_groups([optimizer.param_groups[number] for number in expected], state.groups)
+    matched = match_groups([fork.param_groups[number] for number in expected], state.groups)
     entries: dict[str, ParamEntry] = {}
     for params, group in zip(expected.values(), matched, strict=True):
         index = next(index for index, each in enumerate(state.groups) if each is group)
         entries |= {entry.name: entry for entry in state.params(index, params)}
     for entry in entries.values():
-        check_moments(optimizer, WHAT, entry.moments, may_be_none=not state.has_begun)
+        check_moments(fork, WHAT, entry.moments, may_be_none=not state.has_begun)
     return dict(zip(expected, matched, strict=True)), entries
 
 
@@ -348,78 +345,76 @@ class RankState:
     is_for_this_rank: bool  # whether the shards are exactly those that this rank owns
 
 
-def open_plain(optimizer: BuiltOptimizer, entry: Mapping[str, Any]) -> RankState:
+def open_plain(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
     """The state of a run without the distributed optimizer, of which every rank has all."""
-    choice = optimizer.sharded.plan.choice
+    choice = fork.sharded.plan.choice
     if choice.updates_whole_params:
         raise OF_OTHER_MODEL.refused(
             "that of a class which does not update whole params", f"be of {choice.name}"
         )
-    state, params = plain_state(entry, OF_OTHER_MODEL), optimizer.start.named
+    state, params = plain_state(entry, OF_OTHER_MODEL), fork.start.named
     expected = {
         number: [
             ExpectedParam(name, tuple(params[name].shape), params[name].dtype is not torch.float32)
             for name in group.names
         ]
-        for number, group in enumerate(optimizer.sharded.plan.groups)
+        for number, group in enumerate(fork.sharded.plan.groups)
     }
-    groups, entries = _saved_in(optimizer, state, expected)
+    groups, entries = _saved_in(fork, state, expected)
     shards = {}
-    for name, (_, shard) in shards_of(optimizer.sharded).items():
+    for name, (_, shard) in shards_of(fork.sharded).items():
         span = shard.in_param
         cut = {
             key: tensor.reshape(-1)[span.as_slice()]
             for key, tensor in entries[name].tensors.items()
         }
         shards[name] = SavedShard(span, cut)
-    return RankState(groups, shards, _step_in(optimizer, state), is_for_this_rank=True)
+    return RankState(groups, shards, _step_in(fork, state), is_for_this_rank=True)
 
 
-def open_rank_state(
-    optimizer: BuiltOptimizer, entry: Mapping[str, Any], model: WholeModel
-) -> RankState:
+def open_rank_state(fork: ForkModel, entry: Mapping[str, Any], model: WholeModel) -> RankState:
     """What `rank_state_dict`, or the fork's own optimizer, gave for this rank."""
     missing = missing_in(entry)
     if missing:
         raise _OF_OTHER_LAYOUT.refused(f"without {', '.join(missing)}", "be a rank's own")
     named = named_shards(entry)
     if named is None:
-        state, spans = rank_state(entry, _OF_OTHER_RANKS), _spans_in_file(optimizer)
-        groups, entries = _saved_in(optimizer, state, _own_params(optimizer))
+        state, spans = rank_state(entry, _OF_OTHER_RANKS), _spans_in_file(fork)
+        groups, entries = _saved_in(fork, state, _own_params(fork))
         shards = {name: SavedShard(spans[name], each.tensors) for name, each in entries.items()}
-        return RankState(groups, shards, _step_in(optimizer, state), optimizer.has_forks_buckets)
-    saved_groups = match_groups(optimizer.param_groups, entry["optimizer"]["param_groups"])
+        return RankState(groups, shards, _step_in(fork, state), fork.has_forks_buckets)
+    saved_groups = match_groups(fork.param_groups, entry["optimizer"]["param_groups"])
     name_of = {placement.name: name for name, placement in model.shares[0].placements.items()}
     unknown = [name for name in named if name not in name_of]
     if unknown:
         raise OF_OTHER_MODEL.refused(f"with {unknown[0]!r}", "hold params of the run")
     shards = {name_of[name]: shard for name, shard in named.items()}
     for shard in shards.values():
-        check_moments(optimizer, WHAT, shard.tensors.keys() - {MAIN})
-    owned = {name: shard.in_param for name, (_, shard) in shards_of(optimizer.sharded).items()}
+        check_moments(fork, WHAT, shard.tensors.keys() - {MAIN})
+    owned = {name: shard.in_param for name, (_, shard) in shards_of(fork.sharded).items()}
     is_same = {name: shard.in_param for name, shard in shards.items()} == owned
     has_begun = any(shard.tensors.keys() - {MAIN} for shard in shards.values())
     step = the_step(saved_groups, _CHECKPOINT)
-    checked = check_update_count(optimizer, step) if step is not None or has_begun else 0
+    checked = check_update_count(fork, step) if step is not None or has_begun else 0
     return RankState(dict(enumerate(saved_groups)), shards, checked, is_same)
 
 
-def _step_in(optimizer: BuiltOptimizer, state: OptimizerEntry) -> int | None:
+def _step_in(fork: ForkModel, state: OptimizerEntry) -> int | None:
     """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag
     says more."""
     step = the_step([*state.groups, *state.inner["state"].values()], _CHECKPOINT)
-    is_known = step is not None or optimizer.sharded.config.resume_step is not None
-    return check_update_count(optimizer, step) if is_known or state.has_begun else 0
+    is_known = step is not None or fork.sharded.config.resume_step is not None
+    return check_update_count(fork, step) if is_known or state.has_begun else 0
 
 
 @torch.no_grad()
-def load_rank_state(optimizer: BuiltOptimizer, state: RankState, entry: Mapping[str, Any]) -> None:
+def load_rank_state(fork: ForkModel, state: RankState, entry: Mapping[str, Any]) -> None:
     """Collective: takes a checked state over; the params are not gathered yet."""
     everywhere = exchange(
-        (state.is_for_this_rank, state.groups, state.step, bool(state.shards)), optimizer.start.data
+        (state.is_for_this_rank, state.groups, state.step, bool(state.shards)), fork.start.data
     )
-    groups, step, owned = state.groups, state.step, shards_of(optimizer.sharded)
-    buffers = [] if all(is_for_it for is_for_it, *_ in everywhere) else optimizer.grad_buffers
+    groups, step, owned = state.groups, state.step, shards_of(fork.sharded)
+    buffers = [] if all(is_for_it for is_for_it, *_ in everywhere) else fork.grad_buffers
     listed = []
     for buffer in buffers:
         mine = [(name, each) for name, each in state.shards.items() if name in buffer.plan.params]
@@ -429,7 +424,7 @@ def load_rank_state(optimizer: BuiltOptimizer, state: RankState, entry: Mapping[
                 buffer.plan.group,
             )
         )
-    raise_together(lambda: _check_complete(buffers, listed, owned), optimizer.everyone, "load")
+    raise_together(lambda: _check_complete(buffers, listed, owned), fork.everyone, "load")
     if buffers:  # a rank may have saved nothing of what it owns now
         found = {
             number: group
@@ -441,20 +436,18 @@ def load_rank_state(optimizer: BuiltOptimizer, state: RankState, entry: Mapping[
             (count for _, _, count, has_any in everywhere if has_any and count is not None),
             default=None,
         )
-    load_groups([optimizer.param_groups[number] for number in groups], list(groups.values()))
-    load_loss_scale(optimizer.sharded.loss_scale, entry.get("grad_scaler") or {})
-    for sharded in optimizer.sharded.buffers:
+    load_groups([fork.param_groups[number] for number in groups], list(groups.values()))
+    load_loss_scale(fork.sharded.loss_scale, entry.get("grad_scaler") or {})
+    for sharded in fork.sharded.buffers:
         sharded.collect()  # fp32 params came with the model, and packed ones are copies of it
-    moments: dict[FlatParam, dict[str, Tensor]] = {
-        flat: {} for flat in optimizer.sharded.flat_params
-    }
+    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in fork.sharded.flat_params}
     for name, saved in () if buffers else state.shards.items():
         _take(owned[name], saved, moments)
     for buffer, by_rank in zip(buffers, listed, strict=True):
         for name, saved in _sent_around(buffer, state.shards, by_rank):
             if name in owned:
                 _take(owned[name], saved, moments)
-    install_state(optimizer, moments, step)
+    install_state(fork, moments, step)
 
 
 def _take(
@@ -523,10 +516,10 @@ def _sent_around(
 
 
 @torch.no_grad()
-def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
+def save_gathered(fork: ForkModel, filename: str) -> None:
     """Collective: gathers this pipeline stage and tensor-parallel slice on its first rank, which
     writes the file."""
-    sharded, data = optimizer.sharded, optimizer.start.data
+    sharded, data = fork.sharded, fork.start.data
     kept = {
         flat: {MAIN: flat.main.detach(), **moments_of(sharded.inner, flat.main)}
         for flat in sharded.flat_params
@@ -539,7 +532,7 @@ def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
     moments = moments_in_file(keys - {MAIN}, is_adam=sharded.plan.choice.is_adam)
     owned = shards_of(sharded)
     gathered: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
-    for buffer in optimizer.grad_buffers:
+    for buffer in fork.grad_buffers:
         carrier, device = _carrier(data, buffer)
         tensors = gathered[buffer.plan.chunk, buffer.plan.dtype] = {}
         # one after the other: only one of them is whole in the device's memory
@@ -555,11 +548,10 @@ def save_gathered(optimizer: BuiltOptimizer, filename: str) -> None:
     def write() -> None:
         if data.rank == 0:
             save_whole(
-                gathered_state(gathered, updates_so_far(optimizer), sharded.num_skipped),
-                Path(filename),
+                gathered_state(gathered, updates_so_far(fork), sharded.num_skipped), Path(filename)
             )
 
-    raise_together(write, optimizer.everyone)
+    raise_together(write, fork.everyone)
 
 
 def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
@@ -575,7 +567,7 @@ def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
 
 
 @torch.no_grad()
-def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | None) -> None:
+def load_gathered(fork: ForkModel, filename: str, head_step: int | None) -> None:
     """Collective: every rank reads what it owns; the params are not gathered yet.
 
     `head_step` is the update count that came with `load_state_dict`. A rank that cannot read the
@@ -586,19 +578,17 @@ def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | Non
         file = GatheredFile(
             load_file(Path(filename)), Origin(f"optimizer file {filename}", _OF_OTHER_SAVE)
         )
-        found = [_checked_tensors(optimizer, file, buffer) for buffer in optimizer.grad_buffers]
+        found = [_checked_tensors(fork, file, buffer) for buffer in fork.grad_buffers]
         return (
             found,
-            check_update_count(optimizer, file.step if head_step is None else head_step),
+            check_update_count(fork, file.step if head_step is None else head_step),
             file.num_skipped,
         )
 
-    of_buffers, step, num_skipped = raise_together(read, optimizer.everyone)
-    moments: dict[FlatParam, dict[str, Tensor]] = {
-        flat: {} for flat in optimizer.sharded.flat_params
-    }
-    owned = shards_of(optimizer.sharded)
-    for buffer, tensors in zip(optimizer.grad_buffers, of_buffers, strict=True):
+    of_buffers, step, num_skipped = raise_together(read, fork.everyone)
+    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in fork.sharded.flat_params}
+    owned = shards_of(fork.sharded)
+    for buffer, tensors in zip(fork.grad_buffers, of_buffers, strict=True):
         for name in owned.keys() & buffer.plan.params.keys():
             span = owned[name][1].in_param
             in_file = span.moved_by(buffer.plan.in_file[name].start).as_slice()
@@ -607,22 +597,18 @@ def load_gathered(optimizer: BuiltOptimizer, filename: str, head_step: int | Non
                 SavedShard(span, {key: each[in_file] for key, each in tensors.items()}),
                 moments,
             )
-    install_state(optimizer, moments, step)
-    optimizer.sharded.num_skipped = num_skipped
+    install_state(fork, moments, step)
+    fork.sharded.num_skipped = num_skipped
 
 
-def _checked_tensors(
-    optimizer: BuiltOptimizer, file: GatheredFile, buffer: GradBuffer
-) -> dict[str, Tensor]:
-    plan, choice = buffer.plan, optimizer.sharded.plan.choice
+def _checked_tensors(fork: ForkModel, file: GatheredFile, buffer: GradBuffer) -> dict[str, Tensor]:
+    plan, choice = buffer.plan, fork.sharded.plan.choice
     if plan.is_ours:
         raise file.origin.refused("without experts", "hold every param of the model")
     tensors = file.tensors(plan.chunk, plan.dtype, plan.file_numel)
     # Adam's moments are there even before the first step, so a file without them has lost them.
-    check_moments(
-        optimizer, file.origin.what, tensors.keys() - {MAIN}, may_be_none=not choice.is_adam
-    )
-    for group in optimizer.sharded.plan.groups:
+    check_moments(fork, file.origin.what, tensors.keys() - {MAIN}, may_be_none=not choice.is_adam)
+    for group in fork.sharded.plan.groups:
         dtypes = {plan.params[name].dtype for name in group.names if name in plan.params}
         file.check_order(is_mixed=len(dtypes) > 1, remedy=_PERMUTED)
     return tensors

@@ -52,7 +52,6 @@ from megatron_distopt.hosts.megatron_core.host_config import (
     merge_config,
 )
 from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
-from megatron_distopt.hosts.megatron_core.step import start_together
 from megatron_distopt.hosts.patch_points import Replacement, leave_script, replaced_since
 from megatron_distopt.hosts.protecting import protect_script
 from megatron_distopt.optimizer.inner import InnerChoice
@@ -60,9 +59,6 @@ from megatron_distopt.stand_ins import code_of
 
 #: Packages whose code may stand in the classes of the host's.
 _KNOWN = ("_abc", "builtins", "megatron", "megatron_distopt", "torch")
-#: What `build` has merged and checked on all ranks, for the constructors that run inside it; the
-#: last one counts.
-_merged: list[Merged] = []
 
 
 def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
@@ -104,15 +100,13 @@ def build(
         return merged
 
     merged = raise_together(merge, Group.of())
-    undo = _replace_constructors(options)
-    _merged.append(merged)
+    undo = _replace_constructors(options, merged)
     try:
         with _as_usual_adam(config, merged):
             optimizer = original(config, model_chunks, *args, **kwargs)
     finally:
-        _merged.pop()
         undo()
-    start_together(optimizer.ours())  # megatron-core before 0.12 puts no chain around one optimizer
+    optimizer.started()  # megatron-core before 0.12 puts no chain around one optimizer
     protect_script(optimizer, SCRIPT, arguments(), optimizer.ours()[0].sharded.device)
     return optimizer
 
@@ -154,12 +148,17 @@ def take_over(options: DistOptConfig) -> Callable[[], None]:
     return undo
 
 
-def _replace_constructors(options: DistOptConfig) -> Callable[[], None]:
-    if hasattr(HostDistributedOptimizer.__init__, "replaces"):  # taken over already
+def _replace_constructors(
+    options: DistOptConfig, merged: Merged | None = None
+) -> Callable[[], None]:
+    """Returns the undo. `merged` is what all ranks have merged and checked for an optimizer that is
+    built meanwhile."""
+    before = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
+    if merged is None and hasattr(before[0], "replaces"):  # taken over already
         return lambda: None
     check_class()
-    before = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
-    ours = _constructor(before[0], options), _chain_constructor(before[1])
+    of_host, of_hosts_chain = (getattr(each, "replaces", each) for each in before)
+    ours = _constructor(of_host, options, merged), _chain_constructor(of_hosts_chain)
     HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__ = ours
 
     def undo() -> None:
@@ -203,7 +202,9 @@ def check_class() -> None:
         )
 
 
-def _constructor(original: Callable[..., None], options: DistOptConfig) -> Callable[..., None]:
+def _constructor(
+    original: Callable[..., None], options: DistOptConfig, merged: Merged | None
+) -> Callable[..., None]:
     @functools.wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         if not is_wanted(True):
@@ -216,16 +217,15 @@ def _constructor(original: Callable[..., None], options: DistOptConfig) -> Calla
                 f"{kind} is a subclass of {CLASS}, which megatron_distopt cannot replace. {remedy}."
             )
         call = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if _merged:
-            merged = _merged[-1]
-        else:  # ranks that hold the same params construct together whoever calls
+        decided = merged
+        if decided is None:  # ranks that hold the same params construct together whoever calls
             data = Group.of(call["data_parallel_group"])
             meet(data)
-            merged, _ = raise_together(
+            decided, _ = raise_together(
                 lambda: _merge(options, call["config"], call["model_chunks"]), data
             )
         self.__class__ = DistributedOptimizer
-        self.__init__(*args, merged=merged, **kwargs)
+        self.__init__(*args, merged=decided, **kwargs)
 
     construct.replaces = original  # type: ignore[attr-defined]
     return construct
@@ -260,7 +260,7 @@ def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:
         original(self, chained_optimizers, *args, **kwargs)
         if ours:
             self.__class__ = ChainedOptimizer
-            start_together(ours)
+            self.started()
 
     construct.replaces = original  # type: ignore[attr-defined]
     return construct

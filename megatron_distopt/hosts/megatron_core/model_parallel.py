@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
-from megatron_distopt.hosts.between_steps import GroupCounts, RemainderWatch
+from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
 from megatron_distopt.hosts.megatron_core.facts import arguments
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.hosts.naming import (
@@ -25,6 +25,7 @@ from megatron_distopt.hosts.saving import options_of_run
 from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import StepDecision
+from megatron_distopt.session import Session
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class OneOptimizer(Protocol):
     ddp_config: Any  # and its DistributedDataParallelConfig
     model_chunks: list[Any]
     buffers: list[Any]  # of the host
+    data_parallel_group: Any
     data_parallel_group_idx: int
     distributed_optimizer_instance_id: int
     grad_scaler: Any
@@ -50,12 +52,12 @@ class OneOptimizer(Protocol):
     sharded: ShardedOptimizer
     offloaded: OffloadedState  # where its state is
     counts: GroupCounts | None  # where the host's own inner optimizer counts in its param groups
+    members: GroupMembers  # the params in the groups of its inner optimizer
     written: RemainderWatch  # what others did to its params
-    is_started: bool  # whether ranks were compared
+    session: Session | None  # None until ranks were compared
     prepared: PreparedStep | None  # between `prepare_grads` and the update
 
-    def check_between_steps(self) -> None: ...
-    def check_start_up(self) -> None: ...
+    def join(self, of_all: Session) -> None: ...
     def is_duplicate(self, name: str) -> bool: ...
     @property
     def stats_group(self) -> Group: ...

@@ -33,16 +33,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.base import (
-    compare_ranks,
-    loss_scale_of,
-    names_by_param,
-    plan_groups,
-    try_statistics,
-)
+from megatron_distopt.hosts.base import clear_grads, loss_scale_of, names_by_param, plan_groups
 from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
 from megatron_distopt.hosts.inner_optimizers import (
     config_for_adam,
@@ -54,11 +47,11 @@ from megatron_distopt.hosts.inner_optimizers import (
 )
 from megatron_distopt.hosts.megatron_core.buffers import (
     adopt_buffer,
-    check_are_in,
     follow_buffers,
     groups_by_name,
 )
-from megatron_distopt.hosts.megatron_core.checkpoint import CheckpointCalls, head_of
+from megatron_distopt.hosts.megatron_core.checkpoint import head_of
+from megatron_distopt.hosts.megatron_core.core_calls import CoreCalls
 from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
 from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
@@ -71,7 +64,7 @@ from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 
 
-class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
+class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
     """The host's class, with the sharded step inside."""
 
     def __init__(
@@ -122,10 +115,9 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
         counts_in_groups = optimizer is not None and is_adam(optimizer) and not is_torchs(optimizer)
         self.counts = GroupCounts(inner) if counts_in_groups and is_torchs(inner) else None
         self.prepared: PreparedStep | None = None
-        self.is_started = False
         self._publish()
         self.offloaded = OffloadedState(self.sharded)
-        self._members = GroupMembers(self.sharded.inner)
+        self.members = GroupMembers(self.sharded.inner)
         self.written = RemainderWatch(self.sharded, self.named)
 
     def _build(
@@ -218,40 +210,6 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             groups["expert_tp_group"] = expert_tensor_group()
         return not (param_is_not_shared(param) and is_original(param, **groups))
 
-    def check_start_up(self) -> None:
-        """Collective: what ranks must agree on."""
-        raise_together(self.check_between_steps, self.stats_group)
-        try_statistics(self.sharded.device, self.stats_group)
-        compare_ranks(
-            self.named,
-            self.sharded.plan,
-            [(buffer.layout, buffer.grad.dtype) for buffer in self.sharded.buffers],
-            Group.of(self.data_parallel_group),
-            host_options=tuple(
-                f"{name}={value!r}" for name, value in sorted(vars(self.ddp_config).items())
-            ),
-        )
-
-    def check_between_steps(self) -> None:
-        """Refuses params that left the host's buffers, groups with other params, and state that is
-        not there."""
-        if self.sharded.averages is not None:
-            self.sharded.check_has_params("step")
-        self._members.check()
-        if self.counts is not None:
-            self.counts.follow()
-        self.offloaded.check_is_back()
-        for buffer in self.buffers:
-            check_are_in(buffer, self.named)
-        self.written.check()
-
-    @property
-    def stats_group(self) -> Group:
-        """All ranks that hold a part of the model."""
-        # megatron-core 0.9 calls it model-parallel.
-        find = getattr(self, "get_grad_stats_parallel_group", None) or self.get_model_parallel_group
-        return Group.of(find())
-
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
         """What the host's own formats hold of a param."""
         group, number = self.model_param_group_index_map[model_param]
@@ -262,11 +220,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops `grad` of all params, or zeroes it; the host leaves those of which this rank owns
         nothing."""
-        for param in (*self.named.values(), *(flat.main for flat in self.sharded.flat_params)):
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.detach_().zero_()
+        mains = [flat.main for flat in self.sharded.flat_params]
+        clear_grads([*self.named.values(), *mains], set_to_none=set_to_none)
 
     def get_loss_scale(self) -> Tensor:
         """fp32 [1]."""
@@ -281,7 +236,8 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
             state_dict: the host's model state dict, or None for the model params as they are.
         """
         self.sharded.check_has_params("reload_model_params")
-        self.wait_for_snapshot()
+        if self.session is not None:
+            self.session.wait_for_snapshot()
         self.offloaded.check_is_there()
         self.written.forget()
         if state_dict is None:
@@ -294,22 +250,16 @@ class DistributedOptimizer(CheckpointCalls, HostDistributedOptimizer):
                 tensor_of[self.named[shard.name]].reshape(-1)[shard.in_param.as_slice()]
             )
 
-    def ours(self) -> Sequence[DistributedOptimizer]:
-        return [self]
-
     def state_dict(self) -> dict[str, Any]:
         """As the host's: param groups and grad scaler. The tensors go with `save` or
         `save_parameter_state`."""
         return head_of(self)
 
 
-class ChainedOptimizer(CheckpointCalls, HostChainedOptimizer):
+class ChainedOptimizer(CoreCalls, HostChainedOptimizer):
     """The host's chain over our optimizers: one measurement and one all-gather for all of them."""
 
     chained_optimizers: list[DistributedOptimizer]
-
-    def ours(self) -> Sequence[DistributedOptimizer]:
-        return self.chained_optimizers
 
 
 def _inner_for(

@@ -58,26 +58,14 @@ _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _Buffers = dict[tuple[ShardedOptimizer, str], NamelessBuffer]
 
 
-def load_nameless(
-    path: Path,
-    optimizers: Sequence[OneOptimizer],
-    everyone: Group,
-    *,
-    resume_step: int | None = None,
-) -> None:
+def load_nameless(path: Path, optimizers: Sequence[OneOptimizer], everyone: Group) -> None:
     """Collective: takes the state in an iteration folder of the host; the params are not gathered
-    yet.
-
-    The model must have the weights of the same iteration. `resume_step`: updates so far, for files
-    that lost them.
-    """
+    yet. The model must have the weights of the same iteration."""
     model = whole_model_of(optimizers)
-    load_state(lambda: _loadable(path, optimizers, model, resume_step), model, everyone)
+    load_state(lambda: _loadable(path, optimizers, model), model, everyone)
 
 
-def _loadable(
-    path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel, resume_step: int | None
-) -> Loadable:
+def _loadable(path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel) -> Loadable:
     saved: list[NamelessOptimizer] = []
     buffer_of: _Buffers = {}
     groups: list[GroupRecord] = []
@@ -93,9 +81,9 @@ def _loadable(
     tensors = dict(_tensor_records(model, pieces, buffer_of))
     scaler = next((optimizer.grad_scaler for optimizer in saved if optimizer.grad_scaler), None)
     inner = inner_name(map(kind_of, tensors))
-    head = with_step(
-        Manifest("", (), tensors, tuple(groups), inner, loss_scale_of(scaler)), resume_step, path
-    )
+    manifest = Manifest("", (), tensors, tuple(groups), inner, loss_scale_of(scaler))
+    # updates so far, for files that lost them
+    head = with_step(manifest, optimizers[0].sharded.config.resume_step, path)
     check_step(head, path)
 
     def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:

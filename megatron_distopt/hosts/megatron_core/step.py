@@ -1,216 +1,35 @@
-"""The host's calls that make a step, for one optimizer or a chain of them, and what a step of the
-host adds to `run_step` of optimizer/step.py: all are measured and gathered together."""
+"""What a step of one optimizer or a chain of them adds to `run_step` of optimizer/step.py: all are
+measured and gathered together."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
-from megatron_distopt.checkpoint import WholeModel
-from megatron_distopt.checkpoint.protect.protection import Protection
-from megatron_distopt.comm import Group
-from megatron_distopt.errors import AccessError, HostError, LayoutError
-from megatron_distopt.hosts.averaging import average_evaluation
+from megatron_distopt.errors import HostError, LayoutError
 from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
-from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, EVALUATE_POINT, PATCH_POINT
-from megatron_distopt.hosts.megatron_core.model_parallel import (
-    OneOptimizer,
-    PreparedStep,
-    whole_model_of,
-)
-from megatron_distopt.hosts.protecting import ScriptCalls
-from megatron_distopt.hosts.report import announce, describe
-from megatron_distopt.hosts.saving import StepHook, hooks_of, protection_of
+from megatron_distopt.hosts.megatron_core.buffers import check_are_in
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.step import (
     Gradients,
     HostStep,
-    StepAction,
     StepDecision,
-    check_gradients,
-    clip_divisor,
+    StepHook,
     finish_deferred_check,
     measure,
     measure_now,
-    run_step,
-    update_params,
-)
-
-_log = logging.getLogger("megatron_distopt")
-
-#: Methods that the host's own `step` calls of each optimizer.
-_PARTS_OF_STEP = frozenset(
-    (
-        "prepare_grads",
-        "get_parameters",
-        "get_grad_norm",
-        "clip_grad_norm",
-        "count_zeros",
-        "step_with_ready_grads",
-    )
 )
 
 
-class StepCalls(MegatronOptimizer, ScriptCalls):
-    """What a class of ours answers to the host's training loop; mixed in before the host's class.
-
-    It has the host's base first, or an object of the host's class could not become one of ours, see
-    adapter.py.
-    """
-
-    #: The host writes norms of some params there, which are refused at the start.
-    grad_norms_by_group: Mapping[str, float] = MappingProxyType({})
-
-    def ours(self) -> Sequence[OneOptimizer]:
-        """The optimizers that it stands for."""
-        raise NotImplementedError
-
-    @cached_property
-    def hooks(self) -> Sequence[StepHook]:
-        """Called around each step and after a load; none without options that ask for them."""
-        return hooks_of(self.protection, self.ours()[0].sharded.config, self._whole, Group.of())
-
-    @cached_property
-    def protection(self) -> Protection | None:  # type: ignore[override]
-        """Collective at the first use."""
-        sharded = self.ours()[0].sharded
-        found = protection_of(sharded.config, self._whole, Group.of(), sharded.device, self._settle)
-        for optimizer in self.ours():  # each of a chain waits for copies before its state changes
-            vars(optimizer)["protection"] = found
-        return found
-
-    def _whole(self) -> WholeModel:
-        return whole_model_of(self.ours())
-
-    @_disable_dynamo
-    @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Collective: the whole step.
-
-        Returns:
-            (updated, gradient norm, zeros or None), numbers as the host's. A step whose norm is
-            above `grad_norm_skip_threshold` is not made.
-
-        Raises:
-            LayoutError, RanksDisagreeError: on all ranks, where params or groups are not as they
-                have to be on one.
-        """
-        if self._is_overridden():
-            by_parts: tuple[bool, float | None, int | None] = super().step()
-            return by_parts
-        ours = self.ours()
-        config = ours[0].config
-        threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
-        start_together(ours)
-        step = CoreStep.of(
-            ours,
-            self.hooks,
-            clip_grad=config.clip_grad,
-            largest_norm=threshold,
-            needs_norm=threshold < math.inf,
-        )
-        decision = run_step(step)[0]
-        if decision.action is StepAction.TOO_LARGE and step.everyone.rank == 0:
-            _log.info(
-                "step skipped: its gradient norm %s is above grad_norm_skip_threshold %s",
-                decision.norm,
-                threshold,
-            )
-        is_made = decision.action is StepAction.UPDATE
-        if decision.found_inf is not None:
-            is_made = decision.updated
-        if not is_made and decision.action is not StepAction.TOO_LARGE:
-            return False, None, None
-        zeros = (decision.stats.num_zeros or 0) if config.log_num_zeros_in_grad else None
-        return is_made, decision.norm, zeros
-
-    def _is_overridden(self) -> bool:
-        """Whether other code has put functions of its own in the place of what the host's own step
-        calls."""
-        return any(
-            not _PARTS_OF_STEP.isdisjoint(vars(optimizer)) for optimizer in (self, *self.ours())
-        )
-
-    @_disable_dynamo
-    def prepare_grads(self) -> bool:
-        """Collective: measures all gradients and decides; True where the step must be skipped.
-
-        Otherwise the main params have their unscaled gradients in `grad`, where they can be changed
-        until the update.
-        """
-        start_together(self.ours())
-        step = CoreStep.of(self.ours(), self.hooks, clip_grad=0.0, needs_norm=True)
-        gradients, decisions = check_gradients(step)
-        for optimizer, grads, decision in zip(self.ours(), gradients.main, decisions, strict=True):
-            optimizer.prepared = PreparedStep(grads, decision)
-            if decision.action is not StepAction.SKIP:
-                optimizer.prepared = PreparedStep(grads, replace(decision, divisor=1.0))
-                _show_grads(optimizer, grads, decision.divisor)
-        return decisions[0].action is StepAction.SKIP
-
-    def _collect_main_grad_data_for_unscaling(self) -> NoReturn:
-        """Refused, as is the other part of the host's own step of which there is nothing here."""
-        raise AccessError(
-            "_collect_main_grad_data_for_unscaling or _unscale_main_grads_and_check_for_nan was "
-            "called, and gradients are unscaled in the update. Call prepare_grads(), which returns "
-            "whether the step must be skipped."
-        )
-
-    _unscale_main_grads_and_check_for_nan = _collect_main_grad_data_for_unscaling
-
-    def get_grad_norm(self) -> float:
-        """Of the averaged, unscaled gradient; after `prepare_grads`."""
-        if self._is_overridden():
-            return float(super().get_grad_norm())
-        return prepared_of(self.ours()[0]).decision.norm
-
-    def count_zeros(self) -> int:
-        """Zeros of the whole gradient; after `prepare_grads`, and only where the host's config
-        counts them."""
-        return prepared_of(self.ours()[0]).decision.stats.num_zeros or 0
-
-    def clip_grad_norm(self, clip_grad: float) -> float:
-        """Makes the coming update clip; after `prepare_grads`. Returns the norm before clipping."""
-        norm = self.get_grad_norm()
-        for optimizer in self.ours():
-            before = prepared_of(optimizer)
-            divisor = before.decision.divisor * clip_divisor(norm, clip_grad)
-            optimizer.prepared = PreparedStep(
-                before.grads, replace(before.decision, divisor=divisor)
-            )
-        return norm
-
-    @_disable_dynamo
-    def step_with_ready_grads(self) -> bool:
-        """Collective: updates all, then gathers the params once; after `prepare_grads`."""
-        if self not in self.ours() and self._is_overridden():
-            return bool(super().step_with_ready_grads())
-        prepared = [prepared_of(optimizer) for optimizer in self.ours()]
-        grads = list[MainGrads]()
-        for optimizer, before in zip(self.ours(), prepared, strict=True):
-            optimizer.prepared = None
-            grads.append(_changed_grads(optimizer, before.grads))
-        step = CoreStep.of(self.ours(), self.hooks)
-        decisions = [before.decision for before in prepared]
-        with torch.no_grad():
-            update_params(step, grads, decisions)
-            step.end(decisions)
-        return True
-
-
-def _show_grads(optimizer: OneOptimizer, grads: MainGrads, divisor: float | Tensor) -> None:
+def show_grads(optimizer: OneOptimizer, grads: MainGrads, divisor: float | Tensor) -> None:
     """Puts the unscaled gradients where other code looks for them."""
     present = [grad for grad in grads if grad is not None]
     if present:
@@ -220,7 +39,7 @@ def _show_grads(optimizer: OneOptimizer, grads: MainGrads, divisor: float | Tens
             flat.main.grad = grad.to(flat.main.device)  # a main param may be on the host
 
 
-def _changed_grads(optimizer: OneOptimizer, grads: MainGrads) -> MainGrads:
+def changed_grads(optimizer: OneOptimizer, grads: MainGrads) -> MainGrads:
     """What other code has made of the gradients that `prepare_grads` showed; takes them away."""
     changed = list[Tensor | None]()
     for flat, grad in zip(optimizer.sharded.flat_params, grads, strict=True):
@@ -230,6 +49,18 @@ def _changed_grads(optimizer: OneOptimizer, grads: MainGrads) -> MainGrads:
         else:
             changed.append(None)
     return changed
+
+
+def check_between_steps(optimizer: OneOptimizer) -> None:
+    """Refuses params that left the host's buffers, groups with other params, and state that is not
+    there."""
+    optimizer.members.check()
+    if optimizer.counts is not None:
+        optimizer.counts.follow()
+    optimizer.offloaded.check_is_back()
+    for buffer in optimizer.buffers:
+        check_are_in(buffer, optimizer.named)
+    optimizer.written.check()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -255,14 +86,9 @@ class CoreStep(HostStep):
             **options,
         )
 
-    def follow_user(self) -> LayoutError | None:
-        """What the user did to params and groups since the last step that cannot be followed."""
-        try:
-            for optimizer in self.ours:
-                optimizer.check_between_steps()
-        except LayoutError as error:
-            return error
-        return None
+    def follow_user(self) -> None:
+        for optimizer in self.ours:
+            check_between_steps(optimizer)
 
     def measure(self, grads: Sequence[MainGrads], found: LayoutError | None) -> Gradients:
         device = self.optimizers[0].device
@@ -296,27 +122,6 @@ class CoreStep(HostStep):
         for optimizer in self.ours:
             if optimizer.counts is not None and decisions[0].updated:
                 optimizer.counts.show(is_after_update=True)
-
-
-def start_together(optimizers: Sequence[OneOptimizer]) -> None:
-    """Collective: compares ranks and says what is active, once for each optimizer, before its first
-    step."""
-    waiting = [optimizer for optimizer in optimizers if not optimizer.is_started]
-    for optimizer in waiting:
-        optimizer.check_start_up()
-        optimizer.is_started = True
-    if waiting:
-        average_evaluation(waiting, EVALUATE_POINT)
-    if waiting and Group.of().rank == 0:
-        sharded = [optimizer.sharded for optimizer in waiting]
-        announce(
-            describe(
-                "megatron-core",
-                (PATCH_POINT, CLASS_POINT),
-                sharded,
-                sharded[0].loss_scale.scale.device,
-            )
-        )
 
 
 def prepared_of(optimizer: OneOptimizer) -> PreparedStep:

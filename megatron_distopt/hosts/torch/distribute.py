@@ -31,7 +31,7 @@ from megatron_distopt.hosts.base import (
     reduction_of,
 )
 from megatron_distopt.hosts.between_steps import check_own_memory
-from megatron_distopt.hosts.report import announce, describe, sharded_over
+from megatron_distopt.hosts.report import describe, sharded_over
 from megatron_distopt.hosts.torch.ddp import check_strides, is_ignored
 from megatron_distopt.hosts.torch.model import (
     KEEP_BUFFERS,
@@ -43,6 +43,7 @@ from megatron_distopt.hosts.torch.model import (
 )
 from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
 from megatron_distopt.hosts.torch.params import is_updated
+from megatron_distopt.hosts.torch.step import announce_drop
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner, fused_instance
@@ -60,6 +61,7 @@ from megatron_distopt.optimizer.owners.sharded_muon import (
 )
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import StepPlan
+from megatron_distopt.session.announce import announce
 
 #: Options of an optimizer that is made here.
 _OF_OWN_OPTIMIZER = ("adam", "optimizer", "lr", "weight_decay", "betas", "eps", "momentum", "decay")
@@ -201,7 +203,7 @@ def distribute(
     own = plan.step.config
     dtypes = {dtype for each in plan.sets for dtype in (each.grad_dtype, each.dtype)}
     begin_communication(own, plan.how, plan.device, everyone, [data], dtypes)
-    sharded = ShardedModel(plan)
+    sharded = ShardedModel(plan, announce_drop)
     if everyone.rank == 0:
         groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
         overlaps = {"grads": own.overlap_grad_reduce, "params": own.overlap_param_gather}

@@ -55,10 +55,18 @@ class Phase(Enum):
 
 
 class Grads:
-    """The grad buffers of one model on this rank, which a communicator reduces."""
+    """The grad buffers of one model on this rank, which a communicator reduces.
+
+    `on_drop` is called after a round was dropped while its buckets were under way. Collective, as
+    dropping it is.
+    """
 
     def __init__(
-        self, communicator: Communicator, loss_scale: LossScale, config: DistOptConfig
+        self,
+        communicator: Communicator,
+        loss_scale: LossScale,
+        config: DistOptConfig,
+        on_drop: Callable[[], None],
     ) -> None:
         self._communicator, self._loss_scale, self._data = (
             communicator,
@@ -99,9 +107,7 @@ class Grads:
         self._clip = 1.0
         #: Of the last step, whose sums stay in the buffers until the next backward.
         self._decision: StepDecision | None = None
-        #: Called after a round was dropped while its buckets were under way. Collective, as
-        #: dropping it is.
-        self.on_drop: Callable[[], None] = lambda: None
+        self._on_drop = on_drop
         #: Errors of this rank that are to be raised on all ranks.
         self.complaints: list[DistOptError] = []
 
@@ -435,7 +441,7 @@ class Grads:
     def _drop_round(self) -> None:
         if self._communicator.has_arrived:
             self._communicator.finish_grads()
-            self.on_drop()
+            self._on_drop()
         self._next_round()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from megatron_distopt.buffers import (
     memory_order,
     move_into_buffer,
 )
+from megatron_distopt.checkpoint import is_checkpoint, read_manifest
+from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.whole_model import Share, WholeModel, without_wrappers
 from megatron_distopt.comm import (
     Communicator,
@@ -45,7 +48,6 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import LayoutError, refusal
 from megatron_distopt.hosts.base import check_dtypes, named_params, spec_of
 from megatron_distopt.hosts.between_steps import check_not_shared, telling_of_aliases
-from megatron_distopt.hosts.saving import hooks_of, protection_of
 from megatron_distopt.hosts.torch.ddp import check_strides, is_ignored, trained_though_ignored
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
@@ -56,10 +58,9 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precis
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 from megatron_distopt.optimizer.step import act_on_deferred_notice
+from megatron_distopt.session import HostState
+from megatron_distopt.session.run_session import FIRST_RANK
 
-#: In what a manifest says about a run: the number in the job of the first of the ranks that saved
-#: together.
-FIRST_RANK = "first_rank"
 #: What to do where module buffers differ between ranks.
 KEEP_BUFFERS = ", or write broadcast_buffers=False, with which each rank keeps its own"
 
@@ -152,14 +153,18 @@ def plan_sets(
     return tuple(sets)
 
 
-class ShardedModel:
-    """The params, grads and optimizer state of a model on this rank; all ranks agree on its
-    plan."""
+class ShardedModel(HostState):
+    """The params, grads and optimizer state of a model on this rank; all ranks agree on its plan.
 
+    `announce_drop` is collective: it tells all ranks that a round of gradients ends without a step.
+    """
+
+    # of folders and snapshots
+    num_loads = 0
     # those of the groups that have no state: frozen, empty or new; the same on all ranks
     waiting: dict[str, Parameter]
 
-    def __init__(self, plan: ModelPlan) -> None:
+    def __init__(self, plan: ModelPlan, announce_drop: Callable[[ShardedModel], None]) -> None:
         config, chunks, data = plan.step.config, plan.chunks, plan.data
         self.config, self.device, self.chunks, self._plan = config, plan.device, chunks, plan
         # of the same params; of any part of the model
@@ -171,7 +176,9 @@ class ShardedModel:
             overlap_grads=bool(config.overlap_grad_reduce) and data.size > 1,
             overlap_params=config.overlap_param_gather,
         )
-        self.grads = Grads(self.communicator, plan.step.loss_scale, config)
+        self.grads = Grads(
+            self.communicator, plan.step.loss_scale, config, partial(announce_drop, self)
+        )
         self.gather = ParamGather(self.communicator, chunks)
         buffers, slots = self._allocate(plan.sets)
         trained = {slot.param for slot in slots}
@@ -193,6 +200,7 @@ class ShardedModel:
             plan.device,
         )
         self.sharded = ShardedOptimizer(buffers, plan.step)
+        self.optimizers = [self.sharded]
         self.params = Params(chunks, plan.torch_groups, self.sharded)
         self._take_over(plan.sets, buffers, slots)
         with_buffers = {
@@ -206,11 +214,6 @@ class ShardedModel:
         self.module_buffers = (
             ModuleBuffers(with_buffers, data, plan.device) if with_buffers else None
         )
-        self.protection = protection_of(
-            config, self.whole, self.everyone, self.device, self.bring_up_to_date
-        )
-        #: Called around each step and after a load.
-        self.hooks = hooks_of(self.protection, config, self.whole, self.everyone)
 
     # --- the params that train
 
@@ -310,6 +313,8 @@ class ShardedModel:
         self.sharded.extend(buffers, name_groups(self._plan.torch_groups, added))
         self._take_over(sets, buffers, slots)
 
+    # --- what a session asks for
+
     def whole(self) -> WholeModel:
         resting = (name for names in self._resting().values() for name in names)
         frozen = frozenset([*named_params(self.chunks), *resting]) - self.placements.keys()
@@ -326,11 +331,32 @@ class ShardedModel:
     def bring_up_to_date(self, *, is_read: bool = True) -> None:
         """Collective: brings the state up to date before it is read, or replaced where `is_read` is
         false."""
-        if self.protection is not None:
-            self.protection.wait_for_copy()
         self.gather.finish()
         act_on_deferred_notice([self.sharded])
         raise_together(partial(self.params.follow, is_read=is_read), self.everyone, "params")
+
+    def begin_load(self) -> None:
+        self.bring_up_to_date(is_read=False)
+
+    def begin_training(self, saved: Manifest) -> None:
+        if self.waiting:
+            self.grow_to(saved.names)
+
+    def read(self, folder: Path) -> None:
+        if self.waiting and is_checkpoint(folder):
+            saved = raise_together(lambda: read_manifest(folder), self.everyone, "load")
+            self.grow_to(saved.names)
+        super().read(folder)
+
+    def loaded(self) -> None:
+        self.num_loads += 1
+        self.params.options.exchange()
+
+    def gather_written(self) -> None:
+        self.gather.gather_now()
+        self.params.forget()
+
+    # --- what lies where
 
     def share(self) -> Share:
         self.sharded.check_has_params("save or load")
@@ -355,8 +381,6 @@ class ShardedModel:
 
     def release(self) -> None:
         """Ends this: the params are torch's again."""
-        if self.protection is not None:
-            self.protection.release()
         self.gather.release()
         self.grads.release()
         self.params.release()

@@ -3,9 +3,10 @@ step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 from weakref import finalize
 
@@ -16,23 +17,34 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, check_options
+from megatron_distopt.checkpoint.protect.restart import Resumed
+from megatron_distopt.checkpoint.torch_state import (
+    StateByParam,
+    full_state_dict,
+    refuse_write,
+    torch_state_dict,
+)
 from megatron_distopt.comm import Field, compare, exchange, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
-from megatron_distopt.hosts.base import as_torch_groups, named_params
-from megatron_distopt.hosts.between_steps import not_copied
-from megatron_distopt.hosts.on_all_ranks import on_all_ranks
-from megatron_distopt.hosts.saving import Saver
-from megatron_distopt.hosts.torch.checkpoint import StateCalls
+from megatron_distopt.hosts.base import as_torch_groups, clear_grads, named_params
+from megatron_distopt.hosts.torch.checkpoint import (
+    UntrainedTensors,
+    load_torch_state,
+    names_of_grouped,
+    torch_params,
+)
 from megatron_distopt.hosts.torch.ddp import NO_JOIN
 from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
 from megatron_distopt.hosts.torch.params import is_updated
-from megatron_distopt.hosts.torch.step import TorchStep, announce_drop
+from megatron_distopt.hosts.torch.step import TorchStep
 from megatron_distopt.optimizer.inner import InParts, option_text, option_values
 from megatron_distopt.optimizer.loss_scale import DynamicLossScale
 from megatron_distopt.optimizer.main_params import main_grads
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory
-from megatron_distopt.optimizer.step import clip_divisor, measure_now, run_step
+from megatron_distopt.optimizer.step import StepDecision, clip_divisor, measure_now, run_step
+from megatron_distopt.session import Session, SessionCalls
+from megatron_distopt.session.on_all_ranks import on_all_ranks
 
 
 def _set_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -46,7 +58,7 @@ def _set_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     vars(optimizer)["param_groups"] = groups
 
 
-class TorchDistributedOptimizer(StateCalls):
+class TorchDistributedOptimizer(SessionCalls, Optimizer):
     """A `torch.optim.Optimizer` whose state is sharded over the data-parallel ranks. Made by
     `distribute`.
 
@@ -58,16 +70,28 @@ class TorchDistributedOptimizer(StateCalls):
         last_step: what the last `step()` did: whether it updated, the norm of the gradient, its
             zeros. None before it.
         sharded: updates what this rank owns.
+        session: what saves and protects the run.
 
     Example: see `megatron_distopt.distribute`.
     """
 
+    #: False until torch's constructor is done, which sets attributes that are made when they are
+    #: read here.
+    _is_built = False
+    last_step: StepDecision | None = None
+    #: Whole state that `state_dict()` returns until the next step or load; on the rank that
+    #: `consolidate_state_dict` named.
+    _consolidated: dict[int, Any] | None = None
+    _num_loads_before = 0  # when it was made
     param_groups = property(lambda self: vars(self)["param_groups"], _set_groups)
 
     def __init__(
         self, model: ShardedModel, groups: list[dict[str, Any]], given: Sequence[Optimizer]
     ) -> None:
-        self._model, self._given = model, given
+        self._model, self._given, self.stats_group = model, given, model.everyone
+        self.session = Session(model)
+        is_cut = model.data.size != model.everyone.size
+        self._untrained = UntrainedTensors(model.chunks, is_cut=is_cut)
         # Of several optimizers none, as torch would put them into the groups of the others.
         defaults = [each.defaults for each in given] or [model.sharded.inner.defaults]
         # Without the groups, which were checked: torch looks for every param in all groups before.
@@ -80,10 +104,14 @@ class TorchDistributedOptimizer(StateCalls):
         if isinstance(model.sharded.loss_scale, DynamicLossScale):
             # torch's flattened format has what groups have
             groups[0][LOSS_SCALE] = model.sharded.loss_scale.state
-        self._step = TorchStep.of(model)
-        model.grads.on_drop = partial(announce_drop, model)
-        self._saver = Saver(model.config, model.everyone)
-        self._end = finalize(self, model.release)
+        self._step = TorchStep(
+            model=model,
+            protection=self.session.protection,
+            optimizers=[model.sharded],
+            everyone=model.everyone,
+            hooks=self.session.hooks,
+        )
+        self._end = finalize(self, _release, self.session, model)
         self._end.atexit = False  # peers may be gone by then
         for each in given:
             _redirect(each, self, is_alone=len(given) == 1)
@@ -91,7 +119,7 @@ class TorchDistributedOptimizer(StateCalls):
     # --- what torch's class has
 
     @property
-    def sharded(self) -> ShardedOptimizer:  # type: ignore[override]
+    def sharded(self) -> ShardedOptimizer:
         """Updates what this rank owns."""
         return self._model.sharded
 
@@ -128,11 +156,7 @@ class TorchDistributedOptimizer(StateCalls):
         Collective with `overlap_grad_reduce`, where backward ran and no step followed.
         """
         self._model.grads.clear(set_to_none=set_to_none)
-        for param in self._model.waiting.values():
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.zero_()
+        clear_grads(self._model.waiting.values(), set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective: trains further params of the model, which were frozen, new, or in no group so
@@ -206,12 +230,6 @@ class TorchDistributedOptimizer(StateCalls):
     def join_hook(self, **_: Any) -> NoReturn:
         """Refuses torch's `Join` context, as does a model in DistributedDataParallel."""
         raise ConfigError(NO_JOIN)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise not_copied("copied")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_copied("pickled")
 
     # --- what torch's class does not have
 
@@ -289,7 +307,11 @@ class TorchDistributedOptimizer(StateCalls):
         model = self._model
         model.admit()
         slot = next((slot for slot in model.grads.slots if slot.param is param), None)
-        if slot is None and not param.numel() and param in self._names_of_grouped():
+        if (
+            slot is None
+            and not param.numel()
+            and param in names_of_grouped(self._model, self.param_groups)
+        ):
             has_grad = any(exchange(param.grad is not None, model.data))
             return torch.zeros(param.shape, device=param.device) if has_grad else None
         if slot is None:
@@ -318,6 +340,167 @@ class TorchDistributedOptimizer(StateCalls):
         self.finish_param_gather()
         self._model.params.reload()
 
+    # --- the state, also in torch's format
+
+    @property
+    def state(self) -> Any:
+        """The state by param, made when it is read; see [Note: torch's format] in
+        checkpoint/torch_state.py.
+
+        On several ranks its values are shards, which torch.distributed.checkpoint saves.
+        """
+        if not self._is_built:
+            return {}
+        self._check_torchs_format("state")
+        is_empty = self._model.sharded.plan.choice.updates_whole_params
+        names = {} if is_empty else names_of_grouped(self._model, self.param_groups)
+        return StateByParam(torch_params(self._model, self.param_groups), names, self.reset_state)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Lets all state begin anew where it is empty; torch's constructor sets one, too."""
+        if value:
+            refuse_write()
+        if self._is_built:
+            self.reset_state()
+
+    __setstate__ = refuse_write
+
+    @torch.no_grad()
+    def reset_state(
+        self, params: Iterable[Parameter] | None = None, *, scale: Mapping[str, float] | None = None
+    ) -> None:
+        """Lets the optimizer state of params begin anew, on all ranks alike and between two steps.
+
+        As `optimizer.state.pop(param)` in torch: moments are zero or absent, and the count of
+        updates is 0. Values of params, their main params and averages stay, and so does what a
+        class of your own writes into its param groups. Ranks compare their resets in the next step.
+
+        Examples:
+            >>> import torch, torch.distributed as dist, megatron_distopt
+            >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+            >>> model = torch.nn.Linear(4, 2)
+            >>> adamw = torch.optim.AdamW(model.parameters())
+            >>> optimizer = megatron_distopt.distribute(model, adamw)
+            >>> model(torch.ones(3, 4)).square().mean().backward()
+            >>> optimizer.step()
+            >>> optimizer.reset_state([model.weight])
+            >>> [int(optimizer.state[param]["step"]) for param in model.parameters()]
+            [0, 1]
+            >>> dist.destroy_process_group()
+
+        Args:
+            params: that this optimizer has; all of them where None.
+            scale: multiplies moments instead, as `state[param]["exp_avg"].mul_(0.1)` does:
+                `{"exp_avg": 0.1}`. Counts and other moments stay.
+
+        Raises:
+            LayoutError: a param is in no param group.
+            ConfigError: the inner optimizer keeps no moment that `scale` names, or is an Adam that
+                counts the updates of a whole param group.
+        """
+        name_of = names_of_grouped(self._model, self.param_groups)
+        names = sorted(name_of.get(param, "") for param in (name_of if params is None else params))
+        if "" in names:
+            got, remedy = f"{names.count('')} in no param group", "Give params of the optimizer"
+            raise LayoutError(refusal("params of reset_state", got, "be in a group", remedy))
+        self.session.wait_for_snapshot()
+        self.sharded.reset_state(names, scale)
+        self._model.params.options.note_reset(names, scale)
+        self._consolidated = None
+
+    def _check_torchs_format(
+        self, call: str, loaded: Mapping[Any, Any] = MappingProxyType({})
+    ) -> None:
+        """Refuses torch's format, which is cut by element, where whole params are updated, whose
+        state owners have; not while there is no state, which frameworks ask for at the start."""
+        choice = self._model.sharded.plan.choice
+        if choice.updates_whole_params and (self.last_step or self._model.num_loads or loaded):
+            features = {
+                Feature.WHOLE_PARAMS: choice.name,
+                Feature.TORCH_FORMAT: f"optimizer.{call}",
+            }
+            check_compatible(self._model.config, features)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's own format; no collective.
+
+        On one rank `torch.save` writes it, and `torch.optim.AdamW` loads it. On several ranks its
+        values are shards: `torch.distributed.checkpoint` saves them, on all ranks, and `torch.save`
+        refuses them. `save(folder)` and `full_state_dict()` are other ways.
+        """
+        self._check_torchs_format("state_dict()")
+        self._model.gather.finish()
+        self._model.params.follow()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state = torch_state_dict(torch_params(self._model, self.param_groups))
+        if self._consolidated is not None and self._num_loads_before == self._model.num_loads:
+            state["state"] = self._consolidated
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state = post_hook(self, state) or state
+        return state
+
+    @torch.no_grad()
+    @on_all_ranks
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Collective: takes a state in torch's format, of `state_dict()`, `full_state_dict()` or an
+        optimizer of torch.
+
+        Raises:
+            CheckpointError: on all ranks, where one of them cannot take its state; nothing is
+                changed then.
+        """
+        self._check_torchs_format("load_state_dict()", state_dict.get("state", {}))
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, dict(state_dict)) or state_dict
+        self.session.begin_load()
+        load_torch_state(self._model, self.param_groups, state_dict)
+        self._consolidated = None
+        self.session.note_loaded()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    @torch.no_grad()
+    @on_all_ranks
+    def full_state_dict(self) -> dict[str, Any]:
+        """Collective: the whole state in torch's format on rank 0, gathered param by param; empty
+        on the others."""
+        self._check_torchs_format("full_state_dict()")
+        self.session.bring_up_to_date()
+        return full_state_dict(torch_params(self._model, self.param_groups))
+
+    @on_all_ranks
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collective: until the next step or load, `state_dict()` on rank 0 is `full_state_dict()`,
+        for `torch.save`.
+
+        For frameworks that save `state_dict()` of rank 0 alone. Some of them call this by
+        themselves, as they do for `torch.distributed.optim.ZeroRedundancyOptimizer`.
+
+        Args:
+            to: 0; no other rank of the data-parallel group can have it.
+
+        Raises:
+            ConfigError: another rank.
+        """
+        if to != 0:
+            raise ConfigError(
+                refusal("to", to, "be 0", "Leave it out, and call torch.save on rank 0")
+            )
+        whole = self.full_state_dict()
+        self._consolidated = whole.get("state")
+        self._num_loads_before = self._model.num_loads
+
+    # --- snapshots
+
+    def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:
+        super().protect(step, lambda: {"state": state(), "beside": self._untrained.changed()})
+
+    def resume(self, newer_than: int = -1) -> Resumed | None:
+        return self._untrained.take(super().resume(newer_than))
+
     def release(self) -> None:
         """Ends this optimizer: the params stay what they are and may be given to another one.
 
@@ -325,6 +508,11 @@ class TorchDistributedOptimizer(StateCalls):
         as each rank has a part of them.
         """
         self._end()
+
+
+def _release(session: Session, model: ShardedModel) -> None:
+    session.release()
+    model.release()
 
 
 #: What a user may call on an optimizer that was given.

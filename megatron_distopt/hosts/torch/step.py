@@ -17,6 +17,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.comm import exchange, raise_together, sum_over
 from megatron_distopt.errors import ConfigError, LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
@@ -91,20 +92,13 @@ class TorchStep(HostStep):
     """A step of a model. What it raises is raised on all ranks, and the params are as before."""
 
     model: ShardedModel
-
-    @classmethod
-    def of(cls, model: ShardedModel) -> TorchStep:
-        return cls(
-            model=model, optimizers=[model.sharded], everyone=model.everyone, hooks=model.hooks
-        )
+    protection: Protection | None
 
     def follow_user(self) -> None:
         """What is wrong is among the complaints of the gradients, and is raised with them."""
         model = self.model
-        if model.sharded.averages is not None:
-            model.sharded.check_has_params("step")
-        if model.protection is not None:
-            model.protection.wait_for_copy()
+        if self.protection is not None:
+            self.protection.wait_for_copy()
         model.gather.finish()
         if model.sharded.deferred_check is not None:
             act_on_deferred_notice([model.sharded])

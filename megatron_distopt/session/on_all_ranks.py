@@ -17,7 +17,7 @@ def on_all_ranks(method: Method) -> Method:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        meet_in_call(method.__name__, self._all_sharded()[0].plan.stats_group())
+        meet_in_call(method.__name__, self.stats_group)
         return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -1,0 +1,212 @@
+"""One run of an optimizer of ours: what saves it, protects it and is called around its steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from megatron_distopt.checkpoint import is_checkpoint, read_manifest, save_checkpoint
+from megatron_distopt.checkpoint.background import BackgroundSaver
+from megatron_distopt.checkpoint.digests import DigestLog
+from megatron_distopt.checkpoint.protect.nodes import folder_of
+from megatron_distopt.checkpoint.protect.protection import Protection
+from megatron_distopt.checkpoint.protect.restart import Resumed
+from megatron_distopt.comm import Group, exchange, raise_together
+from megatron_distopt.errors import CheckpointError, ConfigError
+from megatron_distopt.optimizer.inner import count_updates
+from megatron_distopt.optimizer.step import finish_deferred_check
+from megatron_distopt.options import variable_of
+from megatron_distopt.session.announce import announce
+from megatron_distopt.session.host_state import HostState
+
+#: What is called around each step and after a load.
+RunHook = DigestLog | Protection
+#: In what a manifest says about a run: the number in the job of the first of the ranks that saved
+#: together.
+FIRST_RANK = "first_rank"
+
+
+class HostScript(Protocol):
+    """The training script of a host, which keeps something beside the optimizer."""
+
+    def prepare_snapshot(self) -> None:
+        """Collective: checks and collects what the script adds to a snapshot."""
+
+
+class Session:
+    """Collective: an optimizer of ours, whatever the host.
+
+    Args:
+        host: what differs between hosts.
+        of_all: the session of all optimizers of the model, where this is that of one of them; both
+            have one protection.
+
+    Attributes:
+        protection: makes snapshots; None without `protect_every`.
+        hooks: called around each step and after a load; none without options that ask for them.
+        newest: updates of the newest checkpoint on disk, from `save` and `load` of a protected run;
+            None where that is not known.
+        script: what trains the model, where that is a host's own script.
+
+    Raises:
+        ConfigError, CheckpointError: on all ranks: there is no folder for snapshots, or no room in
+            it.
+    """
+
+    def __init__(self, host: HostState, of_all: Session | None = None) -> None:
+        self.host, self.everyone = host, host.everyone
+        self.config = config = host.optimizers[0].config
+        self.script: HostScript | None = None
+        self._background = BackgroundSaver(self.everyone) if config.async_save else None
+        self.protection: Protection | None = (
+            self._begin_protection() if of_all is None else of_all.protection
+        )
+        hooks: list[RunHook] = [] if self.protection is None else [self.protection]
+        if config.log_digests is not None:
+            hooks.append(DigestLog(config, host.whole, self.everyone))
+        self.hooks = tuple(hooks)
+        self.newest: int | None = None
+
+    def _begin_protection(self) -> Protection | None:
+        """Collective."""
+        config = self.config
+        if config.protect_every is None:
+            return None
+        folder = raise_together(
+            lambda: folder_of(config.protect_folder, os.environ, self.everyone), self.everyone
+        )
+        protection = Protection(
+            config.protect_every,
+            folder,
+            self.host.whole,
+            self.everyone,
+            self.host.optimizers[0].device,
+            self._prepare_snapshot,
+            config.protect_timeout,
+        )
+        if self.everyone.rank == 0:
+            announce(f"megatron_distopt protects this run: {protection.described()}")
+        return protection
+
+    def enter_script(self, script: HostScript) -> None:
+        """From now on a host's script trains the model."""
+        self.script = script
+
+    def _prepare_snapshot(self) -> None:
+        """Collective."""
+        self.bring_up_to_date()
+        if self.script is not None:
+            self.script.prepare_snapshot()
+        finish_deferred_check(self.host.optimizers, self.everyone)
+
+    # --- the state is read or replaced
+
+    def wait_for_snapshot(self) -> None:
+        """Lets the device finish the copy of the state that is under way, before the state
+        changes."""
+        if self.protection is not None:
+            self.protection.wait_for_copy()
+
+    def bring_up_to_date(self) -> None:
+        """Collective: before the state is read."""
+        self.wait_for_snapshot()
+        self.host.bring_up_to_date()
+
+    def begin_load(self) -> None:
+        """Collective: before the state is replaced."""
+        self.finish_saving()  # what is being saved may be what is to be loaded
+        self.wait_for_snapshot()
+        self.host.begin_load()
+
+    def end_load(self) -> None:
+        """Collective: after the state was replaced; gathers the params."""
+        self.host.loaded()
+        self.note_loaded()
+        self.host.gather_written()
+
+    def note_loaded(self) -> None:
+        """The next step is the first of a start."""
+        for hook in self.hooks:
+            hook.loaded()
+
+    # --- checkpoints
+
+    def write(self, folder: Path) -> None:
+        """Collective: saves the state as it is, or begins to; the deferred check of the last step
+        may raise."""
+        if self.everyone.size < Group.of().size:
+            raise_together(lambda: self._check_folder(folder), self.everyone, "save")
+        finish_deferred_check(self.host.optimizers, self.everyone)
+        if self._background is not None:
+            self._background.save(folder, self.host.whole())
+        else:
+            save_checkpoint(folder, self.host.whole(), self.everyone)
+
+    def _check_folder(self, folder: Path) -> None:
+        """Refuses a folder in which another process group of the job saves, which would be
+        replaced."""
+        group = self.everyone
+        if group.rank == 0 and is_checkpoint(folder):
+            first = read_manifest(folder).about.get(FIRST_RANK, group.global_rank(0))
+            if first != group.global_rank(0):
+                raise CheckpointError(
+                    f"Checkpoint {folder} is that of the process group of rank {first}, and must "
+                    "be of one process group. Give each group a folder of its own."
+                )
+
+    def finish_saving(self) -> None:
+        """Collective: waits for a save in the background; raises what went wrong in it."""
+        if self._background is not None:
+            self._background.finish()
+
+    def note_newest(self) -> None:
+        """Collective: the present state is that of the newest checkpoint on disk, unless one is
+        written in the background, which a crash may prevent."""
+        if self.protection is not None and not self.config.async_save:
+            self.newest = self._num_updates()
+
+    def forget_newest(self) -> None:
+        """The host saves by itself from now on."""
+        self.newest = None
+
+    # --- snapshots
+
+    def checked_protection(self, call: str) -> Protection:
+        self.host.optimizers[0].check_has_params(call)
+        if self.protection is None:
+            raise ConfigError(
+                f"{call} was called in a run that is not protected. Give protect_every a number of "
+                "steps, such as 100."
+            )
+        return self.protection
+
+    def take_newest(self, resumed: Resumed) -> None:
+        """Collective: what a snapshot says of the checkpoints, unless `load` has taken an older one
+        than was the newest then, which is refused."""
+        loaded, was = self.newest, resumed.state["newest"]
+        self.newest = was if loaded is None else loaded
+        if was not in (None, self.newest) and (loaded or 0) < self._num_updates():
+            found = f"a checkpoint of {loaded} updates"
+            self.refuse_change(resumed.step, found, f"one of {was} updates")
+
+    def _num_updates(self) -> int:
+        """Collective: of the params that were updated most often."""
+        counts = [count_updates(sharded.inner) or 0 for sharded in self.host.optimizers]
+        return max(exchange(max(counts), self.everyone))
+
+    def refuse_change(self, step: int, found: str, was: str) -> None:
+        """Refuses a snapshot after which the checkpoints on disk were changed by hand, unless
+        `protect_take` names it."""
+        if self.config.protect_take != step:
+            raise CheckpointError(
+                f"This start found {found}, and the newest checkpoint was {was} when the snapshot "
+                f"of step {step} in memory was made. To go on from memory, set "
+                f"{variable_of('protect_take')}={step} on all nodes. To go on from the checkpoint, "
+                f"remove {self.checked_protection('resume').folder} on all nodes."
+            )
+
+    def release(self) -> None:
+        """Ends the protection."""
+        if self.protection is not None:
+            self.protection.release()
