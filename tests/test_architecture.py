@@ -165,6 +165,24 @@ def leaves_nothing_to_do(source: Source) -> Iterator[str]:
     yield from re.findall(r"\b(?:TODO|FIXME|XXX)\b.*", source.text)
 
 
+def has_properties_that_answer_at_once(source: Source) -> Iterator[str]:
+    """A property neither meets other ranks nor builds what does: a rank that reads it alone would
+    hang."""
+    from_comm = {name.rpartition(".")[2] for name in source.imported if ".comm." in name}
+    properties = [
+        node
+        for node in source.nodes
+        if isinstance(node, ast.FunctionDef)
+        and {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
+        & {"property", "cached_property"}
+    ]
+    for node in properties if source.layer in ("session", "hosts") else ():
+        calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+        called = {each.func.id for each in calls if isinstance(each.func, ast.Name)} & from_comm
+        if called or (ast.get_docstring(node) or "").startswith("Collective"):
+            yield f"line {node.lineno}: property {node.name} communicates"
+
+
 def leaves_internal_names_internal(source: Source) -> Iterator[str]:
     """What is public is said by the root and the packages' `__init__` alone."""
     if source.path.rpartition("/")[2] != "__init__.py" and re.search(
@@ -183,6 +201,7 @@ RULES: tuple[Rule, ...] = (
     asserts_with_a_message,
     names_what_it_catches,
     leaves_nothing_to_do,
+    has_properties_that_answer_at_once,
     leaves_internal_names_internal,
 )
 
@@ -238,6 +257,51 @@ def test_cycle_when_two_files_import_each_other_for_their_types_then_found(tmp_p
     assert cycle_of_imports(tmp_path) == []
     write(tmp_path, "comm/b.py", f"if TYPE_CHECKING:\n    from {NAME}.comm import a")
     assert set(cycle_of_imports(tmp_path)) == {f"{NAME}.comm.a", f"{NAME}.comm.b"}
+
+
+#: Other classes of ours from which a class may inherit, directly or through others.
+MOST_ANCESTORS = 2
+
+
+def ancestors(folder: Path) -> dict[str, set[str]]:
+    """By class of the package, with its file, the other classes of the package that it inherits
+    from."""
+    bases: dict[str, set[str]] = {}
+    for source in sources(folder):
+        module = f"{NAME}.{source.path[:-3].replace('/', '.')}"
+        defined = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
+        home = {node.name: f"{module}.{node.name}" for node in defined}
+        imports = {name.rpartition(".")[2]: name for name in source.imported if NAME in name}
+        for node in defined:
+            named = {ast.unparse(base).partition("[")[0] for base in node.bases}
+            bases[home[node.name]] = {(imports | home).get(name, name) for name in named}
+    # what an __init__ shows is defined in a file of its folder
+    of_name = {(name.split(".")[1], name.rpartition(".")[2]): name for name in bases}
+
+    def all_of(name: str) -> set[str]:
+        found: set[str] = set()
+        for base in bases[name]:
+            parts = base.split(".")
+            ours = of_name.get((parts[1], parts[-1])) if parts[0] == NAME else None
+            found |= {ours, *all_of(ours)} if ours else set()
+        return found
+
+    return {name: all_of(name) for name in bases}
+
+
+def test_classes_when_listed_then_none_inherits_from_more_than_two_others() -> None:
+    found = ancestors(PACKAGE)
+    assert f"{NAME}.session.session_calls.SessionCalls" in set().union(*found.values())
+    assert {name: of for name, of in found.items() if len(of) > MOST_ANCESTORS} == {}
+
+
+def test_class_when_it_inherits_over_files_then_all_its_ancestors_are_found(tmp_path: Path) -> None:
+    write(tmp_path, "session/a.py", "class One: ...\nclass Two(One): ...")
+    text = f"from {NAME}.session import Two\nimport torch\nclass Three(Two, torch.One): ..."
+    write(tmp_path, "hosts/b.py", text)
+    found = {name.rpartition(".")[2]: of for name, of in ancestors(tmp_path).items()}
+    assert found["Three"] == {f"{NAME}.session.a.One", f"{NAME}.session.a.Two"}
+    assert found["Two"] == {f"{NAME}.session.a.One"}
 
 
 def test_package_when_listed_then_every_layer_is_there_and_nothing_else() -> None:
@@ -345,6 +409,13 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (asserts_with_a_message, "comm/a.py", "assert size > 1", "line 1: assert"),
     (names_what_it_catches, "comm/a.py", "try:\n    f()\nexcept:\n    g()", "line 3: bare except"),
     (leaves_nothing_to_do, "comm/a.py", "x = 1  # TODO: more", "TODO: more"),
+    (
+        has_properties_that_answer_at_once,
+        "session/a.py",
+        f"from {NAME}.comm import exchange\nclass A:\n    @property\n    def b(self):\n"
+        "        return exchange(1)",
+        "line 4: property b communicates",
+    ),
     (
         leaves_internal_names_internal,
         "comm/a.py",

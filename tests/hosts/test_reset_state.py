@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import ConfigError
+from megatron_distopt.hosts.torch.checkpoint import torch_params
 from tests.support.models import Params, exact_grads
 from tests.support.spawn import outcomes, run_ranks
 
@@ -81,7 +82,8 @@ def _states(optimizer: TorchDistributedOptimizer) -> dict[str, dict[str, Tensor]
     """The whole state by name, on all ranks."""
     box = [copy.deepcopy(optimizer.full_state_dict())]
     dist.broadcast_object_list(box, 0)
-    names = [name for names in optimizer._torch_params().names for name in names]
+    params = torch_params(optimizer._model, optimizer.param_groups)
+    names = [name for names in params.names for name in names]
     return {name.replace("held.", ""): box[0]["state"][n] for n, name in enumerate(names)}
 
 
