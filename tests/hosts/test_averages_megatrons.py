@@ -146,12 +146,18 @@ def _forks(rank: int, size: int, folder: Path, number_of_cases: int) -> dict[str
                 refused = raised(lambda run=run: run.optimizer.step(None, None))
                 assert_mentions(refused, "step", "averaged_params()")
                 found[name] += [] if _alike(params()) else ["ranks are shown others"]
+            run.optimizer.save(folder / f"{number} by hand")
+            run.optimizer.finish_saving()
             other = fork.train(*f"{OURS} {words} --tensor-model-parallel-size 2".split()).optimizer
             (manifest,) = (folder / str(number)).rglob("manifest.json")
             load_checkpoint(manifest.parent, other.fork.whole(), Group.of())
             found[name] += (
                 [] if _equal(saved, _whole(other.fork.whole())) else ["loaded at another layout"]
             )
+            other.reset_state()
+            other.load(folder / f"{number} by hand")
+            if not _equal(saved, _whole(other.fork.whole())):
+                found[name].append("saved and loaded without the script")
             if number == 0:
                 found["converted"] = _converted(fork, folder / str(number), run)
             watches.clear()
