@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
@@ -85,6 +86,31 @@ def test_load_when_ranks_share_the_model_then_each_reads_its_part_and_reads_it_o
         assert all(
             torch.equal(whole[each.name], source.read(f"{kind}/{each.name}")) for each in MODEL
         )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_load_when_the_update_count_was_lost_then_plain_torch_takes_it_from_resume_step(
+    tmp_path: Path,
+) -> None:
+    def distributed(**options: Any) -> TorchDistributedOptimizer:
+        model = torch.nn.Linear(4, 2)
+        optimizer = distribute(model, torch.optim.AdamW(model.parameters()), **options)
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        return optimizer
+
+    distributed().save(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "state.pt", "torch")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    state["inner"] = "adam"  # as of other software
+    for group in state["groups"]:
+        group["step"] = None
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match="resume-step"):
+        distributed().load(tmp_path / "state.pt")
+    optimizer = distributed(resume_step=7)
+    optimizer.load(tmp_path / "state.pt")
+    assert [int(state["step"]) for state in optimizer.state.values()] == [7, 7]
 
 
 def test_load_when_a_tensor_is_damaged_then_refused_and_nothing_is_changed(
