@@ -146,10 +146,10 @@ class Session:
     def _check_folder(self, folder: Path) -> None:
         """Refuses a folder in which another process group of the job saves, which would be
         replaced."""
-        group = self.everyone
-        if group.rank == 0 and is_checkpoint(folder):
-            first = read_manifest(folder).about.get(FIRST_RANK, group.global_rank(0))
-            if first != group.global_rank(0):
+        if self.everyone.rank == 0 and is_checkpoint(folder):
+            own = self.everyone.global_rank(0)
+            first = read_manifest(folder).about.get(FIRST_RANK, own)
+            if first != own:
                 raise CheckpointError(
                     f"Checkpoint {folder} is that of the process group of rank {first}, and must "
                     "be of one process group. Give each group a folder of its own."

@@ -164,9 +164,12 @@ class SessionCalls:
 
 
 def _not_copied(how: str) -> AccessError:
-    rule = "stay where its model is, whose params lie in its buffers"
-    remedy = (
-        "Keep optimizer.state_dict(), or build the model again and call distribute(...) or "
-        "get_megatron_optimizer(...)"
+    return AccessError(
+        refusal(
+            "optimizer",
+            how,
+            "stay where its model is, whose params lie in its buffers",
+            "Keep optimizer.state_dict(), or build the model again and call distribute(...) or "
+            "get_megatron_optimizer(...)",
+        )
     )
-    return AccessError(refusal("optimizer", how, rule, remedy))

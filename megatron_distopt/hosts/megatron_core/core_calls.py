@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import (
@@ -91,8 +91,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
 
     def ours(self) -> Sequence[OneOptimizer]:
         """The optimizers that it stands for: those of a chain, or itself."""
-        ours: Sequence[OneOptimizer] = getattr(self, "chained_optimizers", [self])
-        return ours
+        return cast("Sequence[OneOptimizer]", getattr(self, "chained_optimizers", [self]))
 
     @property
     def stats_group(self) -> Group:  # type: ignore[override]
@@ -139,8 +138,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
                 have to be on one.
         """
         if self._is_overridden():
-            by_parts: tuple[bool, float | None, int | None] = super().step()
-            return by_parts
+            return cast("tuple[bool, float | None, int | None]", super().step())
         ours, session = self.ours(), self.started()
         config = ours[0].config
         threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
@@ -368,10 +366,8 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         if self._writes_hosts_own():
             given = {"sharding_type": sharding_type, "metadata": metadata}
             given = {name: value for name, value in given.items() if value is not None}
-            of_host: dict[str, Any] = super().sharded_state_dict(
-                model_sharded_state_dict, False, **given
-            )
-            return of_host
+            of_host = super().sharded_state_dict(model_sharded_state_dict, False, **given)
+            return cast("dict[str, Any]", of_host)
         takes_boxes(must=True)
         return state_to_save(session.host.whole(), session.everyone)
 
