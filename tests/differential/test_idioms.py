@@ -312,6 +312,34 @@ FOUND = {
         Iteration(zero="kept"),
         Iteration(microbatches=(Microbatch(idle=0),), grads=_one("grad_dropped")),
     ),
+    # As in torch, where backward averages whatever the step does with it.
+    "gradient kept over a skipped step where a rank had no data": _run(
+        2,
+        Iteration(
+            microbatches=(Microbatch(idle=0, infinite=1),),
+            after=_one("grad_is_none"),
+            zero="zero_ of each",
+        ),
+        _PLAIN,
+        options=(("nonfinite", "skip"),),
+    ),
+    **{
+        f"gradient of a branch on one rank in a step skipped by {words}": _run(
+            2,
+            Iteration(
+                weights=_one("side_on_one_rank"),
+                microbatches=(Microbatch(infinite=0),),
+                after=_one("grad_is_none"),
+            ),
+            _PLAIN,
+            kind="Branching",
+            options=options,
+        )
+        for words, options in {
+            "nonfinite": (("nonfinite", "skip"),),
+            "a dynamic loss scale": _DYNAMIC,
+        }.items()
+    },
     "weights brought back after a step that was skipped": _run(
         2,
         Iteration(

@@ -137,15 +137,15 @@ class TorchStep(HostStep):
             if len(model.grads.slots) == num_params:
                 divisors = [model.grads.divisor]
                 num_present = None if all(model.grads.present) else census[CENSUS_NUMEL:]
+                if num_present is not None:
+                    # Also for a step that is skipped: its gradients stay, and may be kept.
+                    model.grads.settle(_is_active(num_present))
                 return Gradients(grads, measured, divisors, num_present)
             grads = [main_grads(model.sharded.flat_params)]
 
     def complete(self, gradients: Gradients) -> Sequence[MainGrads]:
-        """A param with a gradient on some rank gets one everywhere; one without a gradient on any
-        is left alone."""
-        model, num_present = self.model, cast(Tensor, gradients.num_present)
-        is_active = [count > 0 for count in num_present.tolist()]  # waits for the device
-        model.grads.settle(is_active)
+        """A param without a gradient on any rank is left alone."""
+        model, is_active = self.model, _is_active(cast(Tensor, gradients.num_present))
         if all(is_active):
             return gradients.main
         slots = zip(model.grads.slots, is_active, strict=True)
@@ -164,6 +164,11 @@ class TorchStep(HostStep):
                 is_taken=all(each.broadcast_buffers for each in self.model.grads.ddp.used_models)
             )
         self.model.grads.end_round(decisions[0])
+
+
+def _is_active(num_present: Tensor) -> list[bool]:
+    """By param, whether any rank has a gradient of it; waits for the device."""
+    return [count > 0 for count in num_present.tolist()]
 
 
 # --- what ranks tell each other
