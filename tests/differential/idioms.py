@@ -48,7 +48,8 @@ class Idiom:
     kinds: tuple[str, ...] = ()  # the models that have what the lines need; all where empty
     # the dtypes of models for which the lines are right; all where empty
     dtypes: tuple[str, ...] = ()
-    # further requirements on the program: "one phase", "betas", "no loss scale", "no scheduler"
+    # further requirements on the program: "one phase", "betas", "no loss scale", "takes fractions"
+    # (torch's other optimizers raise where the lr is a Fraction), "no scheduler"
     # (torch's own fail where a group is added), "not reentrant" (torch refuses such a backward),
     # "not fused" (torch's fused kernels take tensors of other strides for the same ones), "not
     # drawn" for those that other idioms cannot stand beside
@@ -318,7 +319,7 @@ _AS_AN_OPTIMIZER = {
         for group in optimizer.param_groups:
             group["lr"] = Fraction(float(group["lr"])).limit_denominator(1000)
         """,
-        needs=("one phase", "no scheduler"),
+        needs=("one phase", "no scheduler", "takes fractions"),
     ),
     "lr_array": Idiom(
         _ANY,

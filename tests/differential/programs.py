@@ -190,6 +190,8 @@ def allowed(name: str, program: Program, place: Place) -> bool:
         "one phase": len(program.phases) == 1,
         "only trained": program.groups == "trained",
         "betas": program.optimizer in ("AdamW", "Adam", "Adam amsgrad", "NAdam", "RAdam", "Adamax"),
+        "takes fractions": program.optimizer
+        in ("AdamW", "Adam", "Adam amsgrad", "NAdam", "Adamax", "Adagrad", "ASGD"),
         "not fused": "fused" not in program.optimizer,
         "no loss scale": not program.option.get("loss_scale") and not program.grad_scaler,
         "no overlap": not program.option.get("overlap_grad_reduce"),
