@@ -458,3 +458,38 @@ def test_checker_when_a_file_keeps_all_rules_then_it_is_silent(
 
 def test_checker_when_a_rule_is_listed_then_a_bad_file_shows_that_it_can_fail() -> None:
     assert {rule for rule, *_ in BAD} == set(RULES)
+
+
+#: What makes an object that changes, at the level of a module.
+_CHANGING = {
+    *("WeakKeyDictionary", "WeakIdKeyDictionary", "WeakSet", "WeakValueDictionary"),
+    *("Event", "Lock", "RLock", "list", "dict", "set", "_DataWatch"),
+}
+
+
+def _changing_variables(file: Path) -> Iterator[str]:
+    """Names of variables of a module that hold something that changes."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            names, value = [node.target], node.value
+        elif isinstance(node, ast.Assign):
+            names, value = node.targets, node.value
+        else:
+            continue
+        is_empty = isinstance(value, (ast.List, ast.Dict)) and not ast.dump(value).count("Constant")
+        made_by = value.func if isinstance(value, ast.Call) else None
+        is_made = isinstance(made_by, ast.Name) and made_by.id in _CHANGING
+        if is_empty or is_made:
+            yield from (each.id for each in names if isinstance(each, ast.Name))
+
+
+def test_variables_of_modules_when_they_change_then_the_page_on_architecture_lists_them() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = {
+        f"{file.relative_to(PACKAGE)}: {name}"
+        for file in PACKAGE.rglob("*.py")
+        for name in _changing_variables(file)
+        if name != "__all__"
+    }
+    assert len(found) >= 15, found  # the search finds some
+    assert not {each for each in found if f"`{each.partition(': ')[2]}`" not in page}
