@@ -6,7 +6,7 @@ learning rate that is wrong by 1 % moves the loss as little. So there are two ki
 What begins with equal weights has a bound of its own, with a reason beside it below. The first
 update that ends with other weights says most: rounding changes the last bit of what it writes, and
 in few elements of a matrix more. In 16 bits few elements differ at all, and the sum of their bits
-shows those that are off in one direction.
+shows those that are off in one direction. Main params, which are fp32, show what 16 bits round off.
 
 What comes later drifts. How far depends on the training, so the host itself is the yardstick: two
 runs of its own that differ by rounding alone. Ours may be a few times as far apart as they were up
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -61,10 +62,14 @@ _OF_EPSILON = 1 / 8
 #: How many times as far apart ours may be as the host's own runs, and those as the bounds say: one
 #: draw of noise is no bound.
 TIMES = 4.0
+#: The same of main params, where no sum evens out noise: one weight that rounds otherwise
+#: moves them ten times as far, and more, in each of the first updates, and when one does is chance.
+_TIMES_OF_MAINS = 30.0
 
 _START = "seed and checkpoint of the start"
-_EQUAL = "both had the same weights"
 _STATE = "moments, precision of main params and other state that steps hand on"
+_Values = np.ndarray[Any, np.dtype[np.float64]]
+_Flags = np.ndarray[Any, np.dtype[np.bool_]]
 _REPEATABLE = (
     "Seed weights and data and set dropout to 0, so that the host's own run can be repeated"
 )
@@ -80,21 +85,41 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True)
+class Bound:
+    """What rounding explains, and where to look if it is more."""
+
+    limit: float  # at most, in any training
+    at_least: float  # whatever the host's own runs say
+    look: str
+
+
+@dataclass(frozen=True)
 class Deviation:
     """How far two runs are apart in one iteration."""
 
     iteration: int
     what: str
     apart: float  # relative; of an update as a multiple of what rounding explains
-    limit: float  # what rounding explains at most
-    at_least: float  # what rounding explains whatever the host's own runs say
-    look: str  # where to look if it is more
+    bound: Bound
 
     def __str__(self) -> str:
         return f"{self.what} apart by {self.apart:.1e} at iteration {self.iteration}"
 
     def exceeds(self, allowed: float) -> bool:
         return not self.apart <= allowed  # also where it is nan
+
+
+_BOUNDS_AT_START = {"weights": Bound(0.0, 0.0, _START), "main params": Bound(0.0, 0.0, _START)}
+_BOUNDS_AT_EQUAL_WEIGHTS = {
+    "loss": Bound(
+        _LOSS_ROUNDING, math.inf, "data, dropout and the forward pass: both had the same weights"
+    ),
+    "gradient norm": Bound(
+        _NORM_ROUNDING,
+        math.inf,
+        "the sum of gradients over ranks and their norm: both had the same weights",
+    ),
+}
 
 
 def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tuple[Outcome, str]:
@@ -115,23 +140,24 @@ def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tu
         return Outcome.SAME, f"{what} {len(own.steps)} iterations."
     yardsticks = [differences(own, other) for other in hosts_others]
     for each in chain(*yardsticks):
-        if each.exceeds(TIMES * each.limit):
+        if each.exceeds(TIMES * each.bound.limit):
             unlike = f"the host's own two runs are apart by more than rounding: {each}"
             return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
     for each in found:
         allowed = _allowed(each, found, yardsticks)
         if each.exceeds(allowed):
-            if each.look == _START and not yardsticks:
+            if each.bound.look == _START and not yardsticks:
                 unlike = f"the runs do not begin with equal weights: {each}"
                 return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
             amount = f"{each}, of which rounding explains {allowed:.1e}"
-            return Outcome.DIFFERENT, f"Not the same, first {amount}. Look at {each.look}."
+            return Outcome.DIFFERENT, f"Not the same, first {amount}. Look at {each.bound.look}."
     return Outcome.SAME, f"Equal but for rounding: {apart_text(found)}."
 
 
 def exceeds_bounds(own: RecordedRun, other: RecordedRun, times: float = 1.0) -> bool:
     """Whether two runs are apart by more than rounding can explain in any training."""
-    return any(each.exceeds(times * each.limit) for each in differences(own, other))
+    found = differences(own, other)
+    return any(each.exceeds(times * each.bound.limit) for each in found)
 
 
 def _check_updates(own: RecordedRun) -> None:
@@ -154,19 +180,23 @@ def _allowed(
     than in the host's own runs, which does not count.
     """
     if not yardsticks:
-        return each.limit
+        return each.bound.limit
     furthest = 0.0
     for known in yardsticks:
         last = each.iteration + max(0, _beginning(known) - _beginning(found))
-        alike = (other for other in known if other.what == each.what)
-        furthest = max(furthest, *(other.apart for other in alike if other.iteration <= last), 0.0)
-    return min(each.limit, max(each.at_least, TIMES * furthest))
+        for other in known:
+            if other.what == each.what and other.iteration <= last:
+                furthest = max(furthest, other.apart)
+    times = _TIMES_OF_MAINS if each.what == "main params" else TIMES
+    return min(each.bound.limit, max(each.bound.at_least, times * furthest))
 
 
 def _beginning(found: Sequence[Deviation]) -> int:
     """The first iteration with another loss; the one after the last if there is none."""
-    numbers = (each.iteration for each in found if each.what == "loss" and each.apart)
-    return min(numbers, default=found[-1].iteration + 1)
+    for each in found:
+        if each.what == "loss" and each.apart:
+            return each.iteration
+    return found[-1].iteration + 1
 
 
 def apart_text(found: Sequence[Deviation]) -> str:
@@ -191,48 +221,73 @@ def differences(one: RecordedRun, other: RecordedRun) -> list[Deviation]:
             f"A run of {len(other.steps)} iterations has other ranks, params or iterations than "
             f"the host's own, of {len(one.steps)}. Start both lines alone and compare their logs."
         )
-    found, was_equal = list[Deviation](), False
+    found = list[Deviation]()
+    was_equal = mains_were_equal = False
+    has_fp32_grads = _grad_epsilon(one, other) <= _FP32_EPSILON
     for number in range(len(one.steps)):
-        weights = one.weights(number), other.weights(number)
-        # nan equals nan
-        is_equal = one.bits(number) == other.bits(number) and np.array_equal(*weights, True)
+        is_equal = _are_equal(one, other, number)
+        mains_are_equal = np.array_equal(*_mains(one, other, number), equal_nan=True)
         if was_equal and not is_equal:
-            found.append(_of_update(one, other, number))
+            found.append(_of_update("update", one, other, number, of_mains=False))
+        if was_equal and mains_were_equal and not mains_are_equal and has_fp32_grads:
+            what = "update of main params"
+            found.append(_of_update(what, one, other, number, of_mains=True))
         found += _of_step(one, other, number, is_equal=is_equal)
-        was_equal = is_equal
+        was_equal, mains_were_equal = is_equal, mains_are_equal
     return found
+
+
+def _are_equal(one: RecordedRun, other: RecordedRun, number: int) -> bool:
+    """Whether weights are equal to the bit; nan equals nan."""
+    if one.bits(number) != other.bits(number):
+        return False
+    weights, others = one.weights(number), other.weights(number)
+    return np.array_equal(weights, others, equal_nan=True)
 
 
 def _of_step(
     one: RecordedRun, other: RecordedRun, number: int, *, is_equal: bool
 ) -> list[Deviation]:
-    """What a step computed, which has bounds of its own where it began with equal weights."""
+    """What a step began with and computed."""
+    apart = {
+        "weights": 0.0 if is_equal else _weights_apart(one, other, number),
+        "main params": _mains_apart(one, other, number),
+        "loss": _relative(one.values("loss")[number], other.values("loss")[number]),
+        "gradient norm": _relative(one.values("norm")[number], other.values("norm")[number]),
+        "loss scale": _relative(
+            one.values("loss_scale")[number], other.values("loss_scale")[number]
+        ),
+    }
+    bounds = _bounds(one, other, number)
+    if number == 0:
+        bounds |= _BOUNDS_AT_START
+    if is_equal:
+        bounds |= _BOUNDS_AT_EQUAL_WEIGHTS
+    return [Deviation(number + 1, what, apart[what], bounds[what]) for what in apart]
+
+
+def _bounds(one: RecordedRun, other: RecordedRun, number: int) -> dict[str, Bound]:
+    """Bounds of what drifts, by what is compared, in the step of that number."""
     epsilon = max(param.epsilon for param in one.params)
     growth = 1 + number / _ITERATIONS_OF_GROWTH
-    of_epsilon, drift = epsilon * _OF_EPSILON, math.sqrt(epsilon) * growth
-    # by what is compared: what rounding explains at most, at least, and where to look
-    bounds = {
-        "weights": (drift, max(_OF_STEP, of_epsilon), _STATE),
-        "loss": (max(_LOSS_ROUNDING, of_epsilon) * growth, math.inf, _STATE),
-        "gradient norm": (drift, max(_NORM_ROUNDING, of_epsilon), _STATE),
-        "loss scale": (0.0, 0.0, "what counts as overflow"),
+    drift = math.sqrt(epsilon) * growth
+    one_rounding = epsilon * _OF_EPSILON
+    of_gradient = _grad_epsilon(one, other) * _OF_EPSILON
+    return {
+        "weights": Bound(drift, max(_OF_STEP, one_rounding), _STATE),
+        "main params": Bound(drift, max(_OF_STEP, of_gradient), _STATE),
+        "loss": Bound(max(_LOSS_ROUNDING, one_rounding) * growth, math.inf, _STATE),
+        "gradient norm": Bound(drift, max(_NORM_ROUNDING, one_rounding), _STATE),
+        "loss scale": Bound(0.0, 0.0, "what counts as overflow"),
     }
-    if not number:
-        bounds["weights"] = 0.0, 0.0, _START
-    if is_equal:
-        bounds["loss"] = _LOSS_ROUNDING, math.inf, f"data, dropout and the forward pass: {_EQUAL}"
-        bounds["gradient norm"] = (
-            _NORM_ROUNDING,
-            math.inf,
-            f"the sum of gradients over ranks and their norm: {_EQUAL}",
-        )
-    apart = {"weights": 0.0 if is_equal else _distance(one, other, number)}
-    for what, value in (("loss", "loss"), ("gradient norm", "norm"), ("loss scale", "loss_scale")):
-        apart[what] = _relative(one.values(value)[number], other.values(value)[number])
-    return [Deviation(number + 1, what, apart[what], *bounds[what]) for what in bounds]
 
 
-def _distance(one: RecordedRun, other: RecordedRun, number: int) -> float:
+def _grad_epsilon(one: RecordedRun, other: RecordedRun) -> float:
+    params = (*one.params, *other.params)
+    return max(param.grad_epsilon for param in params)
+
+
+def _weights_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
     """How far weights that differ are apart, of the way that they went or of what they began as."""
     weights, start = one.weights(number), one.weights(0)
     way = float(np.abs(weights - start if number else start).sum())
@@ -241,35 +296,86 @@ def _distance(one: RecordedRun, other: RecordedRun, number: int) -> float:
     return max(distance / way, sys.float_info.epsilon) if way else math.inf
 
 
-def _of_update(one: RecordedRun, other: RecordedRun, number: int) -> Deviation:
-    """What the update before did, which began with equal weights: 1 is as much as rounding does."""
-    before, after, params = one.weights(number - 1), one.weights(number), one.params
-    step, size = np.abs(after - before), np.maximum(np.abs(before), np.abs(after))
-    differ = np.abs(after - other.weights(number)) > _OF_WEIGHT * size + _OF_STEP * step
-    sampled = np.array([param.sampled for param in params])
-    counts = np.add.reduceat(differ, np.cumsum(sampled) - sampled, dtype=np.float64)
-    shares = np.array([_share(param) for param in params])
-    by_param = counts / (_ANY_DIFFER + shares * sampled)
-    bits = zip(one.bits(number), other.bits(number), strict=True)
-    for place, (bits_of_one, bits_of_other) in enumerate(bits):
-        if shares[place] == _SHARE_16_BITS:
-            allowed = _ANY_NUMBERS + _SHARE_16_BITS * params[place].numel
-            by_param[place] = max(by_param[place], abs(bits_of_one - bits_of_other) / allowed)
+def _mains_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
+    """How far half of the main params are apart at most, each of its own way.
+
+    What rounds otherwise in 16 bits turns few elements around, of which the gradient is noise, and
+    hardly moves the others. A sum over all would be that of the few.
+    """
+    mains, others = _mains(one, other, number)
+    if np.array_equal(mains, others, equal_nan=True):
+        return 0.0
+    distance = np.abs(mains - others)
+    if number == 0:
+        return float(distance.sum() / np.abs(mains).sum())
+    start, _ = _mains(one, other, 0)
+    way = np.abs(mains - start)
+    by_element = distance / np.maximum(way, sys.float_info.min)
+    return float(np.median(by_element))
+
+
+def _mains(one: RecordedRun, other: RecordedRun, number: int) -> tuple[_Values, _Values]:
+    """Main params of the elements that a rank has in both runs."""
+    is_missing = np.isnan(one.mains(0)) | np.isnan(other.mains(0))
+    mains, others = one.mains(number), other.mains(number)
+    return mains[~is_missing], others[~is_missing]
+
+
+def _of_update(
+    what: str, one: RecordedRun, other: RecordedRun, number: int, *, of_mains: bool
+) -> Deviation:
+    """What the update before did, which began with equal values: 1 is as much as rounding does."""
+    values_of = RecordedRun.mains if of_mains else RecordedRun.weights
+    before, after, others = (
+        values_of(one, number - 1),
+        values_of(one, number),
+        values_of(other, number),
+    )
+    step = np.abs(after - before)
+    size = np.maximum(np.abs(before), np.abs(after))
+    differ = np.abs(after - others) > _OF_WEIGHT * size + _OF_STEP * step
+    params = one.params
+    shares = np.array([_share(param, of_mains=of_mains) for param in params])
+    counts = _by_param(params, differ)
+    allowed = shares * _by_param(params, ~np.isnan(after - others))
+    by_param = counts / (_ANY_DIFFER + allowed)
+    if not of_mains:
+        by_param = np.maximum(by_param, _bits_apart(one, other, number))
     matrices = np.array([param.is_matrix for param in params])
-    of_all = counts[matrices].sum() / (_ANY_DIFFER + (shares * sampled)[matrices].sum())
+    of_all = counts[matrices].sum() / (_ANY_DIFFER + allowed[matrices].sum())
     worst_first = np.argsort(-by_param)
     wrong = dict.fromkeys(params[place].name for place in worst_first if by_param[place] > 1)
     look = f"weight decay and param group of {listed([*wrong])}"
     if not 0 < len(wrong) <= matrices.sum() / 2:
         look = "learning rate, clipping and the rule of the update: many params differ"
-    return Deviation(number + 1, "update", float(max(of_all, *by_param)), 1.0, 1.0, look)
+        look = f"precision of main params, {look}" if of_mains else look
+    apart = float(max(of_all, *by_param))
+    return Deviation(number + 1, what, apart, Bound(1.0, 1.0, look))
 
 
-def _share(param: RecordedParam) -> float:
+def _by_param(params: Sequence[RecordedParam], flags: _Flags) -> _Values:
+    """How many sampled elements of each param have the flag."""
+    sampled = np.array([param.sampled for param in params])
+    return np.add.reduceat(flags, np.cumsum(sampled) - sampled, dtype=np.float64)
+
+
+def _bits_apart(one: RecordedRun, other: RecordedRun, number: int) -> list[float]:
+    """How far the bits of matrices of 16 bits are apart; 1 is as much as rounding does."""
+    apart = [0.0] * len(one.params)
+    bits, others = one.bits(number), other.bits(number)
+    for place, param in enumerate(one.params):
+        if _share(param, of_mains=False) == _SHARE_16_BITS:
+            allowed = _ANY_NUMBERS + _SHARE_16_BITS * param.numel
+            apart[place] = abs(bits[place] - others[place]) / allowed
+    return apart
+
+
+def _share(param: RecordedParam, *, of_mains: bool) -> float:
     """The share of a param's elements that may differ."""
     if not param.is_matrix:
         return _SHARE_VECTOR
-    return _SHARE_16_BITS if param.epsilon > _FP32_EPSILON else _SHARE_FP32
+    has_16_bits = param.epsilon > _FP32_EPSILON and not of_mains
+    return _SHARE_16_BITS if has_16_bits else _SHARE_FP32
 
 
 def _relative(one: float, other: float) -> float:

@@ -3,7 +3,8 @@ compare`.
 
 Each rank writes into a file of its own and communicates nothing, so that the run stays what it is.
 Weights are read before an update, when the forward pass has used them and no gather is under way:
-what it does is seen a step later.
+what it does is seen a step later. Main params are read with them: each rank writes what it has of
+the same elements, which two optimizers may share out otherwise.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,12 +31,14 @@ from torch.nn import Module, Parameter
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import HostError, UnknownHostError
-from megatron_distopt.hosts.base import named_params
+from megatron_distopt.hosts.base import names_by_param
 from megatron_distopt.hosts.fixes import Fix, Undo, apply_fixes, needed_fixes
 from megatron_distopt.hosts.fork_source import importable_host
 from megatron_distopt.hosts.megatron_2023.forks import STEP_POINT
 from megatron_distopt.hosts.megatron_core.facts import SCRIPT_STEP_POINT
 from megatron_distopt.hosts.patch_points import REMEDY
+from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 # the folder in which ranks write, and how many steps; no options, `compare` alone sets them
 RECORD_VARIABLE = "_MEGATRON_DISTOPT_RECORD"
@@ -52,6 +56,8 @@ class RecordedParam:
     sampled: int  # elements whose values are written
     is_matrix: bool
     epsilon: float  # of its dtype: the distance from 1 to the next number
+    # the same of the dtype in which its gradient is added up, which optimizers may choose
+    grad_epsilon: float = field(compare=False)
 
 
 class RecordedRun:
@@ -60,7 +66,7 @@ class RecordedRun:
     A rank measures in each step: `started` (s), `loss` and `norm` (nan where there is none),
     `loss_scale`, `skipped`, `memory` (peak in bytes, of the process where the device is the CPU),
     `bits` (by param, the sum of the bits of all elements as integers), `sample` (values of some
-    elements, fp32 in base64).
+    elements, fp32 in base64), `mains` (the same of main params, nan where this rank has none).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +89,15 @@ class RecordedRun:
         return [bits for each in self.steps[number] for bits in each["bits"]]
 
     def weights(self, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        samples = b"".join(base64.b64decode(each["sample"]) for each in self.steps[number])
+        """Model params, before the update of that step."""
+        return self._sample("sample", number)
+
+    def mains(self, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Main params of the same elements; nan where a rank has none."""
+        return self._sample("mains", number)
+
+    def _sample(self, what: str, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        samples = b"".join(base64.b64decode(each[what]) for each in self.steps[number])
         return np.frombuffer(samples, np.float32).astype(np.float64)
 
 
@@ -146,19 +160,18 @@ class _StepRecorder:
         if not self._params:
             self._begin(chunks)
         started, update = time.perf_counter(), optimizer.step
-        kept, seen = {"step": update} if "step" in vars(optimizer) else {}, list[Any]()
+        kept = {"step": update} if "step" in vars(optimizer) else {}
+        seen = dict[str, Any]()
 
         def step(*args: Any, **kwargs: Any) -> Any:
             # The device reads them in passing, and the CPU waits for it after the step.
-            params = self._params.values()
-            integers = (
-                param.detach().view(getattr(torch, f"int{8 * param.element_size()}"))
-                for param in params
-            )
-            bits = torch.stack([each.sum(dtype=torch.int64) for each in integers])
-            seen[:] = bits, torch.cat([*map(self._sample_of, params)])
-            seen.append(update(*args, **kwargs))
-            return seen[-1]
+            params = [*self._params.values()]
+            bits = torch.stack([_bits_of(param) for param in params])
+            sample = torch.cat([self._sample_of(param).float() for param in params])
+            mains = torch.cat(self._sample_of_mains(optimizer))
+            seen.update(bits=bits, sample=sample, mains=mains)
+            seen["result"] = update(*args, **kwargs)
+            return seen["result"]
 
         optimizer.step = step
         try:
@@ -168,25 +181,18 @@ class _StepRecorder:
             vars(optimizer).update(kept)
         if not seen:  # some scripts end in the middle of a step
             return result
-        bits, sample, (updated, norm, *_) = seen
-        # Some Megatrons log a sum and a number of tokens, and stages before the last nothing.
-        loss, *counts = torch.as_tensor([*result[0].values(), math.nan][0]).flatten().tolist()
-        device, memory = sample.device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        if device.type != CPU:
-            memory = getattr(torch, device.type).max_memory_allocated(device)
-        text, scale = (
-            base64.b64encode(sample.cpu().numpy().tobytes()).decode(),
-            float(optimizer.get_loss_scale()),
-        )
-        norm, loss = math.nan if norm is None else float(norm), loss / counts[0] if counts else loss
+        updated, norm, *_ = seen["result"]
         measured = {
             "started": started,
-            "loss": loss,
-            "norm": norm,
-            "loss_scale": scale,
+            "loss": _loss_of(result[0]),
+            "norm": math.nan if norm is None else float(norm),
+            "loss_scale": float(optimizer.get_loss_scale()),
             "skipped": not updated,
+            "memory": _peak_nbytes(seen["sample"].device),
+            "bits": seen["bits"].tolist(),
+            "sample": _as_text(seen["sample"]),
+            "mains": _as_text(seen["mains"]),
         }
-        measured |= {"memory": memory, "bits": bits.tolist(), "sample": text}
         self._file.write(json.dumps(measured) + "\n")
         self._num_left -= 1
         if not self._num_left:
@@ -198,18 +204,101 @@ class _StepRecorder:
         # the launcher may have started this rank on another node
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = (self._folder / f"{Group.of().rank:06}.jsonl").open("a", 1, encoding="utf-8")
-        self._params = named_params(chunks)
-        sizes = (
-            (p.numel(), len(self._sample_of(p)), p.ndim > 1, torch.finfo(p.dtype).eps)
-            for p in self._params.values()
-        )
-        head = [
-            asdict(RecordedParam(name, *size))
-            for name, size in zip(self._params, sizes, strict=True)
-        ]
+        self._names = names_by_param(chunks)
+        self._params = {name: param for param, name in self._names.items()}
+        head = [asdict(self._recorded(name)) for name in self._params]
         self._file.write(json.dumps(head) + "\n")
 
+    def _recorded(self, name: str) -> RecordedParam:
+        param = self._params[name]
+        grad = getattr(param, "main_grad", None)
+        return RecordedParam(
+            name=name,
+            numel=param.numel(),
+            sampled=len(self._sample_of(param)),
+            is_matrix=param.ndim > 1,
+            epsilon=torch.finfo(param.dtype).eps,
+            grad_epsilon=torch.finfo(param.dtype if grad is None else grad.dtype).eps,
+        )
+
     def _sample_of(self, param: Tensor) -> Tensor:
+        return param.detach().flatten()[:: self._stride(param.numel())]
+
+    def _stride(self, numel: int) -> int:
         at_most = max(_OF_ONE, _SAMPLED // len(self._params))
-        # odd: not one column of a matrix
-        return param.detach().flatten()[:: param.numel() // at_most | 1].float()
+        return numel // at_most | 1  # odd: not one column of a matrix
+
+    def _sample_of_mains(self, optimizer: Any) -> list[Tensor]:
+        """By param, the main params of its sampled elements; nan where this rank has none."""
+        samples = {
+            name: torch.full_like(self._sample_of(param), math.nan, dtype=torch.float32)
+            for name, param in self._params.items()
+        }
+        for name, start, main in _main_params(optimizer, self._names):
+            stride = self._stride(self._params[name].numel())
+            first = -(-start // stride)
+            part = main.detach().flatten()[first * stride - start :: stride]
+            samples[name][first : first + len(part)] = part
+        return [*samples.values()]
+
+
+def _main_params(
+    optimizer: Any, names: Mapping[Parameter, str]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """The main params that this rank has of 16-bit params: of which param, from which of its
+    elements on, and their values."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        sharded = getattr(each, "sharded", None)
+        if isinstance(sharded, ShardedOptimizer):
+            yield from _our_main_params(sharded)
+        else:
+            yield from _hosts_main_params(each, names)
+
+
+def _our_main_params(sharded: ShardedOptimizer) -> Iterator[tuple[str, int, Tensor]]:
+    for flat in sharded.flat_params:
+        if not flat.owns_memory:
+            continue
+        main = as_plain(flat.main)
+        for shard in flat.plan.shards:
+            yield shard.name, shard.in_param.start, flat.cut(main, shard)
+
+
+def _hosts_main_params(
+    optimizer: Any, names: Mapping[Parameter, str]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Of a Megatron's optimizer, by the names that all of them have."""
+    held = vars(optimizer)
+    if "shard_fp32_from_float16_groups" in held:
+        params, mains = held["model_float16_groups"], held["shard_fp32_from_float16_groups"]
+        find = getattr(optimizer, "get_model_param_range_map", None)
+        find = find or optimizer._get_model_param_range_map
+    else:
+        params = held.get("float16_groups", ())
+        mains = held.get("fp32_from_float16_groups", ())
+        find = None
+    for param, main in zip(chain(*params), chain(*mains), strict=True):
+        if main is not None:  # some are kept by the optimizer inside
+            yield names[param], find(param)["param"].start if find else 0, main
+
+
+def _bits_of(param: Tensor) -> Tensor:
+    """The sum of the bits of all elements, each read as an integer."""
+    integers = param.detach().view(getattr(torch, f"int{8 * param.element_size()}"))
+    return integers.sum(dtype=torch.int64)
+
+
+def _loss_of(losses: Mapping[str, Any]) -> float:
+    """The first loss that a step has logged; some Megatrons log a sum and a number of tokens."""
+    loss, *counts = torch.as_tensor([*losses.values(), math.nan][0]).flatten().tolist()
+    return float(loss / counts[0] if counts else loss)
+
+
+def _peak_nbytes(device: torch.device) -> int:
+    if device.type == CPU:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return int(getattr(torch, device.type).max_memory_allocated(device))
+
+
+def _as_text(sample: Tensor) -> str:
+    return base64.b64encode(sample.cpu().numpy().tobytes()).decode()

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -453,6 +454,23 @@ def test_small_fork_when_something_is_broken_then_the_verdict_finds_it(
     found, sentence = judge(own, ours, *hosts_others)
     assert (found, what in sentence) == (outcome, True), sentence
     assert len(own.steps) == 4 and len(own.steps[0]) == 2
+
+
+def test_small_fork_when_its_params_have_16_bits_then_main_params_are_recorded(
+    trainings: Path,
+) -> None:
+    own, ours, undistributed = (
+        RecordedRun(trainings / f"bf16-{name}") for name in ("own", "ours", "undistributed")
+    )
+    for run, share in ((own, 0.5), (ours, 0.5), (undistributed, 1.0)):
+        mains, later, weights = run.mains(0), run.mains(3), run.weights(0)
+        is_here = ~np.isnan(mains)
+        assert abs(is_here.mean() - share) < 0.05
+        assert np.array_equal(mains[is_here], weights[is_here])
+        assert np.array_equal(np.isnan(later), ~is_here)
+        moved = later[is_here] != torch.from_numpy(later[is_here]).bfloat16().double().numpy()
+        assert moved.mean() > 0.5
+    assert np.isnan(RecordedRun(trainings / "fp32-ours").mains(0)).all()
 
 
 def test_recorder_when_a_step_ends_early_or_the_optimizer_has_its_own_step_then_leaves_both(

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class Training:
     flips: int = 0  # signs of so many elements of the gradient
     rounds_mains: bool = False
     forgets_moment: bool = False
+    rounds_moment: bool = False
     stale_at: int = 0  # step whose new params do not arrive at the other half of the weights
     not_updated: bool = False  # the half of the weights that another rank owns
     late_lr: bool = False  # a step uses the learning rate of the one before
@@ -72,7 +74,14 @@ class Training:
             name: (torch.zeros_like(each), torch.zeros_like(each)) for name, each in mains.items()
         }
         sizes = [
-            RecordedParam(name, each.numel(), each.numel(), each.ndim > 1, _epsilon(each))
+            RecordedParam(
+                name,
+                numel=each.numel(),
+                sampled=each.numel(),
+                is_matrix=each.ndim > 1,
+                epsilon=_epsilon(each),
+                grad_epsilon=_epsilon(mains[name]),
+            )
             for name, each in models.items()
         ]
         lines: list[Any] = [[asdict(size) for size in sizes]]
@@ -81,7 +90,7 @@ class Training:
             loss, grads = self._gradients(models, inputs, step)
             norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
             norm *= self.norm * (1 + self.order)
-            lines.append(self._line(step, loss, norm, models))
+            lines.append(self._line(step, loss, norm, models, mains))
             if not self.skips:
                 self._update(step, mains, models, moments, grads, norm)
         folder.mkdir(parents=True)
@@ -131,6 +140,8 @@ class Training:
             if self.forgets_moment:
                 first.zero_()
             first.lerp_(grad, 1 - beta1)
+            if self.rounds_moment:
+                first.copy_(first.bfloat16())
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             corrections = (1 - beta1**step, 1 - beta2**step) if self.corrects_bias else (1.0, 1.0)
             main.mul_(1 - lr * decay)
@@ -148,10 +159,19 @@ class Training:
                 models[name].view(-1)[others] = before.to(self.dtype).view(-1)[others]
 
     def _line(
-        self, step: int, loss: float, norm: float, models: Mapping[str, Tensor]
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        models: Mapping[str, Tensor],
+        mains: Mapping[str, Tensor],
     ) -> dict[str, Any]:
-        integer = torch.int16 if self.dtype is torch.bfloat16 else torch.int32
+        is_fp32 = self.dtype is torch.float32
+        integer = torch.int32 if is_fp32 else torch.int16
         values = torch.cat([model.flatten().float() for model in models.values()])
+        main_values = torch.cat([main.flatten() for main in mains.values()])
+        if is_fp32:
+            main_values.fill_(math.nan)
         return {
             "started": float(step),
             "loss": loss,
@@ -161,6 +181,7 @@ class Training:
             "memory": 1 << 30,
             "bits": [int(each.view(integer).sum(dtype=torch.int64)) for each in models.values()],
             "sample": base64.b64encode(values.numpy().tobytes()).decode(),
+            "mains": base64.b64encode(main_values.numpy().tobytes()).decode(),
         }
 
 
@@ -196,6 +217,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "a gather that came too late once": ({"stale_at": 2}, ""),
     "main params that are rounded": ({"rounds_mains": True}, ""),
     "moments that are forgotten": ({"forgets_moment": True}, "moments"),
+    "a moment that is rounded": ({"rounds_moment": True}, ""),
     "another loss": ({"loss": 1.001}, "forward pass"),
     "another loss scale": ({"scale": 2.0}, "overflow"),
 }
@@ -274,6 +296,43 @@ def test_verdict_when_a_yardstick_is_wide_then_bounds_with_a_reason_still_hold(
     own, wide = hosts.run(), hosts.run(order=1.4e-5)
     assert judge(own, hosts.run(norm=1 + 5e-5), wide)[0] is Outcome.DIFFERENT
     assert judge(own, hosts.run(lr=3.003e-3), wide)[0] is Outcome.DIFFERENT
+
+
+def test_verdict_when_only_main_params_differ_then_finds_what_16_bits_round_off(
+    hosts: Hosts,
+) -> None:
+    own, ours = (
+        hosts.run(dtype=torch.bfloat16),
+        Training(dtype=torch.bfloat16).run(hosts._folder / "mains"),
+    )
+    yardsticks = hosts.yardsticks(dtype=torch.bfloat16)
+    mains, start = ours.mains(1), ours.mains(0)
+    ours.steps[1][0]["mains"] = _as_text(mains + 1e-3 * (mains - start))
+    outcome, sentence = judge(own, ours, *yardsticks)
+    assert outcome is Outcome.DIFFERENT
+    assert "update of main params apart" in sentence and "at iteration 2" in sentence
+    missing = _as_text(np.full_like(mains, math.nan))
+    for step in ours.steps:
+        step[0]["mains"] = missing  # another rank has them
+    assert judge(own, ours, *yardsticks)[1].startswith("Equal to the bit")
+
+
+def _as_text(values: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(values.astype(np.float32).tobytes()).decode()
+
+
+def test_verdict_when_main_params_begin_otherwise_then_the_checkpoint_is_named(
+    hosts: Hosts,
+) -> None:
+    own = hosts.run(dtype=torch.bfloat16)
+    ours = Training(dtype=torch.bfloat16).run(hosts._folder / "begin")
+    for step, number in zip(ours.steps, range(len(ours.steps)), strict=True):
+        mains = ours.mains(number)
+        mains[0] += 1e-5
+        step[0]["mains"] = _as_text(mains)
+    outcome, sentence = judge(own, ours, *hosts.yardsticks(dtype=torch.bfloat16))
+    assert outcome is Outcome.DIFFERENT
+    assert "main params apart" in sentence and "seed and checkpoint of the start" in sentence
 
 
 def test_verdict_when_runs_begin_with_other_weights_then_only_the_host_tells_whose_they_are(
