@@ -422,6 +422,13 @@ def _collect(rank: int, size: int, folder: Path) -> None:
                 is_ours = name == "ours" or name in replaced
                 fork.train(*words, *more, *["--bf16"] * (precision == "bf16"), ours=is_ours)
             undo()
+    saved, longer = str(folder / "saved"), [*words, distributed, "--train-iters", "20"]
+    fork.train(*longer, "--save", saved, "--exit-interval", "3")
+    for name, loads in (("whole", []), ("loaded", ["--load", saved])):
+        undo = record_training(folder / name, 5)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            fork.train(*longer, *loads)
+        undo()
 
 
 @pytest.fixture(scope="module")
@@ -471,6 +478,15 @@ def test_small_fork_when_its_params_have_16_bits_then_main_params_are_recorded(
         moved = later[is_here] != torch.from_numpy(later[is_here]).bfloat16().double().numpy()
         assert moved.mean() > 0.5
     assert np.isnan(RecordedRun(trainings / "fp32-ours").mains(0)).all()
+
+
+def test_recorder_when_a_training_loads_then_its_iterations_count_from_there(
+    trainings: Path,
+) -> None:
+    whole, loaded = RecordedRun(trainings / "whole"), RecordedRun(trainings / "loaded")
+    assert (len(whole.steps), len(loaded.steps)) == (5, 5)
+    for number in (0, 1):
+        assert loaded.bits(number) == whole.bits(3 + number)
 
 
 def test_recorder_when_a_step_ends_early_or_the_optimizer_has_its_own_step_then_leaves_both(
