@@ -18,7 +18,12 @@ from rich.console import Console
 
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import ConfigError, HostError, refusal
-from megatron_distopt.hosts.recording import ITERATIONS_VARIABLE, RECORD_VARIABLE, RecordedRun
+from megatron_distopt.hosts.recording import (
+    ITERATIONS_VARIABLE,
+    NUDGE_VARIABLE,
+    RECORD_VARIABLE,
+    RecordedRun,
+)
 
 _PACKAGE, _MODULE_FLAGS = __name__.partition(".")[0], ("-m", "--module")
 _LAUNCHER, _LAUNCHING = (
@@ -51,9 +56,6 @@ _KILLED = re.compile(r"(?:exit ?code *|return code )[:=] *-(\d+)")
 _REFUSED = re.compile(r"^(?:\[.*?\]:?\s*)*(.*: error: .*|megatron_distopt: .*)", re.MULTILINE)
 #: Below this a folder counts as full: less than what one iteration writes.
 _FULL_NBYTES = 1 << 20
-#: By how much of itself a learning rate differs where only the effect of rounding is wanted: by 16
-#: units in the last place of fp32, a few more than a norm of other order has.
-_NUDGE = 2.0**-19
 
 
 def with_runner(words: Sequence[str]) -> list[str]:
@@ -105,12 +107,6 @@ def plus(words: Sequence[str], *flags: str) -> list[str]:
     ]
 
 
-def nudged(words: Sequence[str]) -> list[str]:
-    """Returns the line with another learning rate, by as much as rounding; the same without one."""
-    given = re.findall(r" --lr[ =](\S+)", " ".join(words))
-    return plus(words, "--lr", repr(float(given[-1]) * (1 + _NUDGE))) if given else list(words)
-
-
 def end_by_signals() -> None:
     """Lets TERM and HUP end the command as Ctrl-C does, so that it leaves nothing behind."""
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -119,10 +115,19 @@ def end_by_signals() -> None:
 
 
 def train(
-    scratch: Path, iterations: int, name: str, words: Sequence[str], switch: Switch
+    scratch: Path,
+    iterations: int,
+    name: str,
+    words: Sequence[str],
+    switch: Switch,
+    nudge: float = 0.0,
 ) -> RecordedRun:
     """Runs one training to its end, and shows how far it is; HostError where it ends before its
-    time."""
+    time.
+
+    Args:
+        nudge: by which part of itself the learning rate is larger.
+    """
     folder, console = Path(tempfile.mkdtemp(dir=scratch)), Console(stderr=True, highlight=False)
     environment = {
         name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)
@@ -131,6 +136,7 @@ def train(
         "MEGATRON_DISTOPT": switch.value,
         RECORD_VARIABLE: str(folder),
         ITERATIONS_VARIABLE: str(iterations),
+        NUDGE_VARIABLE: str(nudge),
         "TMPDIR": str(scratch),
     }
     log, text, status, run = folder / "log", "", None, RecordedRun(folder)

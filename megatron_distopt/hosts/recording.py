@@ -17,6 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -40,9 +41,11 @@ from megatron_distopt.hosts.patch_points import REMEDY
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
-# the folder in which ranks write, and how many steps; no options, `compare` alone sets them
+# The folder in which ranks write, how many steps, and by which part of itself the learning rate is
+# larger, 0 for not at all. They are no options: `compare` alone sets them.
 RECORD_VARIABLE = "_MEGATRON_DISTOPT_RECORD"
 ITERATIONS_VARIABLE = "_MEGATRON_DISTOPT_ITERATIONS"
+NUDGE_VARIABLE = "_MEGATRON_DISTOPT_NUDGE"
 # elements whose values a rank writes in each step, and of one param at least
 _SAMPLED, _OF_ONE = 8192, 32
 
@@ -101,19 +104,20 @@ class RecordedRun:
         return np.frombuffer(samples, np.float32).astype(np.float64)
 
 
-def record_training(folder: str | Path, iterations: float = math.inf) -> Undo:
+def record_training(folder: str | Path, iterations: float = math.inf, nudge: float = 0.0) -> Undo:
     """Wraps the `train_step` of the Megatron that can be imported, when it is.
 
     Args:
         folder: of the files.
         iterations: steps after which all ranks leave with status 0, wherever the training began.
+        nudge: by which part of itself the learning rate is larger in each update.
 
     Raises:
         UnknownHostError: there is no Megatron.
     """
     why, after = (
         ("each step is recorded", "megatron-distopt compare reads it"),
-        functools.partial(_wrap, Path(folder), iterations),
+        functools.partial(_wrap, Path(folder), iterations, nudge),
     )
     points = SCRIPT_STEP_POINT, STEP_POINT
     fixes = [Fix(point.module, rf"^def {point.attribute}\b", *why, after=after) for point in points]
@@ -125,9 +129,9 @@ def record_training(folder: str | Path, iterations: float = math.inf) -> Undo:
     return apply_fixes(needed)
 
 
-def _wrap(folder: Path, iterations: float, module: ModuleType) -> Undo:
+def _wrap(folder: Path, iterations: float, nudge: float, module: ModuleType) -> Undo:
     original = vars(module)["train_step"]
-    recorder = _StepRecorder(folder, iterations, original)
+    recorder = _StepRecorder(folder, iterations, nudge, original)
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -140,9 +144,12 @@ def _wrap(folder: Path, iterations: float, module: ModuleType) -> Undo:
 class _StepRecorder:
     """Writes the file of this rank."""
 
-    def __init__(self, folder: Path, iterations: float, train_step: Callable[..., Any]) -> None:
-        self._folder, self._train_step, self._params = folder, train_step, dict[str, Parameter]()
-        self._num_left = iterations
+    def __init__(
+        self, folder: Path, iterations: float, nudge: float, train_step: Callable[..., Any]
+    ) -> None:
+        self._folder, self._train_step = folder, train_step
+        self._num_left, self._nudge = iterations, nudge
+        self._params = dict[str, Parameter]()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step of the script, and writes what it computed."""
@@ -170,7 +177,8 @@ class _StepRecorder:
             sample = torch.cat([self._sample_of(param).float() for param in params])
             mains = torch.cat(self._sample_of_mains(optimizer))
             seen.update(bits=bits, sample=sample, mains=mains)
-            seen["result"] = update(*args, **kwargs)
+            with _nudged(optimizer, self._nudge):
+                seen["result"] = update(*args, **kwargs)
             return seen["result"]
 
         optimizer.step = step
@@ -240,6 +248,18 @@ class _StepRecorder:
             part = main.detach().flatten()[first * stride - start :: stride]
             samples[name][first : first + len(part)] = part
         return [*samples.values()]
+
+
+@contextmanager
+def _nudged(optimizer: Any, nudge: float) -> Iterator[None]:
+    """Meanwhile the learning rates of all groups are larger by that part of themselves."""
+    groups = optimizer.param_groups if nudge else []
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * (1 + nudge)
+    yield
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _main_params(

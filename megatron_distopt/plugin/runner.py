@@ -22,7 +22,12 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
 from megatron_distopt.errors import ConfigError, DistOptError
-from megatron_distopt.hosts.recording import ITERATIONS_VARIABLE, RECORD_VARIABLE, record_training
+from megatron_distopt.hosts.recording import (
+    ITERATIONS_VARIABLE,
+    NUDGE_VARIABLE,
+    RECORD_VARIABLE,
+    record_training,
+)
 from megatron_distopt.plugin.install import fix_host, install
 
 _USAGE = "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]"
@@ -63,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if RECORD_VARIABLE in os.environ:
             fix_host()  # the host with its own optimizer starts as it does with ours
             iterations = int(os.environ[ITERATIONS_VARIABLE])
-            record_training(os.environ[RECORD_VARIABLE], iterations)
+            nudge = float(os.environ[NUDGE_VARIABLE])
+            record_training(os.environ[RECORD_VARIABLE], iterations, nudge)
         install()
     except DistOptError as error:
         sys.stderr.write(f"megatron_distopt: {error}\n")

@@ -26,7 +26,6 @@ from megatron_distopt.cli.compare_launch import (
     DISTRIBUTED,
     LOADING,
     WRITING,
-    nudged,
     plus,
     train,
     with_runner,
@@ -100,8 +99,6 @@ def test_flags_when_left_out_or_added_then_with_their_values_and_the_lines_spell
         == words
     )
     assert plus([*words, "--a-b", "--a_b"], "--exit-interval", "3")[-2:] == ["--exit-interval", "3"]
-    assert nudged([*words, "--lr=2e-3"])[-2:] == ["--lr", repr(2e-3 * (1 + 2.0**-19))]
-    assert nudged([*words[:3], "megatron_distopt"]) == [*words[:3], "megatron_distopt"]
     assert plus([*words, "--train_iters", "5"], "--exit-interval", "-3")[-2:] == [
         "--exit_interval",
         "-3",
@@ -120,7 +117,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starts]
     starts: Starts = []
 
     def fake(
-        scratch: Path, iterations: int, name: str, words: Sequence[str], switch: Switch
+        scratch: Path,
+        iterations: int,
+        name: str,
+        words: Sequence[str],
+        switch: Switch,
+        nudge: float = 0.0,
     ) -> RecordedRun:
         starts.append((name, " ".join(words), switch))
         is_distributed, is_ours = "--use-distributed-optimizer" in words, switch is Switch.REQUIRE
@@ -130,7 +132,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starts]
             or ("--fails-again" in words and len(starts) > 1)
         ):
             raise HostError(f"NameError: {name}. Try alone: {name}")
-        lr = float(words[len(words) - 1 - words[::-1].index("--lr") + 1])
+        lr = 3e-3 * (1 + nudge)
         if ("--wrong" in words and is_ours) or ("--other" in words and not is_distributed):
             lr *= 1.01
         training = Training(lr=lr, iterations=iterations)
@@ -406,18 +408,19 @@ def _collect(rank: int, size: int, folder: Path) -> None:
         "mains": ("update_mains", with_rounded_mains),
     }
     words = ["--train-iters", "4", "--weight-decay", "0.1", "--hidden-size", "32"]
-    distributed, nudged = "--use-distributed-optimizer", ["--lr", repr(0.01 * (1 + 2.0**-19))]
+    distributed = "--use-distributed-optimizer"
     for precision in ("fp32", "bf16"):
         of_run = {
             "own": [distributed],
             "undistributed": [],
-            "nudged": [distributed, *nudged],
+            "nudged": [distributed],
             **{name: [distributed] for name in ("ours", *replaced)},
         }
         for name, more in of_run.items():
             if (precision, name) in (("bf16", "norm"), ("fp32", "mains")):
                 continue
-            undo = record_training(folder / f"{precision}-{name}")
+            nudge = 2.0**-19 if name == "nudged" else 0.0
+            undo = record_training(folder / f"{precision}-{name}", nudge=nudge)
             with mock.patch.object(step_module, *replaced.get(name, ("update_mains", update))):
                 is_ours = name == "ours" or name in replaced
                 fork.train(*words, *more, *["--bf16"] * (precision == "bf16"), ours=is_ours)
@@ -505,7 +508,7 @@ def test_recorder_when_a_step_ends_early_or_the_optimizer_has_its_own_step_then_
     module = ModuleType("training")
     vars(module).update(train_step=train_step)
     everyone = SimpleNamespace(of=lambda: SimpleNamespace(rank=0))
-    recording._wrap(tmp_path, 2, module)
+    recording._wrap(tmp_path, 2, 0.0, module)
     with mock.patch.object(recording, "Group", everyone):
         for ends in (True, False):
             module.train_step([model], optimizer, ends)
@@ -527,7 +530,7 @@ def test_recorder_when_its_steps_are_done_or_it_finds_no_model_then_the_training
 
     module = ModuleType("training")
     vars(module).update(train_step=train_step)
-    recording._wrap(tmp_path, 2, module)
+    recording._wrap(tmp_path, 2, 0.0, module)
     with mock.patch.object(recording, "Group", mock.Mock()) as group:
         group.of.return_value = SimpleNamespace(rank=0, size=1)
         module.train_step([model], other=optimizer)
