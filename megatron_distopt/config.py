@@ -154,12 +154,12 @@ class DistOptConfig:
         "or each param by itself",
         one_of("adam", "sgd", "muon", "module:Class", pattern=_MODULE_AND_CLASS),
     )
-    updates: str = option(
-        "auto",
-        "what an optimizer class of your own updates by itself; auto tries it out at start-up. "
-        "elements: each rank updates its shard; params: one rank updates a param, whole. The trial "
-        "has to agree with what you say",
-        one_of("auto", "elements", "params"),
+    updates: str | None = option(
+        None,
+        "what an optimizer class of your own updates by itself; none for a class of torch's, of "
+        "which it is known. elements: each element by its own gradient and state, so that each "
+        "rank updates its shard; params: each param as a whole, so that one rank updates it",
+        one_of("elements", "params"),
     )
     accelerator: str = option(
         "auto",

@@ -42,8 +42,8 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     as_plain,
 )
 from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.optimizer.owners.declared import undisturbed
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
-from megatron_distopt.optimizer.owners.trial import undisturbed
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.

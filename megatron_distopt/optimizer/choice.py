@@ -28,14 +28,13 @@ from megatron_distopt.optimizer.adam import (
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice, option_text
 from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
-from megatron_distopt.optimizer.owners.given import accepted, build_alike, check_new
-from megatron_distopt.optimizer.owners.trial import (
+from megatron_distopt.optimizer.owners.declared import (
     Candidate,
     Updates,
-    check_updates,
-    find_updates,
-    written_keys,
+    declared_updates,
+    known_updates,
 )
+from megatron_distopt.optimizer.owners.given import accepted, build_alike, check_new
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeParams
 
 #: The call with which plain torch gets Muon.
@@ -55,10 +54,10 @@ def choose_inner(
     """Picks the inner optimizer.
 
     Raises:
-        ConfigError: what was asked for by name is not there, or updates neither elements nor params
-            by themselves.
+        ConfigError: what was asked for by name is not there, or what it updates by itself was not
+            said, or not rightly.
     """
-    if config.updates != "auto" and ":" not in config.optimizer:
+    if config.updates is not None and ":" not in config.optimizer:
         raise ConfigError(
             f"updates is {config.updates!r}, which says something of a class of your own, and the "
             f"optimizer is {config.optimizer!r}. Leave updates out."
@@ -94,7 +93,8 @@ def adopt_instance(
     params.
 
     Raises:
-        ConfigError: it was stepped or loaded before, or looks across params.
+        ConfigError: it was stepped or loaded before, or what it updates by itself was not said, or
+            not rightly.
     """
     check_new(instance)
     _check_not_distributed_itself(type(instance))
@@ -124,9 +124,9 @@ def _by_updates(
 ) -> InnerChoice:
     """Of flat params where the class updates each element by itself, or else of whole params."""
     dims = () if params is None else {len(shape) for shape in params.shapes.values()} or {1, 2}
-    updates = find_updates(candidate, dims, config.updates)
+    updates, written = declared_updates(candidate, dims, config.updates)
     if params is None or updates is Updates.ELEMENTS:
-        return InnerChoice(candidate.name, candidate.build, writes=written_keys(candidate))
+        return InnerChoice(candidate.name, candidate.build, writes=written)
     check_compatible(config, {Feature.WHOLE_PARAMS: candidate.name})
     build = partial(WholeParams, build=candidate.build, params=params)
     return InnerChoice(
@@ -158,7 +158,7 @@ def fused_instance(
     if not Precision.of(config).is_full:
         return _low_precision_instance(instance, config, device_type)
     known = _FUSED.get(type(instance))
-    check_updates(type(instance), config.updates)
+    known_updates(type(instance), config.updates)
     others = [option for option in IMPLEMENTATION if option != "fused"]
     has_chosen = any(group.get(option) for group in instance.param_groups for option in others)
     has_refused = any(

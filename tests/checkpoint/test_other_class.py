@@ -46,7 +46,8 @@ CLASS_OF = {name: name.partition(",")[0] for name in BUILDS} | dict.fromkeys(
 
 def _made(name: str, steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
     model = Params()
-    optimizer = distribute(model, BUILDS[name](model.groups()))
+    said = "elements" if name == "Lion" else None
+    optimizer = distribute(model, BUILDS[name](model.groups()), updates=said)
     for step in range(steps):
         _train(model, optimizer, step)
     return model, optimizer

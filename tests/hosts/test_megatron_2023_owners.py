@@ -25,7 +25,7 @@ from tests.support.fork_worlds import ForkInWorlds, distance
 from tests.support.mini_fork import TrainingRun, point_to
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import Adafactor, Soap, in_place_of_forks_adam, tried_once
+from tests.support.whole_classes import Adafactor, Soap, in_place_of_forks_adam
 from tests.support.whole_muon import Reference, in_the_fork
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -49,6 +49,7 @@ class Compared:
 TORCHS = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 OTHER = {"momentum": 0.9, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "original"}
 OURS = "--use-distributed-optimizer"
+PARAMS = f"{OURS} --distopt-updates params"
 ADAM = f"{OURS} --distopt-adam torch_foreach"
 MUON = f"{ADAM} --distopt-optimizer muon"
 NAMED = f"{OURS} --distopt-optimizer torch.optim:Adafactor"
@@ -89,7 +90,7 @@ def _whole(
     def whole(script: Any) -> contextlib.AbstractContextManager[Any]:
         return in_place_of_forks_adam(Soap, repaired=repaired)
 
-    return Compared(ranks, words, whole, f"{OURS} {own}", lambda: in_place_of_forks_adam(Soap))
+    return Compared(ranks, words, whole, f"{PARAMS} {own}", lambda: in_place_of_forks_adam(Soap))
 
 
 CASES: dict[tuple[str, str], Compared] = {
@@ -113,7 +114,7 @@ CASES: dict[tuple[str, str], Compared] = {
 #: how many ranks.
 ON: dict[str, tuple[str, Context, int]] = {
     "muon": (MUON, nullcontext, 3),
-    "whole": (OURS, lambda: in_place_of_forks_adam(Soap), 1),
+    "whole": (PARAMS, lambda: in_place_of_forks_adam(Soap), 1),
 }
 #: What other hosts refuse as well is in their suites of owners.
 REFUSED = {
@@ -124,7 +125,6 @@ REFUSED = {
 }
 
 
-@tried_once()
 def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
     """In a rank: every case with the reference and with ours; the cases of a world one after the
     other."""
@@ -148,7 +148,7 @@ def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
         found["distributed"] = _distributed(train)
         with in_place_of_forks_adam(Soap):
             plain = train("--train-iters 1", ours=False).optimizer.state_dict()
-            sharded = train(f"{OURS} --train-iters 1").optimizer
+            sharded = train(f"{PARAMS} --train-iters 1").optimizer
         found["plain"] = raised(lambda: sharded.load_state_dict(plain))[0]
         found["refused"] = {
             name: raised(lambda w=words: train(w))[0] for name, words in REFUSED.items()
@@ -198,7 +198,6 @@ def _distributed(train: Callable[..., TrainingRun]) -> tuple[float, float]:
     )
 
 
-@tried_once()
 def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     """In a rank: trainings that are interrupted, with a fork whose files are those of each rank."""
     fork, found = ForkInWorlds("per_rank", rank, folder, ranks=size), dict[str, Any]()

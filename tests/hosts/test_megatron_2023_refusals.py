@@ -128,7 +128,7 @@ class Attempts:
 
     def with_adam(self, base: type) -> Refused:
         with mock.patch.object(self.factory, "Adam", base):
-            return self.train()
+            return self.train("--distopt-updates params")
 
     @contextlib.contextmanager
     def fork_with(self, source: str) -> Iterator[None]:

@@ -130,7 +130,9 @@ class _Clipped(_Stateless):
         super().step(closure)
 
 
-def _with_adam(adam: type, optimizer: str, source: str = "auto") -> Facts:
+def _with_adam(
+    adam: type, optimizer: str, source: str = "auto", updates: str = "elements"
+) -> Facts:
     """Trains after a class has taken the place of the host's Adam in its modules."""
     import megatron.core.optimizer as host
     from megatron.core.optimizer import distrib_optimizer
@@ -144,6 +146,7 @@ def _with_adam(adam: type, optimizer: str, source: str = "auto") -> Facts:
         # its module.
         patch.setattr(host, "USING_PYTORCH_OPTIMIZER", False, raising=False)
         patch.setenv("MEGATRON_DISTOPT_ADAM", source)
+        patch.setenv("MEGATRON_DISTOPT_UPDATES", updates)
         if optimizer == "distopt":
             stack.enter_context(_installed())
         with contextlib.closing(gpt.Training(CASE.of(optimizer=optimizer))) as training:
@@ -393,7 +396,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "sums dropped": _sums_dropped,
     "groups in another order": _groups_in_another_order,
     "another Adam across params": _refused(
-        lambda: _with_adam(_Clipped, "distopt"), ConfigError, "_Clipped", "torch.optim.AdamW"
+        lambda: _with_adam(_Clipped, "distopt", updates="params"),
+        ConfigError,
+        "_Clipped",
+        "torch.optim.AdamW",
     ),
     "another Adam, and one by name": _refused(
         lambda: _with_adam(_Stateless, "distopt", source="torch_fused"),

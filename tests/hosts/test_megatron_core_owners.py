@@ -34,7 +34,7 @@ from tests.support.exact_core import (
     train_exactly,
 )
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import Adafactor, Soap, in_place_of_cores_adam, tried_once
+from tests.support.whole_classes import Adafactor, Soap, in_place_of_cores_adam
 from tests.support.whole_muon import SCALES, Reference, in_place_of_adam, layer_wise_buffers
 
 HAS_TORCHS_MUON = hasattr(torch.optim, "Muon")
@@ -54,6 +54,7 @@ class Both:
 TORCHS = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 ADAM = {"ADAM": "torch_foreach"}
 MUON, NAMED = {**ADAM, "OPTIMIZER": "muon"}, {"OPTIMIZER": "torch.optim:Adafactor"}
+PARAMS = {"UPDATES": "params"}
 QUINTIC = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -104,7 +105,7 @@ def _whole(case: Case, *, is_named: bool = False) -> Both:
     if is_named:
         return Both(case, lambda: in_place_of_cores_adam(Adafactor), NAMED)
     return Both(
-        case, lambda: in_place_of_cores_adam(Soap), {}, lambda: in_place_of_cores_adam(Soap)
+        case, lambda: in_place_of_cores_adam(Soap), PARAMS, lambda: in_place_of_cores_adam(Soap)
     )
 
 
@@ -156,7 +157,6 @@ SAVED = BF16.of(dp=2)
 AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=2)}
 
 
-@tried_once()
 def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
     """In a rank: every case with the reference and with ours, and how far their params are
     apart."""
@@ -172,7 +172,7 @@ def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
         found[key] = distance(ours.params, whole.params), ours.losses, whole.losses
     found["refused"] = {name: _said(start) for name, (_, start) in REFUSED.items()}
     found["resumed", "whole"] = _resumed(
-        f"{folder}/whole", {}, lambda: in_place_of_cores_adam(Soap)
+        f"{folder}/whole", PARAMS, lambda: in_place_of_cores_adam(Soap)
     )
     if HAS_TORCHS_MUON:
         found["resumed", "muon"] = _resumed(f"{folder}/muon", MUON, nullcontext)

@@ -108,7 +108,9 @@ class _Counting(torch.optim.AdamW):
 def _in_torch(rank: int, size: int, folder: Path) -> Found:
     found: Found = {}
     model = torch.nn.Linear(4, 3)
-    optimizer = megatron_distopt.distribute(model, _Counting(model.parameters()))
+    optimizer = megatron_distopt.distribute(
+        model, _Counting(model.parameters()), updates="elements"
+    )
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     # Groups of a Megatron have a wd_mult, by which its scheduler is known.

@@ -45,6 +45,8 @@ OWN: dict[str, Build] = {
     ),
     "own class": AdamW,
 }
+#: What a user says of the class.
+SAID = {"own class": "elements"}
 
 
 def _trained(param: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -69,7 +71,7 @@ def test_base_optimizer_of_2023_when_it_has_options_of_its_own_then_it_is_used_i
     name: str,
 ) -> None:
     base = OWN[name]([VALUES.clone().requires_grad_()])
-    inner, main = _chosen(base, DistOptConfig()), VALUES.clone()
+    inner, main = _chosen(base, DistOptConfig(updates=SAID.get(name))), VALUES.clone()
     groups = [{**group, "params": [main]} for group in inner.groups]
     assert torch.equal(_trained(main, inner.choice.build(groups)), _plain(OWN[name]))
 
@@ -89,7 +91,8 @@ def test_given_optimizer_when_it_has_options_of_its_own_then_the_update_is_its_o
     model = nn.Linear(12, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(VALUES)
-    optimizer = distribute(model, OWN[name](list(model.parameters())), accelerator="torch")
+    given = OWN[name](list(model.parameters()))
+    optimizer = distribute(model, given, accelerator="torch", updates=SAID.get(name))
     for grad in GRADS:
         model.weight.grad = grad.clone().view(1, 12)
         optimizer.step()

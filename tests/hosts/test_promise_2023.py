@@ -262,6 +262,8 @@ def _train(fork: MiniFork, program: Program, ours: bool) -> Outcome:
         words = (*words, *OURS_ALONE)
     if ours and program.base is torch.optim.AdamW:
         words = (*words, "--distopt-adam", "torch_foreach")
+    elif ours:
+        words = (*words, "--distopt-updates", "elements")
     try:
         replaced = mock.patch.object(fork.training, "train", loop)
         with _prepared(fork, program), replaced, contextlib.redirect_stdout(io.StringIO()):

@@ -346,7 +346,7 @@ class _Own(AdamW):
 
 
 class _Unknown(Optimizer):
-    """A class of which a trial says what it updates."""
+    """A class of which the user says what it updates."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -384,7 +384,9 @@ def _hooks(rank: int) -> dict[str, bool]:
     found = {}
     for name, build in OPTIMIZERS.items():
         model = Linear(WIDTH, WIDTH)
-        optimizer = distribute(model, build(model))
+        given = build(model)
+        said = {"updates": "elements"} if isinstance(given, (_Own, _Unknown)) else {}
+        optimizer = distribute(model, given, **said)
         model(_batch(0, rank)).sum().backward()
         optimizer.step()
         found[name] = seen == [("pre", optimizer), ("post", optimizer)]

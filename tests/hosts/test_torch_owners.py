@@ -39,7 +39,6 @@ from megatron_distopt.optimizer.owners.whole_params import WholeParams
 from megatron_distopt.optimizer.step import clip_divisor
 from tests.support.published import pytorch_optimizer
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import tried_once
 
 #: Steps of a training; when it is saved, and how many it has with those of the resumed one.
 STEPS, SAVED_AT, RESUMED_TO = 4, 2, 4
@@ -69,6 +68,11 @@ CLASSES: dict[str, Callable[[Params], Optimizer]] = {
     ),
     "AdamP": lambda params: pytorch_optimizer.AdamP(params, lr=0.125),
 }
+
+
+def said_of(name: str) -> dict[str, Any]:
+    """What a user says of a class of the table above that is not torch's."""
+    return {"updates": "params"} if name in CLASSES and name != "Adafactor" else {}
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,7 @@ class Run:
             given if len(given) > 1 else given[0],
             process_group=group,
             accelerator="torch",
+            **said_of(case.optimizer),
             **case.options,
         )
         self.scheduler = StepLR(given[0], step_size=1, gamma=0.5) if case.scheduled else None
@@ -366,7 +371,8 @@ def _others(folder: Path) -> dict[str, tuple[str, bool]]:
 
     def stepped(name: str) -> TorchDistributedOptimizer:
         model = Held(case)
-        optimizer = distribute(model, builds[name](model.parameters()), accelerator="torch")
+        given = builds[name](model.parameters())
+        optimizer = distribute(model, given, accelerator="torch", **said_of(name))
         model(case.grads(0, dist.get_rank())).backward()
         optimizer.step()
         return optimizer
@@ -477,13 +483,14 @@ def _muon(params: Any) -> Optimizer:
 
 def _class(name: str, **options: Any) -> Any:
     model = Held(Case(name))
-    return distribute(model, CLASSES[name](model.parameters()), accelerator="torch", **options)
+    given = CLASSES[name](model.parameters())
+    return distribute(model, given, accelerator="torch", **{**said_of(name), **options})
 
 
 def _object_kept_its_state() -> None:
     model = Held(Case("SOAP"))
     given = CLASSES["SOAP"](model.parameters())
-    optimizer = distribute(model, given, accelerator="torch")
+    optimizer = distribute(model, given, accelerator="torch", updates="params")
     assert optimizer.last_step is None, "the optimizer lives as long as its object is used"
     given.state[model.tall]
 
@@ -601,9 +608,14 @@ MUON_REFUSED: Refused = {
 }
 CLASS_REFUSED: Refused = {
     "class that looks beyond a param": (
+        lambda: _elementwise(Clipping, updates="params"),
+        ConfigError,
+        "as one that updates params by themselves",
+    ),
+    "class of which nothing is said": (
         lambda: _elementwise(Clipping),
         ConfigError,
-        "Clipping cannot be distributed",
+        'updates="elements" if',
     ),
     "said to update params": (
         lambda: _elementwise(AdamW, updates="params"),
@@ -670,7 +682,6 @@ class Ran:
     refused: dict[str, tuple[type[BaseException] | None, str]]
 
 
-@tried_once("Adafactor", "Lamb", "SOAP")
 def run_all(rank: int, size: int) -> Ran:
     groups = {each: dist.new_group(range(each)) for each in (1, 2, 3)}
     return Ran(train_all(rank, groups), resume_all(rank, groups), refuse_all())
@@ -774,8 +785,8 @@ def test_owners_when_something_is_not_served_then_an_error_on_all_ranks(
         assert words in text, text
 
 
-def test_updates_when_it_is_said_then_the_trial_has_to_agree(one_rank: None) -> None:
-    with pytest.raises(ConfigError, match="not elements"):
+def test_updates_when_it_is_said_then_the_check_has_to_agree(one_rank: None) -> None:
+    with pytest.raises(ConfigError, match="as one that updates elements"):
         _class("Lamb", updates="elements")
     model = _model()
     lion = distribute(

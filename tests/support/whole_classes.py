@@ -14,33 +14,6 @@ from tests.support.published import pytorch_optimizer
 
 
 @contextlib.contextmanager
-def tried_once(*known: str) -> Iterator[None]:
-    """In the block a class is tried when it is built for the first time: a trial takes longer than
-    the trainings here.
-
-    Trials themselves are tested in tests/optimizer/test_trial.py.
-
-    Args:
-        known: names of classes of whole params that are not tried at all.
-    """
-    from megatron_distopt.optimizer import choice
-    from megatron_distopt.optimizer.owners.trial import Updates
-
-    find, tried = choice.find_updates, dict[str, Any]()
-
-    def once(candidate: Any, *args: Any) -> Any:
-        if candidate.name in known:
-            return Updates.PARAMS
-        key = f"{candidate.name} {candidate.build.keywords}"
-        if key not in tried:
-            tried[key] = find(candidate, *args)
-        return tried[key]
-
-    with mock.patch.object(choice, "find_updates", once):
-        yield
-
-
-@contextlib.contextmanager
 def in_place_of_cores_adam(optimizer: type[torch.optim.Optimizer]) -> Iterator[None]:
     """In the block megatron-core builds another optimizer where it builds its Adam."""
     from megatron.core import optimizer as host

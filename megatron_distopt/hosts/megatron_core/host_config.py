@@ -4,7 +4,7 @@ collective."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -170,9 +170,10 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
         trained = {name: param for param, name in names.items() if param.requires_grad}
         # by whom each is sharded does not matter yet
         params = TrainedParams.of(trained, lambda name: Group.of())
-        choice = choose_inner(
-            config_for_adam(config) if merged.muon else config, device.type, params
-        )
+        asked = config_for_adam(config) if merged.muon else config
+        if ":" not in asked.optimizer:
+            asked = replace(asked, updates=None)  # of a class that may take the place of the host's
+        choice = choose_inner(asked, device.type, params)
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
         _check_ddp(chunk)

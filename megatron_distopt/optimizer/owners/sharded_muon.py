@@ -114,7 +114,7 @@ def adopt_muon(
             "with each of them. Only Muon takes an AdamW or Adam of torch's beside it, for params "
             f"that are no matrices: write {WITH_MUON}."
         )
-    if config.updates != "auto":
+    if config.updates is not None:
         raise ConfigError(
             f"updates is {config.updates!r}, and Muon updates matrices. Leave it out."
         )

@@ -8,7 +8,7 @@ gradient, each fp32, and sends the main param back.
 
 [Note: an optimizer a param] The optimizer of a param sees one step for every step of the run, as if
 the model had no other param. So also a class that counts in its param group counts right, and one
-that looks across params is found out by the trial in trial.py. Main param and gradient are there
+that looks across params is found out by the check in declared.py. Main param and gradient are there
 while it steps: the param has memory of its own no longer than that.
 
 [Note: state as JSON] A file needs no pickle. A state is written as tensors, named by their place in

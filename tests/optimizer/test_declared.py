@@ -1,4 +1,5 @@
-"""What the trial at start-up finds out of a class, and that nothing outside of it notices."""
+"""A class that is not torch's is declared: what is said of it is checked, and nothing outside
+notices that."""
 
 from __future__ import annotations
 
@@ -14,10 +15,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import CheckpointError, ConfigError
 from megatron_distopt.optimizer.choice import adopt_instance
+from megatron_distopt.optimizer.owners.declared import (
+    OF_TORCH,
+    Candidate,
+    Updates,
+    declared_updates,
+)
 from megatron_distopt.optimizer.owners.given import build_alike
-from megatron_distopt.optimizer.owners.trial import OF_TORCH, Candidate, Updates, find_updates
 from megatron_distopt.optimizer.owners.whole_params import OwnedParam
 from tests.support.published import pytorch_optimizer
 
@@ -190,25 +197,21 @@ class Still(_Own):
         return grad if state["count"] > 100 else torch.zeros_like(grad)
 
 
-def found(
-    make: Callable[[Params], Optimizer], asked: str = "auto", dims: Iterable[int] = (1, 2)
-) -> Updates:
-    """What is found out of a class, though its name be in torch's table."""
+def declared(
+    make: Callable[[Params], Optimizer], asked: str | None, dims: Iterable[int] = (1, 2)
+) -> tuple[Updates, frozenset[str]]:
+    """What is taken for declared of a class, though its name be in torch's table."""
 
     class Unknown(Optimizer):
         pass
 
-    return find_updates(Candidate(Unknown, make, "it"), tuple(dims), asked)
+    return declared_updates(Candidate(Unknown, make, "it"), tuple(dims), asked)
 
 
 po = pytorch_optimizer
 ELEMENTS: dict[str, Callable[[Params], Optimizer]] = {
-    **{name: getattr(torch.optim, name) for name in ("Adagrad", "NAdam", "Rprop")},
     "Adam, amsgrad, maximize": lambda params: torch.optim.Adam(params, amsgrad=True, maximize=True),
     "AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True),
-    "SGD, nesterov": lambda params: torch.optim.SGD(
-        params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
-    ),
     "a warm-up that begins at 0": lambda params: torch.optim.NAdam(params, lr=0.0),
     "Lion": Lion,
     "a rate in its group": WarmingUp,
@@ -216,77 +219,97 @@ ELEMENTS: dict[str, Callable[[Params], Optimizer]] = {
         count=lambda _: 0, rate=lambda _: 0.1, product=lambda _: torch.ones((), dtype=torch.float64)
     ),
     "ScheduleFreeAdamW": po.ScheduleFreeAdamW,
+    "nothing in the first steps": Still,
 }
-PARAMS: dict[str, Callable[[Params], Optimizer]] = {
-    "Adafactor": torch.optim.Adafactor,
-    "a norm while it warms up": lambda params: Lamb(params, lr=0.0),
-    "a trust ratio": Lamb,
-    "one number for a param": NovoGrad,
-    "means of rows": Centralized,
-    "rows that are nearly orthogonal to their gradients": lambda params: po.AdamP(params, lr=0.01),
-    "a norm that falls": po.AdaNorm,
-    "a norm that rises": po.StableAdamW,
-    "products that only later matter": po.SWATS,
-    "lists of matrices": lambda params: po.SOAP(params, precondition_frequency=2),
-    "one number in a tensor with a dimension": po.QHAdam,
-    "a text": keeping(mode=lambda _: "warm"),
-    "nothing under a key": keeping(none=lambda _: None),
-    "a number that is not finite": keeping(best=lambda _: float("inf")),
-    "counts of elements": keeping(counts=lambda param: torch.zeros_like(param, dtype=torch.int64)),
-    "values of elements in bf16": keeping(rounded=torch.Tensor.bfloat16),
-    "values of elements from a later step on": keeping(late=torch.zeros_like),
-    "a rate that groups without params have not": lambda params: WarmingUp(
-        params, only_params=True
+#: Params by themselves, and not elements; and what the error says that refuses them as elements.
+PARAMS: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
+    "Adafactor": (torch.optim.Adafactor, "'row_var'"),
+    "a norm while it warms up": (lambda params: Lamb(params, lr=0.0), "a part of them"),
+    "a trust ratio": (Lamb, "a part of them"),
+    "one number for a param": (NovoGrad, "nothing but numbers"),
+    "means of rows": (Centralized, "a part of them"),
+    "a norm that falls": (po.AdaNorm, "'exp_grad_norm'"),
+    "rows that are nearly orthogonal to their gradients": (po.AdamP, "a part of them"),
+    "a correction in bf16": (po.StableAdamW, "'kahan_comp'"),
+    "rates of layers": (po.LARS, "a part of them"),
+    "lists of matrices": (lambda params: po.SOAP(params, precondition_frequency=2), "'GG'"),
+    "one number in a tensor with a dimension": (po.QHAdam, "'beta1_weight'"),
+    "a text": (keeping(mode=lambda _: "warm"), "'mode'"),
+    "a number that is not finite": (keeping(best=lambda _: float("inf")), "'best'"),
+    "values of elements in bf16": (keeping(rounded=torch.Tensor.bfloat16), "'rounded'"),
+    "a rate that groups without params have not": (
+        lambda params: WarmingUp(params, only_params=True),
+        "a param group without params",
     ),
 }
-#: And what the error says of it.
+#: Of neither kind, and what the error says of it as params.
 REFUSED: dict[str, tuple[Callable[[Params], Optimizer], str]] = {
-    "an estimate over all params": (po.Prodigy, "changes its option 'd'"),
-    "the norm of all gradients": (Clipping, "others beside it"),
-    "noise": (Noisy, "differently"),
+    "an estimate over all params": (po.Prodigy, "changes its options.*'d'"),
+    "the norm of all gradients": (Clipping, "a part of them"),
+    "noise": (Noisy, "saved and loaded"),
     "a count in an attribute": (Counting, "saved and loaded"),
     "a closure": (torch.optim.LBFGS, "'closure'"),
     "sparse gradients": (torch.optim.SparseAdam, "dense gradients"),
     "objects in the state": (po.ScalableShampoo, "fits into no checkpoint"),
-    "state that is of no param": (po.MADGRAD, "'k' in its state"),
+    "state that is of no param": (po.MADGRAD, "'k'.* in its state"),
     "an argument without a default": (po.BSAM, "num_data"),
-    "a complex number": (keeping(phase=lambda _: 1j), "'phase'.*fits into no checkpoint"),
+    "a complex number": (keeping(phase=lambda _: 1j), "state.phase.*fits into no checkpoint"),
 }
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_trial_when_every_element_goes_by_itself_then_elements(name: str) -> None:
-    assert found(ELEMENTS[name]) is Updates.ELEMENTS
+def test_elements_when_every_element_goes_by_itself_then_accepted(name: str) -> None:
+    assert declared(ELEMENTS[name], "elements")[0] is Updates.ELEMENTS
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_trial_when_elements_depend_on_each_other_then_params(name: str) -> None:
-    assert found(PARAMS[name]) is Updates.PARAMS
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_trial_when_a_class_looks_beyond_a_param_or_cannot_be_saved_then_refused(name: str) -> None:
-    make, why = REFUSED[name]
+def test_elements_when_they_depend_on_each_other_or_cannot_be_cut_then_params_alone(
+    name: str,
+) -> None:
+    make, why = PARAMS[name]
     with pytest.raises(ConfigError, match=why) as error:
-        found(make)
-    assert "torch.optim.AdamW" in str(error.value)
+        declared(make, "elements")
+    assert 'updates="params"' in str(error.value)
+    rewrites_its_rate = why == "a param group without params"
+    if not rewrites_its_rate:
+        assert declared(make, "params")[0] is Updates.PARAMS
 
 
-def test_trial_when_nothing_changes_then_the_user_has_to_say_it() -> None:
-    with pytest.raises(ConfigError, match='updates="params"'):
-        found(Still)
-    assert found(Still, "elements") is Updates.ELEMENTS
-    assert found(Still, "params") is Updates.PARAMS
+@pytest.mark.parametrize("asked", ["elements", "params"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_class_when_it_looks_beyond_a_param_or_cannot_be_saved_then_refused(
+    name: str, asked: str
+) -> None:
+    make, why = REFUSED[name]
+    with pytest.raises(ConfigError, match=why if asked == "params" else "elements") as error:
+        declared(make, asked)
+    assert "by themselves" in str(error.value)
 
 
-def test_updates_when_the_trial_does_not_agree_or_only_elements_are_served_then_refused() -> None:
-    with pytest.raises(ConfigError, match="not elements"):
-        found(Lamb, "elements")
-    with pytest.raises(ConfigError, match="not elements"):
-        found(Lamb, dims=())
-    assert found(Lion, "params") is Updates.PARAMS
-    with pytest.raises(ConfigError, match="not params"):
-        found(Clipping, "params")
+def test_class_of_elements_when_declared_as_params_then_accepted() -> None:
+    for make in (Lion, Still):
+        assert declared(make, "params")[0] is Updates.PARAMS
+
+
+def test_class_when_nothing_is_said_of_it_then_the_error_says_how_to_tell() -> None:
+    with pytest.raises(ConfigError) as error:
+        declared(Lion, None)
+    for words in ('updates="elements"', 'updates="params"', "--distopt-updates", "LAMB"):
+        assert words in str(error.value)
+
+
+def test_class_of_params_when_only_elements_are_served_then_refused() -> None:
+    with pytest.raises(ConfigError, match="each element by itself"):
+        declared(Lamb, "params", dims=())
+
+
+def test_keys_when_a_class_writes_options_of_its_constructor_then_without_them() -> None:
+    class Unknown(WarmingUp):
+        def __init__(self, params: Params, lr: float = 0.01) -> None:
+            super().__init__(params, lr)
+
+    candidate = Candidate(Unknown, Unknown, "it")
+    assert declared_updates(candidate, (), "elements")[1] == {"count", "base"}
 
 
 def test_table_when_a_class_is_torchs_then_it_counts_and_the_user_may_not_say_otherwise() -> None:
@@ -295,10 +318,10 @@ def test_table_when_a_class_is_torchs_then_it_counts_and_the_user_may_not_say_ot
         if kind is None:
             continue  # this torch has no such class
         candidate = Candidate(kind, kind, name)
-        assert find_updates(candidate, (2,)) is OF_TORCH[name]
+        assert declared_updates(candidate, (2,), None) == (OF_TORCH[name], frozenset())
         other = next(updates for updates in Updates if updates is not OF_TORCH[name])
         with pytest.raises(ConfigError, match="Leave it out"):
-            find_updates(candidate, (2,), other.value)
+            declared_updates(candidate, (2,), other.value)
 
 
 def test_owned_param_when_its_state_is_split_and_joined_then_the_same() -> None:
@@ -375,19 +398,24 @@ def test_instance_when_an_attribute_holds_params_of_the_model_then_the_copy_hold
     instance = Listing([torch.ones(3, requires_grad=True)])
     instance.note = "changed"
     main = torch.zeros(3)
-    built = adopt_instance(instance).build([{"params": [main]}])
+    built = adopt_instance(instance, config=DistOptConfig(updates="elements")).build(
+        [{"params": [main]}]
+    )
     assert built.every[0] is main  # type: ignore[attr-defined]
     assert built.note == "changed"  # type: ignore[attr-defined]
 
 
-def test_trial_when_one_group_of_an_instance_is_not_elementwise_then_refused() -> None:
+def test_instance_when_one_of_its_groups_is_not_elementwise_then_refused() -> None:
     first, second = (torch.zeros(2, 2, requires_grad=True) for _ in range(2))
-    adopt_instance(ByGroup([{"params": [first]}, {"params": [second], "lr": 0.5}]))
+    said = DistOptConfig(updates="elements")
+    adopt_instance(ByGroup([{"params": [first]}, {"params": [second], "lr": 0.5}]), config=said)
     with pytest.raises(ConfigError, match="ByGroup"):
-        adopt_instance(ByGroup([{"params": [first]}, {"params": [second], "normalized": True}]))
+        adopt_instance(
+            ByGroup([{"params": [first]}, {"params": [second], "normalized": True}]), config=said
+        )
 
 
-def test_trial_when_done_then_neither_random_states_nor_hooks_nor_the_instance_have_changed() -> (
+def test_check_when_done_then_neither_random_states_nor_hooks_nor_the_instance_have_changed() -> (
     None
 ):
     called = []
@@ -400,8 +428,8 @@ def test_trial_when_done_then_neither_random_states_nor_hooks_nor_the_instance_h
     wanted = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     try:
         with pytest.raises(ConfigError):
-            found(Noisy)
-        adopt_instance(instance)
+            declared(Noisy, "elements")
+        adopt_instance(instance, config=DistOptConfig(updates="elements"))
         assert not called
         after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
         assert torch.equal(after[0], wanted[0])

@@ -1,0 +1,345 @@
+"""What an optimizer updates by itself, elements or params: a table for torch's classes; of any
+other class the user says it.
+
+[Note: a declared class] What the user says is checked at the start, on small params. All of them
+are stepped by one optimizer, and each part of them by an optimizer of its own: a part is a param,
+or for a class of elements one of two flat pieces, as two ranks would own them. Both have to come to
+the same values. A param must not notice that others have other gradients, and a part has to go on
+in the same way, to the bit, after its state was saved and loaded. A learning rate of 1 and
+gradients of large and small norm show most of what depends on a norm. What a class does only in
+situations that small params do not come to remains the user's word. tests/optimizer/
+test_declared.py has classes of all these kinds."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import random
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_distopt.device import CPU
+from megatron_distopt.errors import ConfigError
+from megatron_distopt.optimizer.inner import Build, option_text, option_values, without_step_hooks
+from megatron_distopt.optimizer.owners.whole_params import OwnedParam
+
+
+class Updates(Enum):
+    """What an optimizer updates without looking at anything else."""
+
+    ELEMENTS = "elements"  # every rank updates the elements of its shard
+    PARAMS = "params"  # each is updated whole, by one rank
+
+
+_ELEMENT_WISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+#: torch's classes, by name.
+OF_TORCH = {
+    **dict.fromkeys(_ELEMENT_WISE, Updates.ELEMENTS),
+    "Adafactor": Updates.PARAMS,
+    "Muon": Updates.PARAMS,
+}
+_HOW_TO_TELL = (
+    'Say updates="elements" if the new value of an element depends on the gradient and state of '
+    'that element alone, as in Adam or Lion. Say updates="params" if it depends on the whole '
+    "param, as in LAMB, SOAP or Shampoo; that is right for both kinds, and sends more. In a "
+    "Megatron write --distopt-updates or MEGATRON_DISTOPT_UPDATES."
+)
+_USE_ANOTHER = (
+    'If it updates each element by itself, say updates="elements"; else use another class, such as '
+    "torch.optim.AdamW or torch.optim.Adafactor."
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A class that may become the inner optimizer."""
+
+    kind: type[Optimizer]
+    build: Build  # makes a new one from param groups
+    name: str  # for errors
+    # options of its param groups; params in them are not looked at
+    groups: Sequence[Mapping[str, Any]] = ({},)
+    device: torch.device = field(default_factory=lambda: torch.device(CPU))
+
+
+#: Shapes of params by their number of dimensions; small, as some classes decompose a square matrix
+#: for each dimension.
+_SMALL: Sequence[tuple[int, ...]] = ((), (20,), (24, 10), (3, 10, 8), (8, 4, 3, 3))
+#: For elements: some classes treat tensors of more than 4,096 elements in another way.
+_LARGE = ((90, 110), (1400,))
+#: Of gradients, by step: some classes compare a norm with 1 or with that of the steps before, or
+#: project what is orthogonal to a param, as next to nothing is.
+_SIZES = (100.0, 100.0, 25.0, 400.0, 50.0, 1e-12, 100.0, 1.0, 1e-2, 4e-2)
+_STEP_WITHOUT_GRAD, _STEP_OF_SAVE = 3, 6
+#: Kernels round the last elements of a tensor in another way, and a root or a quotient of moments
+#: spreads that.
+_TOLERANCE = 1e-3  # of the largest change
+_ROUNDING = 2.0**-24  # half a unit in the last place of a param, in each step
+
+_Grads = Sequence[Sequence[Tensor | None]]  # by step and param
+
+
+class _Differs(Exception):
+    """Says how a class looks beyond what it should update by itself."""
+
+
+def known_updates(kind: type[Optimizer], asked: str | None) -> Updates | None:
+    """What the table says of a class of torch's; None for another class.
+
+    Raises:
+        ConfigError: the user says something else of it, or it is not in the table.
+    """
+    if not f"{kind.__module__}.".startswith("torch.optim."):
+        return None
+    known = OF_TORCH.get(kind.__name__)
+    if known is None:
+        raise ConfigError(
+            f"torch's {kind.__name__} cannot be distributed: it is none of {', '.join(OF_TORCH)}, "
+            "which update each element or each param by itself. Use one of them."
+        )
+    if asked not in (None, known.value):
+        raise ConfigError(
+            f"updates is {asked!r}, and torch's {kind.__name__} updates {known.value}. Leave it "
+            "out."
+        )
+    return known
+
+
+def declared_updates(
+    candidate: Candidate, dims: Collection[int], asked: str | None
+) -> tuple[Updates, frozenset[str]]:
+    """What a class updates by itself; and for elements the keys that it writes into its param
+    groups, beside options of its constructor. It changes nothing outside.
+
+    Args:
+        candidate: the class.
+        dims: numbers of dimensions of the params that it is for; empty where only elements are
+            served.
+        asked: the option `updates`.
+
+    Raises:
+        ConfigError: the user has to say it, or what the user says is wrong.
+    """
+    name, known = candidate.name, known_updates(candidate.kind, asked)
+    if known is None and asked is None:
+        raise ConfigError(
+            f"Optimizer {name} is not one of torch's, and nothing says what it updates by itself. "
+            f"{_HOW_TO_TELL}"
+        )
+    updates = known or Updates(asked)
+    if updates is Updates.PARAMS and not dims:
+        raise ConfigError(
+            f"Optimizer {name} updates whole params, and here only one that updates each element "
+            "by itself can be used. Use another class, such as torch.optim.AdamW."
+        )
+    shapes = list(_LARGE)
+    if updates is Updates.PARAMS:
+        shapes = [_SMALL[min(dim, len(_SMALL) - 1)] for dim in sorted(dims)]
+        shapes += [shape[::-1] for shape in shapes]
+    written = set[str]()
+    try:
+        with undisturbed(candidate.device):
+            for options in _kinds_of(candidate):
+                if known is None:
+                    written |= _Check(candidate, options, updates, shapes).run()
+    except Exception as error:
+        reason = str(error) if isinstance(error, _Differs) else f"{type(error).__name__}: {error}"
+        remedy = _HOW_TO_TELL if updates is Updates.ELEMENTS else _USE_ANOTHER
+        if known is not None:
+            remedy = "Check the options that it is given."
+        raise ConfigError(
+            f"Optimizer {name} cannot be distributed as one that updates {updates.value} by "
+            f"themselves: {reason.rstrip('.')}. {remedy}"
+        ) from error
+    return updates, frozenset(written - inspect.signature(candidate.kind).parameters.keys())
+
+
+def _kinds_of(candidate: Candidate) -> list[dict[str, Any]]:
+    """Options of param groups with a learning rate of 1; once for those that differ in that alone,
+    as a model may have many."""
+    kinds = dict[str, dict[str, Any]]()
+    for group in candidate.groups:
+        options = copy.deepcopy(option_values(group))
+        built = candidate.build(
+            [{**options, "params": [torch.zeros(2, 2, device=candidate.device)]}]
+        )
+        options = option_values(built.param_groups[0])
+        if options.get("lr") is not None:
+            options["lr"] = options["lr"] * 0 + 1.0  # of a tensor a tensor
+        kinds[option_text({**options, "initial_lr": None})] = options
+    return list(kinds.values())
+
+
+class _Check:
+    """The check of one class with one kind of options, see [Note: a declared class]."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        options: Mapping[str, Any],
+        updates: Updates,
+        shapes: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._build, self._options = candidate.build, options
+        self._is_cut = updates is Updates.ELEMENTS
+        # From the CPU's generator, whatever the user's defaults and the device are.
+        drawn = list[list[Tensor]]()
+        generator = torch.Generator(device=CPU).manual_seed(0)
+        options_of_values: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
+        for _ in range(1 + len(_SIZES)):
+            values = [
+                torch.randn(each, generator=generator, **options_of_values) for each in shapes
+            ]
+            drawn.append([each.to(candidate.device) for each in values])
+        self._start: list[Tensor] = drawn[0]
+        self._grads = list[list[Tensor | None]]()
+        for size, noises in zip(_SIZES, drawn[1:], strict=True):
+            self._grads.append([size * (1 + noise) for noise in noises])
+        if not self._is_cut:
+            self._grads[_STEP_WITHOUT_GRAD][0] = None
+            self._grads[_STEP_WITHOUT_GRAD + 1][-1] = None
+
+    def run(self) -> set[str]:
+        """Returns the keys that the class writes into its param groups."""
+        params, optimizer = self._together(self._start, self._grads)
+        written = self._check_groups(optimizer)
+        self._check_state(optimizer)
+        joined = list[Tensor]()
+        for part in range(len(self._parts(self._start))):
+            own, of_its_own = self._alone(part)
+            again, resumed = self._alone(part, is_saved=True)
+            if not torch.equal(own, again):
+                raise _Differs("it goes on differently after its state was saved and loaded")
+            for name, value in vars(of_its_own).items():
+                is_plain = isinstance(value, (bool, int, float, str))
+                if is_plain and value != getattr(resumed, name, None):
+                    raise _Differs(f"it changes its attribute {name!r}, which no checkpoint holds")
+            joined.append(own)
+        numels = [param.numel() for param in params]
+        ways = zip(self._start, params, torch.split(torch.cat(joined), numels), strict=True)
+        for start, param, other in ways:
+            change, size = (param - start).abs().max(), start.abs().max()
+            bound = _TOLERANCE * change + len(_SIZES) * _ROUNDING * size
+            if not bool(((param.flatten() - other).abs() <= bound).all()):
+                raise _Differs("it comes to other values where it has a part of them alone")
+        changed = list[list[Tensor | None]]()
+        for first, *others in self._grads:
+            changed.append([first, *(None if grad is None else -50 * grad for grad in others)])
+        beside_others, _ = self._together(self._start, changed)
+        if not torch.equal(beside_others[0], params[0]):
+            raise _Differs("it updates a param differently where others have another gradient")
+        return written
+
+    def _parts(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """What is updated by itself: each param, or each of two flat pieces."""
+        if not self._is_cut:
+            return tensors
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        middle = flat.numel() // 2 + 1  # of a row
+        return [flat[:middle], flat[middle:]]
+
+    def _together(self, start: Sequence[Tensor], grads: _Grads) -> tuple[list[Tensor], Optimizer]:
+        """Steps params by one optimizer."""
+        params = [param.clone().requires_grad_() for param in start]
+        group = {**copy.deepcopy(self._options), "params": params}
+        optimizer = self._build([group])
+        for of_step in grads:
+            for param, grad in zip(params, of_step, strict=True):
+                param.grad = None if grad is None else grad.clone()
+            optimizer.step()
+        return [param.detach() for param in params], optimizer
+
+    def _alone(self, part: int, *, is_saved: bool = False) -> tuple[Tensor, Optimizer]:
+        """Steps one part by an optimizer of its own, which is saved and loaded in the middle where
+        it `is_saved`."""
+        start = self._parts(self._start)[part]
+        main, options = start.flatten().clone(), copy.deepcopy(self._options)
+        owned = OwnedParam(start.shape, start.device, self._build, options)
+        for step, of_step in enumerate(self._grads):
+            grad = self._parts(of_step)[part]
+            # a copy, which a class may change
+            owned.step(main, None if grad is None else grad.flatten().clone(), options)
+            if is_saved and step == _STEP_OF_SAVE:
+                description, tensors = owned.split()
+                options = option_values(owned.optimizer.param_groups[0])
+                copies = {key: tensor.clone() for key, tensor in tensors.items()}
+                owned.join(description, copies, options)
+        return main, owned.optimizer
+
+    def _check_groups(self, optimizer: Optimizer) -> set[str]:
+        """Checks that each rank has the same in a param group, whatever params it has; returns the
+        keys that the class writes there."""
+        _, new = self._together(self._start, [])
+        known, group = option_values(new.param_groups[0]), option_values(optimizer.param_groups[0])
+        written = {key for key in group if repr(group[key]) != repr(known.get(key))}
+        if not self._is_cut and written & known.keys():
+            raise _Differs(f"it changes its options {written} for all params of a group")
+        _, empty = self._together([], [()] * len(_SIZES))
+        if self._is_cut and repr(option_values(empty.param_groups[0])) != repr(group):
+            raise _Differs("it writes other values into a param group without params")
+        return written | ({"step"} & group.keys())
+
+    def _check_state(self, optimizer: Optimizer) -> None:
+        """Checks that all state is that of a param. State of elements is cut as the param is, or
+        is one number that is kept once."""
+        if strange := set(optimizer.state) - set(optimizer.param_groups[0]["params"]):
+            raise _Differs(f"it keeps {strange} in its state beside that of its params")
+        for param, state in optimizer.state.items() if self._is_cut else ():
+            if state and all(map(_is_number, state.values())):
+                raise _Differs(f"it keeps nothing but numbers, {', '.join(state)}")
+            for key, value in state.items():
+                is_like = torch.is_tensor(value) and value.shape == param.shape
+                if not _is_number(value) and not (is_like and value.dtype == param.dtype):
+                    raise _Differs(
+                        f"it keeps {key!r}, which is neither one finite number nor of shape and "
+                        "dtype of the param"
+                    )
+
+
+def _is_number(value: object) -> bool:
+    """A finite one, by itself or in a tensor without dimensions."""
+    if isinstance(value, Tensor):
+        return not value.dim() and not value.is_complex() and math.isfinite(value)
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Random states of torch, Python and numpy, hooks of the user on all optimizers, and warnings
+    stay as they are."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [] if device.type == CPU else [device]
+    try:
+        with (
+            torch.random.fork_rng(devices, device_type=device.type),
+            torch.enable_grad(),
+            without_step_hooks(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
