@@ -87,7 +87,7 @@ EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
         "main params, which stay."
     },
     Feature.FP16_PARAMS: {
-        Feature.BF16_MAIN_PARAMS: "Write main_params_dtype=float16 or float32.",
+        Feature.BF16_MAIN_PARAMS: "Write main_params_dtype=float32.",
         Feature.NO_LOSS_SCALE: "Write loss_scale='dynamic'; in a Megatron start with --fp16 or "
         "--loss-scale 1024.",
     },

@@ -46,9 +46,8 @@ ADAM_SOURCES = (
 LOW_PRECISION = "low_precision"
 ADAM_NAMES = (*ADAM_SOURCES, LOW_PRECISION)
 
-#: In which a moment may be kept; the 8-bit ones and float16 have a scale for each block of 128
-#: elements.
-_MOMENT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+#: In which a moment may be kept.
+_MOMENT_DTYPES = ("float32", "bfloat16", "int8")
 
 #: Bounds of a loss scale: it is kept in fp32, where the next powers of two are infinite or lose
 #: bits.
@@ -251,19 +250,18 @@ class DistOptConfig:
     main_params_dtype: str = option(
         "float32",
         "how the main params of 16-bit params are kept; remainder is exact fp32 in 2 bytes beside "
-        "a bf16 param, bfloat16 rounds the param itself at random, float16 has a scale for each "
-        "block of 128 elements",
-        one_of("float32", "remainder", "bfloat16", "float16"),
+        "a bf16 param, bfloat16 rounds the param itself at random",
+        one_of("float32", "remainder", "bfloat16"),
     )
     exp_avg_dtype: str = option(
         "float32",
-        "how Adam's first moment is kept; all but float32 and bfloat16 have a scale for each block "
-        "of 128 elements",
+        "how Adam's first moment is kept; int8 is a code of 8 bits with a scale for each block of "
+        "128 elements",
         one_of(*_MOMENT_DTYPES),
     )
     exp_avg_sq_dtype: str = option(
         "float32",
-        "how Adam's second moment is kept; where it has scales its root is kept",
+        "how Adam's second moment is kept; with int8 its root is kept",
         one_of(*_MOMENT_DTYPES),
     )
     offload_fraction: float = option(

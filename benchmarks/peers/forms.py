@@ -11,9 +11,6 @@ def _form(main: str, moments: str) -> dict[str, str]:
 LOW_PRECISION = {
     "remainder": _form("remainder", "float32"),
     "remainder, bf16": _form("remainder", "bfloat16"),
-    "remainder, fp16": _form("remainder", "float16"),
-    "remainder, fp8 E4M3": _form("remainder", "float8_e4m3fn"),
-    "remainder, fp8 E5M2": _form("remainder", "float8_e5m2"),
     "remainder, int8": _form("remainder", "int8"),
     "bf16, int8": _form("bfloat16", "int8"),
 }

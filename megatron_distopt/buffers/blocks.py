@@ -1,7 +1,7 @@
 """Blocks of neighbouring fp32 values that share one scale: a power of two, which is kept as the
 exponent of an fp32 number, in one byte.
 
-Numbers of 8 and 16 bits are stored so ([Note: block codes] in block_codes.py).
+Numbers of 8 bits are stored so ([Note: block codes] in block_codes.py).
 """
 
 from __future__ import annotations

@@ -147,8 +147,7 @@ class Choice:
             main=0 if is_own_main else MAIN_NBYTES[self.main_params_dtype],
             moments=sum(MOMENT_NBYTES[form] for form in moments),
             reduce=0 if self.reduce_dtype is None else REDUCE_NBYTES[self.reduce_dtype],
-            main_scales=int(self.main_params_dtype in WITH_SCALES and not is_own_main),
-            moment_scales=sum(form in WITH_SCALES for form in moments),
+            moment_scales=moments.count(WITH_SCALES),
             average=0 if self.ema_decay is None else 4,
         )
 

@@ -15,17 +15,10 @@ from megatron_distopt.layout.buckets import BLOCK_NUMEL, BufferLayout
 from megatron_distopt.layout.shards import owned_shards, plan_flat_params
 
 #: Bytes an element of each form of main params of 16-bit params and of moments, without scales.
-MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0, "float16": 2}
-MOMENT_NBYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
-#: The forms that have a scale of one byte for each block of elements.
-WITH_SCALES = ("float16", "float8_e4m3fn", "float8_e5m2", "int8")
+MAIN_NBYTES = {"float32": 4, "remainder": 2, "bfloat16": 0}
+MOMENT_NBYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+#: The form that has a scale of one byte for each block of elements.
+WITH_SCALES = "int8"
 _FP32_NBYTES = 4
 #: Every flat param that Adam updates counts its updates in an fp32 tensor of one element.
 _COUNTER_NBYTES = 4
@@ -42,7 +35,6 @@ class Widths:
     main: int  # of main params of their own; 0 where the model param is its own main param
     moments: int = 8  # of both moments together
     reduce: int = 0  # of a gradient while it is communicated; 0 for as many as in the grad buffer
-    main_scales: int = 0  # 1 where main params have scales
     moment_scales: int = 0  # how many of the two moments have scales
     average: int = 0  # of the averages of main params
 
@@ -103,7 +95,7 @@ def footprint_of(
         for flat in in_bucket:
             numel = flat.in_buffer.numel
             num_blocks = -(-numel // BLOCK_NUMEL)
-            main = numel * form.main + num_blocks * form.main_scales
+            main = numel * form.main
             moments = numel * form.moments + num_blocks * form.moment_scales + _COUNTER_NBYTES
             found.update(
                 num_flat_params=1,

@@ -26,7 +26,6 @@ from megatron_distopt.optimizer.adam import (
     low_precision_adam,
 )
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice, option_text
-from megatron_distopt.optimizer.low_precision.block_codes import CODES
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.owners.declared import (
     Candidate,
@@ -222,19 +221,11 @@ def _low_precision_instance(
 
 
 def _check_codes(config: DistOptConfig, device_type: str) -> None:
-    """Codes of 8 and 16 bits are made of fp16 numbers, see [Note: block codes] in codes.py."""
-    asked = {
-        name: getattr(config, name)
-        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    }
-    coded = {name: value for name, value in asked.items() if value in CODES}
-    if coded and not has_dtype(device_type, torch.float16):
-        name, value = next(iter(coded.items()))
-        rule, remedy = (
-            "be a dtype without a scale where the device has no float16",
-            f"Write {name}='bfloat16'",
-        )
-        raise ConfigError(refusal(name, f"{value!r} on {device_type}", rule, remedy))
+    """Codes of 8 bits are made of fp16 numbers, see [Note: block codes] in block_codes.py."""
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config, name) == "int8" and not has_dtype(device_type, torch.float16):
+            rule, remedy = "not be int8 on a device without float16", f"Write {name}='bfloat16'"
+            raise ConfigError(refusal(name, f"'int8' on {device_type}", rule, remedy))
 
 
 def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optimizer:

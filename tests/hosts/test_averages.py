@@ -43,7 +43,7 @@ CASES: dict[str, Case] = {
     "fp16": (F16, {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "hysteresis": 1}),
     "remainder": (BF16, {"main_params_dtype": "remainder", "exp_avg_dtype": "bfloat16"}),
     "bf16, bfloat16": (BF16, {"main_params_dtype": "bfloat16"}),
-    "bf16, float16": (BF16, {"main_params_dtype": "float16", "exp_avg_sq_dtype": "int8"}),
+    "remainder, int8": (BF16, {"main_params_dtype": "remainder", "exp_avg_sq_dtype": "int8"}),
     "SGD": (F32, {"optimizer": "sgd", "lr": 2.0**-6}),
 }
 

@@ -31,11 +31,7 @@ SIZE = 2
 BF16 = Case("distopt", dp=SIZE, precision="bf16", num_microbatches=1)
 FP32 = BF16.of(precision="fp32")
 #: State in other forms than fp32: variables that ask for it.
-FORMS = {
-    "MAIN_PARAMS_DTYPE": "remainder",
-    "EXP_AVG_DTYPE": "int8",
-    "EXP_AVG_SQ_DTYPE": "float8_e4m3fn",
-}
+FORMS = {"MAIN_PARAMS_DTYPE": "remainder", "EXP_AVG_DTYPE": "int8", "EXP_AVG_SQ_DTYPE": "int8"}
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -141,8 +141,11 @@ FLOAT64 = (
 _TAKE_ANOTHER = (
     "Load what optimizer.state_dict() returned, or start from the weights with --no-load-optim."
 )
-_DOUBLE_MOMENTS = dict.fromkeys(("main_params_dtype", "exp_avg_sq_dtype"), torch.float32)
-_DOUBLE_MOMENTS |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float64}
+_AWARE: dict[str, Any] = dict.fromkeys(
+    ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), torch.float32
+)
+_AWARE |= {"use_precision_aware_optimizer": True}
+_DOUBLE_MOMENTS = {**_AWARE, "exp_avg_dtype": torch.float64}
 _L2 = {"decoupled_weight_decay": False}
 _OURS = DistOptConfig
 #: What is wrong on all ranks, the class of the error, and what a user needs of its text.
@@ -175,7 +178,20 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
         _built(optimizer=_DOUBLE_MOMENTS),
         ConfigError,
         "float64",
-        "Write --exp-avg-dtype fp32.",
+        "Write --exp-avg-dtype bf16",
+        "MEGATRON_DISTOPT_EXP_AVG_DTYPE=int8",
+    ),
+    "moments in fp8": (
+        _built(optimizer={**_AWARE, "exp_avg_dtype": torch.uint8}),
+        ConfigError,
+        "exp_avg_dtype is fp8",
+        "Write --exp-avg-dtype bf16",
+    ),
+    "main params in fp16": (
+        _built(optimizer={**_AWARE, "main_params_dtype": torch.float16}),
+        ConfigError,
+        "main_params_dtype is float16",
+        "Write --main-params-dtype fp32",
     ),
     "cuda graph": (
         _built(optimizer={"optimizer_cuda_graph": True}),

@@ -30,16 +30,11 @@ IN_A_MEGATRON = (
     FULL,
     Precision("remainder", "bfloat16", "int8"),
     Precision("float32", "bfloat16", "int8"),
-    Precision("float16", "float8_e4m3fn", "float16"),
 )
 #: In plain torch each form and each dtype of a moment at least once, and the two moments in
 #: different ones.
 SOME = {
-    "torch": (
-        *IN_A_MEGATRON,
-        Precision("remainder"),
-        Precision("bfloat16", "float16", "float8_e5m2"),
-    ),
+    "torch": (*IN_A_MEGATRON, Precision("remainder"), Precision("bfloat16", "int8", "bfloat16")),
     "megatron_2023": IN_A_MEGATRON[:3],
     "megatron_core": IN_A_MEGATRON[:3],  # or those of its own fields
 }
@@ -117,11 +112,6 @@ AWARE = dict.fromkeys(
 #: of remainders.
 OWN_FIELDS = {
     Precision("remainder"): {},
-    Precision("float16", "float8_e4m3fn", "float16"): {
-        "main_params_dtype": torch.float16,
-        "exp_avg_dtype": torch.uint8,
-        "exp_avg_sq_dtype": torch.float16,
-    },
     Precision("float32", "bfloat16", "bfloat16"): {
         "store_param_remainders": False,
         "exp_avg_dtype": torch.bfloat16,

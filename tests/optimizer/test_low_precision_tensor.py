@@ -22,7 +22,7 @@ from megatron_distopt.optimizer.low_precision.stored_values import (
     stored_zeros,
 )
 
-MOMENTS = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "int8")
+MOMENTS = ("float32", "bfloat16", "int8")
 NUMEL = 1000
 #: Halfway between two bf16 numbers: above and below an even and an odd one, of either sign.
 TIES = (1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, -1 - 3 * 2.0**-8)

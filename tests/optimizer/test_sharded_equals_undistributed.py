@@ -114,10 +114,9 @@ IN_LOW_PRECISION: dict[str, dict[str, Any]] = {
     },
     "8-bit moments": {
         "main_params_dtype": "remainder",
-        "exp_avg_dtype": "float8_e4m3fn",
+        "exp_avg_dtype": "int8",
         "exp_avg_sq_dtype": "int8",
     },
-    "fp16 main params": {"main_params_dtype": "float16", "exp_avg_sq_dtype": "float8_e5m2"},
 }
 BUCKET_SIZE = {1: None, 3: 300}
 

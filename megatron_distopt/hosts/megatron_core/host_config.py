@@ -30,15 +30,10 @@ from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
-from megatron_distopt.options import flag_of
+from megatron_distopt.options import flag_of, variable_of
 
-#: What the options of the host that are torch dtypes mean; its 8-bit state is fp8.
-_STATE_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.uint8: "float8_e4m3fn",
-}
+#: What the options of the host that are torch dtypes mean; its fp16 and fp8 are not served.
+_STATE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -104,11 +99,16 @@ def _state_precision(host: Any) -> dict[str, str]:
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         dtype = getattr(host, name)
         if dtype not in _STATE_DTYPES:
-            raise ConfigError(
-                f"{name} is {dtype_name(dtype)}, and must be one of "
-                f"{', '.join(map(dtype_name, _STATE_DTYPES))}. Write --{name.replace('_', '-')} "
-                "fp32."
-            )
+            flag = f"--{name.replace('_', '-')}"
+            remedy = f"Write {flag} fp32"
+            if name != "main_params_dtype":
+                remedy = (
+                    f"Write {flag} bf16, or drop --use-precision-aware-optimizer and set "
+                    f"{variable_of(name)}=int8"
+                )
+            found = "fp8" if dtype is torch.uint8 else dtype_name(dtype)
+            supported = " or ".join(_STATE_DTYPES.values())
+            raise ConfigError(f"{name} is {found}, and must be {supported}. {remedy}.")
         precision[name] = _STATE_DTYPES[dtype]
     # The host's own remainders are of bf16 params as well.
     if (

@@ -224,21 +224,19 @@ class Precision:
     def nbytes_of_moments(self) -> float:
         """Bytes an element of both moments."""
         forms = self.exp_avg_dtype, self.exp_avg_sq_dtype
-        return sum(MOMENT_NBYTES[form] + (form in WITH_SCALES) / BLOCK_NUMEL for form in forms)
+        return sum(MOMENT_NBYTES[form] + (form == WITH_SCALES) / BLOCK_NUMEL for form in forms)
 
     def main(self, model: Tensor) -> Tensor:
-        """A main param that begins as its 16-bit model param, 1-D, that of the param buffer
-        itself."""
+        """A main param in another form than float32 that begins as its bf16 model param, 1-D, that
+        of the param buffer itself."""
         plain = PlainValues(model)
-        if self.main_params_dtype == "remainder":
-            low = zeros_in_phase(model.numel(), phase_of(plain), torch.int16, model.device)
-            second = stored_zeros(plain, self.exp_avg_sq_dtype, is_second=True, has_ties=True)
-            return LowPrecisionTensor(RemainderValues(model, low, second))
         if self.main_params_dtype == "bfloat16":
             shown = LowPrecisionTensor(plain)
             shown.is_model_param = True
             return shown
-        return LowPrecisionTensor(stored_zeros(plain, self.main_params_dtype)).copy_(model)
+        low = zeros_in_phase(model.numel(), phase_of(plain), torch.int16, model.device)
+        second = stored_zeros(plain, self.exp_avg_sq_dtype, is_second=True, has_ties=True)
+        return LowPrecisionTensor(RemainderValues(model, low, second))
 
     def first(self, main: Tensor) -> Tensor:
         """A first moment of zeros for a main param."""

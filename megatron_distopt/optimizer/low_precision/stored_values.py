@@ -1,4 +1,4 @@
-"""How the state of a flat param is stored: plainly, as block codes, or as what a bf16 param lacks
+"""How the state of a flat param is stored: plainly, in block codes, or as what a bf16 param lacks
 of its main param.
 
 [Note: remainder] An fp32 number is the bf16 number that it rounds to and a difference that 16 bits
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_distopt.layout.buckets import BLOCK_NUMEL, VECTOR_NUMEL
 from megatron_distopt.optimizer.low_precision.block_codes import (
-    CODES,
-    BlockCode,
+    MAGNITUDE,
+    SIGN,
     decode,
     encode,
     random_bits,
@@ -106,12 +106,15 @@ class PlainValues(StoredValues):
 
     def read(self, start: int, stop: int) -> Tensor:
         stored = self.tensor[start:stop]
-        return (stored.abs() if self.has_ties else stored).to(torch.float32)
+        if self.has_ties:
+            stored = stored.abs()
+        return stored.to(torch.float32)
 
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         stored = self.tensor[start:stop]
         if noise is not None and stored.dtype == torch.bfloat16:
-            values = round_to_bf16(values, noise.bitwise_and(_LOWER - 1))
+            lower = noise.bitwise_and(_LOWER - 1)
+            values = round_to_bf16(values, lower)
         if self.has_ties:
             values = values.to(stored.dtype).copysign_(stored)
         stored.copy_(values)
@@ -127,8 +130,10 @@ class PlainValues(StoredValues):
         return self.tensor[start:stop].signbit()
 
     def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
-        stored = self.tensor[start:stop].abs_()
-        stored.copy_(torch.where(ties, -stored, stored))
+        stored = self.tensor[start:stop]
+        stored.abs_()
+        signed = torch.where(ties, -stored, stored)
+        stored.copy_(signed)
 
 
 @dataclass(eq=False)
@@ -136,33 +141,31 @@ class BlockValues(StoredValues):
     """A code for each value and a scale for each block; see [Note: block codes] in
     block_codes.py."""
 
-    codes: Tensor  # 1-D
+    codes: Tensor  # uint8 1-D
     exponents: Tensor  # uint8 1-D, by block
-    code: BlockCode  # how values are rounded
     phase: int = 0  # values of the first block that belong to others, and are not in `codes`
     is_root: bool = False  # codes are of the root; see [Note: roots] in block_codes.py
     has_ties: bool = False  # see `PlainValues`
 
     def __post_init__(self) -> None:
-        self.is_rounded_at_random = self.is_root and self.code.shift > 0
-        # The bit of a code that is its sign, and the others.
-        self._sign, self._magnitude = (
-            (0x80, 0x7F) if self.code.storage is torch.uint8 else (-0x8000, 0x7FFF)
-        )
+        self.is_rounded_at_random = self.is_root
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return self.codes, self.exponents
 
     def read(self, start: int, stop: int) -> Tensor:
-        codes, (blocks, head) = self.codes[start:stop], self._blocks(start, stop)
+        blocks, head = self._blocks(start, stop)
+        codes = self.codes[start:stop]
         if self.is_root:
-            codes = codes & self._magnitude
-        values = decode(
-            _padded(codes, head, len(blocks)), self.exponents[blocks.start : blocks.stop], self.code
-        )
-        values = values.view(-1)[head : head + stop - start]
-        return values.square_() if self.is_root else values
+            codes = codes & MAGNITUDE
+        padded = _padded(codes, head, len(blocks))
+        exponents = self.exponents[blocks.start : blocks.stop]
+        decoded = decode(padded, exponents).view(-1)
+        values = decoded[head : head + stop - start]
+        if self.is_root:
+            values.square_()
+        return values
 
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         first, last = self._whole(start, stop)
@@ -173,48 +176,58 @@ class BlockValues(StoredValues):
             self.write(first, last, around)
             return
         blocks, head = self._blocks(start, stop)
-        short = None if noise is None else _padded(noise.to(torch.int16), head, len(blocks))
+        short = None
+        if noise is not None:
+            short = _padded(noise.to(torch.int16), head, len(blocks))
         padded = _padded(values, head, len(blocks))
         padded = root_of(padded) if self.is_root else padded.clone()
-        codes, exponents = encode(padded, self.code, short)
+        codes, exponents = encode(padded, short)
         if self.is_root:
-            codes = codes.add_((codes == 0) & (padded > 0))
-        codes = codes.view(-1)[head : head + stop - start]
+            is_lost = (codes == 0) & (padded > 0)
+            codes.add_(is_lost)  # the smallest code
+        flat = codes.view(-1)
+        codes = flat[head : head + stop - start]
+        stored = self.codes[start:stop]
         if self.has_ties:
-            codes = codes | (self.codes[start:stop] & self._sign)
-        self.codes[start:stop].copy_(codes)
-        self.exponents[blocks.start : blocks.stop].copy_(exponents)
+            codes = codes | (stored & SIGN)
+        stored.copy_(codes)
+        self.exponents[blocks.start : blocks.stop] = exponents
 
     def part(self, start: int, stop: int) -> BlockValues:
         blocks, head = self._blocks(start, stop)
+        codes = self.codes[start:stop]
         exponents = self.exponents[blocks.start : blocks.stop].clone()
-        return BlockValues(
-            self.codes[start:stop], exponents, self.code, head, self.is_root, self.has_ties
-        )
+        return BlockValues(codes, exponents, head, self.is_root, self.has_ties)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        self.codes, self.exponents = move(self.codes), move(self.exponents)
+        self.codes = move(self.codes)
+        self.exponents = move(self.exponents)
 
     def ties(self, start: int, stop: int) -> Tensor:
-        return (self.codes[start:stop] & self._sign) != 0
+        signs = self.codes[start:stop] & SIGN
+        return signs != 0
 
     def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
-        self.codes[start:stop].bitwise_and_(self._magnitude).bitwise_or_(
-            ties.to(self.codes.dtype) * self._sign
-        )
+        signs = ties.to(torch.uint8) * SIGN
+        codes = self.codes[start:stop]
+        codes.bitwise_and_(MAGNITUDE)
+        codes.bitwise_or_(signs)
 
     def end_of_stretch(self, start: int, numel: int) -> int:
-        return self._whole(start, min(start + numel, self.numel))[1]
+        stop = min(start + numel, self.numel)
+        _, end = self._whole(start, stop)
+        return end
 
     def _blocks(self, start: int, stop: int) -> tuple[range, int]:
         """The blocks with some values, and how many values of the first one lie before."""
-        first, last = start + self.phase, stop + self.phase
-        return range(first // BLOCK_NUMEL, -(-last // BLOCK_NUMEL)), first % BLOCK_NUMEL
+        first, head = divmod(start + self.phase, BLOCK_NUMEL)
+        return range(first, _num_blocks(stop + self.phase)), head
 
     def _whole(self, start: int, stop: int) -> tuple[int, int]:
         """All values of the blocks with some values."""
         blocks, _ = self._blocks(start, stop)
-        first, last = (BLOCK_NUMEL * edge - self.phase for edge in (blocks.start, blocks.stop))
+        first = blocks.start * BLOCK_NUMEL - self.phase
+        last = blocks.stop * BLOCK_NUMEL - self.phase
         return max(first, 0), min(last, self.numel)
 
 
@@ -234,15 +247,20 @@ class RemainderValues(StoredValues):
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        return (self.low,) if self.held is None else (self.low, self.held)
+        if self.held is None:
+            return (self.low,)
+        return self.low, self.held
 
     def read(self, start: int, stop: int) -> Tensor:
         if self.held is not None:
             return self.held[start:stop]
         # which may have moved away between two steps
         model = self.model[start:stop].to(self.low.device)
-        bits = _upper(model).add_(self.low[start:stop])
-        return bits.add_(self.second.ties(start, stop), alpha=_LOWER).view(torch.float32)
+        bits = _upper(model)
+        bits.add_(self.low[start:stop])
+        ties = self.second.ties(start, stop)
+        bits.add_(ties, alpha=_LOWER)
+        return bits.view(torch.float32)
 
     def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
         if self.held is None:
@@ -252,25 +270,32 @@ class RemainderValues(StoredValues):
     def settle(self) -> None:
         """Before a step: puts what is held into param and remainder."""
         if self.held is not None:
-            values, self.held = self.held, None
+            values = self.held
+            self.held = None
             self.update(0, self.numel, values)
 
     def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
-        model = self.model[start:stop].copy_(values)
-        differences = values.view(torch.int32) - _upper(model)
+        model = self.model[start:stop]
+        model.copy_(values)
+        bits = values.view(torch.int32)
+        differences = bits - _upper(model)
         # NaN rounds to another NaN; there is nothing to add.
         differences.masked_fill_(values.isnan(), 0)
-        self.low[start:stop].copy_(differences)
-        self.second.set_ties(start, stop, differences == _HALF)
+        self.low[start:stop] = differences
+        is_tie = differences == _HALF
+        self.second.set_ties(start, stop, is_tie)
 
     def part(self, start: int, stop: int) -> RemainderValues:
+        model = self.model[start:stop]
+        low = self.low[start:stop]
+        second = self.second.part(start, stop)
         held = None if self.held is None else self.held[start:stop]
-        return RemainderValues(
-            self.model[start:stop], self.low[start:stop], self.second.part(start, stop), held
-        )
+        return RemainderValues(model, low, second, held)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        self.low, self.held = move(self.low), None if self.held is None else move(self.held)
+        self.low = move(self.low)
+        if self.held is not None:
+            self.held = move(self.held)
         self.second.move(move)  # it holds bits of these values
 
     def end_of_stretch(self, start: int, numel: int) -> int:
@@ -299,7 +324,8 @@ class ParamUpdate:
         the model param."""
         noise = None
         if self.main.is_rounded_at_random or self.second.is_rounded_at_random:
-            noise = random_bits(self.place + start, stop - start, self.step.to(self.grad.device))
+            count = self.step.to(self.grad.device)
+            noise = random_bits(self.place + start, stop - start, count)
         self.first.update(start, stop, first)
         self.second.update(start, stop, second, noise)
         if noise is not None and self.main.is_rounded_at_random:
@@ -309,12 +335,19 @@ class ParamUpdate:
         if self.model is not None:
             # What is stored is rounded, not what was computed, so that a checkpoint gives the same
             # model param.
-            self.model[start:stop].copy_(self.main.read(start, stop))
+            self.model[start:stop] = self.main.read(start, stop)
 
 
 def _upper(model: Tensor) -> Tensor:
     """bf16 as the upper halves of int32."""
-    return model.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    upper = model.view(torch.int16)
+    bits = upper.to(torch.int32)
+    return bits.bitwise_left_shift_(16)
+
+
+def _num_blocks(numel: int) -> int:
+    """Blocks that hold so many values, the last one perhaps in part."""
+    return -(-numel // BLOCK_NUMEL)
 
 
 def _padded(values: Tensor, head: int, num_blocks: int) -> Tensor:
@@ -334,31 +367,29 @@ def phase_of(stored: StoredValues) -> int:
     is in one block. It follows from the layout alone, not from addresses, because it decides which
     values have one scale.
     """
+    in_blocks, of_each_value = stored, stored.parts[0]
     if isinstance(stored, RemainderValues):
-        stored = (
-            stored.second if isinstance(stored.second, BlockValues) else PlainValues(stored.model)
-        )
-    return (
-        stored.phase
-        if isinstance(stored, BlockValues)
-        else int(stored.parts[0].storage_offset()) % VECTOR_NUMEL
-    )
+        in_blocks, of_each_value = stored.second, stored.model
+    if isinstance(in_blocks, BlockValues):
+        return in_blocks.phase
+    return int(of_each_value.storage_offset()) % VECTOR_NUMEL
 
 
 def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """1-D, see `phase_of`."""
-    return torch.zeros(phase + numel, dtype=dtype, device=device)[phase:]
+    whole = torch.zeros(phase + numel, dtype=dtype, device=device)
+    return whole[phase:]
 
 
 def stored_zeros(
     main: StoredValues, form: str, *, is_second: bool = False, has_ties: bool = False
 ) -> PlainValues | BlockValues:
-    """Zeros for each value of a main param; `form` is "float32", "bfloat16", or a name of
-    `CODES`."""
-    numel, phase, device = main.numel, phase_of(main), main.device
-    if form not in CODES:
-        return PlainValues(zeros_in_phase(numel, phase, getattr(torch, form), device), has_ties)
-    code, num_blocks = CODES[form], -(-(phase + numel) // BLOCK_NUMEL)
-    codes = zeros_in_phase(numel, phase, code.storage, device)
-    exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=device)
-    return BlockValues(codes, exponents, code, phase, is_root=is_second, has_ties=has_ties)
+    """Zeros for each value of a main param; `form` is "float32", "bfloat16" or "int8"."""
+    phase = phase_of(main)
+    dtype = torch.uint8 if form == "int8" else getattr(torch, form)
+    zeros = zeros_in_phase(main.numel, phase, dtype, main.device)
+    if form != "int8":
+        return PlainValues(zeros, has_ties)
+    num_blocks = _num_blocks(phase + main.numel)
+    exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=main.device)
+    return BlockValues(zeros, exponents, phase, is_root=is_second, has_ties=has_ties)
