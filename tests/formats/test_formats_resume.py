@@ -69,7 +69,14 @@ class Optimizer:
 PLAIN, NATIVE = Optimizer(()), Optimizer((DISTRIBUTED,))
 #: The fork's own class as our inner optimizer.
 OURS = Optimizer(
-    (DISTRIBUTED, "--distopt-optimizer", "megatron.optimizer.fused_adam:FusedAdam"), ours=True
+    (
+        DISTRIBUTED,
+        "--distopt-optimizer",
+        "megatron.optimizer.fused_adam:FusedAdam",
+        "--distopt-updates",
+        "params",
+    ),
+    ours=True,
 )
 #: Where the fork takes nothing but Adam.
 OUR_SGD = Optimizer((DISTRIBUTED,), ours=True)

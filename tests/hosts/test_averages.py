@@ -27,7 +27,6 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_pla
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
 from tests.support.spawn import run_ranks
-from tests.support.whole_classes import Adafactor
 
 STEPS, DECAY = 5, 0.75
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -182,7 +181,7 @@ def _muon(model: Module) -> list[torch.optim.Optimizer]:
 
 
 def _adafactor(model: Module) -> torch.optim.Optimizer:
-    return Adafactor(model.parameters(), 0.01, 0.1)
+    return torch.optim.Adafactor(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
 def _results(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
