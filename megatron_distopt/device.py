@@ -29,26 +29,32 @@ def _accelerator_of(device_type: str) -> Any:
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None or not accelerator.is_available():
         return None
-    return accelerator if accelerator.current_accelerator().type == device_type else None
+    current = accelerator.current_accelerator()
+    return accelerator if current.type == device_type else None
 
 
 def current_stream(device: torch.device) -> Any:
     """The stream of this thread on a device; None on the CPU, which has no streams."""
     if device.type == CPU:
         return None
-    known = _accelerator_of(device.type)
-    return (known or _module(device)).current_stream(device)
+    module = _accelerator_of(device.type) or _module(device)
+    return module.current_stream(device)
 
 
 def new_stream(device: torch.device) -> Any:
     """A stream that nothing else uses; None on a device without streams, such as the CPU."""
-    kind = None if device.type == CPU else getattr(_module(device), "Stream", None)
+    if device.type == CPU:
+        return None
+    kind = getattr(_module(device), "Stream", None)
     return None if kind is None else kind(device=device)
 
 
 def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
     """Makes a stream that `new_stream` returned the current one of its device."""
-    return nullcontext() if stream is None else _module(device).stream(stream)
+    if stream is None:
+        return nullcontext()
+    context: AbstractContextManager[Any] = _module(device).stream(stream)
+    return context
 
 
 def mark(device: torch.device) -> Callable[[], None]:
@@ -95,4 +101,6 @@ def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 def empty_cache(device: torch.device) -> None:
     """Gives memory that torch keeps for later back to the device, where torch keeps any."""
-    getattr(getattr(torch, device.type, None), "empty_cache", bool)()
+    module: Any = getattr(torch, device.type, None)
+    if hasattr(module, "empty_cache"):
+        module.empty_cache()

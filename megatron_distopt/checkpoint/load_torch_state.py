@@ -75,17 +75,18 @@ class _GivenState:
 
     @property
     def step(self) -> int | None:
-        return int(self.scalars[STEP]) if STEP in self.scalars else None
+        if STEP not in self.scalars:
+            return None
+        return int(self.scalars[STEP])
 
     @property
     def saved(self) -> SavedState:
-        kinds = sorted(
-            (kind, torch.float32) for kind in self.values if kind not in (MAIN_PARAM, AVERAGE)
-        )
-        if not kinds:
+        moments = sorted(self.values.keys() - {MAIN_PARAM, AVERAGE})
+        if not moments:
             return SavedState()
         scalars = {key: Scalar.of(value) for key, value in self.scalars.items()}
-        return SavedState(self.step, tuple(sorted(scalars.items())), tuple(kinds))
+        kinds = tuple((kind, torch.float32) for kind in moments)
+        return SavedState(self.step, tuple(sorted(scalars.items())), kinds)
 
 
 @torch.no_grad()
@@ -118,7 +119,8 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
         new = {key: copy.deepcopy(saved[key]) for key in options if key not in current}
         current.update(new)
     take_options(pairs, params.everyone.rank, writes=params.share.optimizer.plan.choice.writes)
-    scale, optimizer = _loss_scale_in(state_dict), params.share.optimizer
+    scale = _loss_scale_in(state_dict)
+    optimizer = params.share.optimizer
     load_loss_scale(optimizer.loss_scale, scale)
     optimizer.num_skipped = int(scale.get("num_skipped", optimizer.num_skipped))
     _take_states(params, checked[0])
@@ -179,10 +181,8 @@ def _check_form(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"Invalid state dict: one with {got}. Must hold {' and '.join(missing)}. {_REMEDY}."
         )
-    numels, ours = (
-        [len(group.get("params", ())) for group in state_dict["param_groups"]],
-        list(map(len, params.names)),
-    )
+    numels = [len(group.get("params", ())) for group in state_dict["param_groups"]]
+    ours = list(map(len, params.names))
     if numels != ours:
         raise CheckpointError(
             f"Invalid param groups of the state dict: {numels} params by group. Must hold {ours} "
@@ -214,16 +214,21 @@ def _options(
 ) -> dict[str, Any]:
     """Those that a load takes: of None only what the group has already, see `torch_state_dict`."""
     others = (*not_options(params.share.optimizer), "param_names", CLASS)
-    is_written = {key for key, value in group.items() if value is not None or key in current}
-    return plain_options({key: group[key] for key in group if key in is_written.difference(others)})
+    taken = dict[str, Any]()
+    for key, value in group.items():
+        is_written = value is not None or key in current
+        if is_written and key not in others:
+            taken[key] = value
+    return plain_options(taken)
 
 
 def _loss_scale_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The loss scale and its counts; empty in a state of other software, which leaves those of the
     run as they are."""
-    return next(
-        (dict(group[LOSS_SCALE]) for group in state_dict["param_groups"] if LOSS_SCALE in group), {}
-    )
+    for group in state_dict["param_groups"]:
+        if LOSS_SCALE in group:
+            return dict(group[LOSS_SCALE])
+    return {}
 
 
 def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:

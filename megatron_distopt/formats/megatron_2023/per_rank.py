@@ -164,11 +164,13 @@ def _file(model_folder: Path, rank: int) -> Path:
 
 
 def read_per_rank(file: ModelFile) -> FileState:
-    found = list(takewhile(Path.is_file, (_file(file.folder, rank) for rank in count())))
+    all_paths = (_file(file.folder, rank) for rank in count())
+    found = list(takewhile(Path.is_file, all_paths))
     told = file.number("data_parallel_size", len(found))
     if len(found) < told:
+        missing = _file(file.folder, len(found))
         raise CheckpointError(
-            f"Checkpoint {file.folder.parent} has no {_file(file.folder, len(found))}, and the run "
+            f"Checkpoint {file.folder.parent} has no {missing}, and the run "
             f"that saved it had {told} data-parallel ranks. {_SAME_SAVE}."
         )
     paths = found[:told]  # one of a higher rank is left from an earlier save
@@ -265,18 +267,19 @@ def _shards_in(
 def _check_complete(
     file: ModelFile, groups: Sequence[FileGroup], shards: Mapping[int, Sequence[SavedShard]]
 ) -> None:
-    for number in (
-        number for group in groups for number in group.members if not file.params[number].is_copy
-    ):
-        spans = sorted((each.in_param.start, each.in_param.stop) for each in shards.get(number, ()))
-        stops = [0, *(stop for _, stop in spans)]
-        if [start for start, _ in spans] != stops[:-1] or stops[-1] != file.params[
-            number
-        ].model.numel():
+    for number in (number for group in groups for number in group.members):
+        param = file.params[number]
+        if param.is_copy:
+            continue
+        spans = sorted(each.in_param for each in shards.get(number, ()))
+        starts = [span.start for span in spans]
+        stops = [span.stop for span in spans]
+        numel = param.model.numel()
+        if [*starts, numel] != [0, *stops]:
+            held = list(zip(starts, stops, strict=True))
             raise CheckpointError(
-                f"Files of the ranks of {file.folder} hold {spans} of the "
-                f"{file.params[number].model.numel()} elements of {file.params[number].name!r}. "
-                f"{_SAME_SAVE}."
+                f"Files of the ranks of {file.folder} hold {held} of the {numel} elements of "
+                f"{param.name!r}. {_SAME_SAVE}."
             )
 
 
