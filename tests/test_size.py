@@ -33,7 +33,7 @@ MOST_STATEMENTS: dict[str, int] = {
     "plugin": 161,
     "cli": 1600,
 }
-MOST_STATEMENTS_IN_ALL = 15_230
+MOST_STATEMENTS_IN_ALL = 15_280
 #: Nodes of the syntax tree a line of code, of the package and of a file. PyTorch's FSDP2 has 4.1.
 MOST_DENSE = 6.1
 MOST_DENSE_FILE = 8.2
