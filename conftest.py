@@ -27,6 +27,7 @@ gc.disable()
 collect_ignore_glob = [
     "megatron_distopt/hosts/megatron_core/*",
     "megatron_distopt/hosts/megatron_2023/*",
+    "tests/hosts/toy_host/*",
 ]
 if tuple(map(int, version("torch").split(".")[:2])) < (2, 10):
     # No backend in Python, on which the simulated device stands, and no fp32 gradients beside

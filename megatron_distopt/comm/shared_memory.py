@@ -51,6 +51,7 @@ _MEET_TAG = 1 << 30
 #: of its own.
 _WORDS, _LINE = 512, 8
 _NAME = "megatron_distopt"
+_BYTE = torch.uint8
 #: Processors on which stores are seen in their order.
 _ORDERED = ("x86_64", "AMD64")
 #: Looks before the first sleep; seconds of the shortest and the longest sleep, and between looks at
@@ -131,13 +132,16 @@ class Lane:
         self._written = _LINE * (1 + collective)
         self._turn = 0  # that has begun on this rank
         self.half_nbytes = (len(segments[group.rank].memory) - 8 * _WORDS) // (2 * _NUM_HALVES)
-        self._halves = {rank: self._halves_of(each.memory) for rank, each in segments.items()}
+        self._offset = 0  # of the half that this turn is in
 
     def begin(self) -> Tensor:
         """Begins a turn and returns this rank's half, uint8. The turn before must have been read
         from all ranks."""
         self._turn += 1
-        return self._halves[self._rank][self._turn % _NUM_HALVES]
+        number = _NUM_HALVES * self._collective + self._turn % _NUM_HALVES
+        self._offset = 8 * _WORDS + number * self.half_nbytes
+        memory = self._segments[self._rank].memory
+        return torch.frombuffer(memory, dtype=_BYTE, count=self.half_nbytes, offset=self._offset)
 
     def publish(self) -> None:
         """Lets the other ranks read the half."""
@@ -161,17 +165,8 @@ class Lane:
                 next_check += _PATIENCE
                 self._check_comes(rank, waited)
             time.sleep(min(max(waited / 8, _LEAST_SLEEP), _MOST_SLEEP))
-        return self._halves[rank][self._turn % _NUM_HALVES]
-
-    def _halves_of(self, memory: mmap.mmap) -> list[Tensor]:
-        """The halves of a rank's memory that this collective uses, each 1-D, uint8."""
-        first, nbytes = _NUM_HALVES * self._collective, self.half_nbytes
-        return [
-            torch.frombuffer(
-                memory, dtype=torch.uint8, count=nbytes, offset=8 * _WORDS + number * nbytes
-            )
-            for number in range(first, first + _NUM_HALVES)
-        ]
+        memory = self._segments[rank].memory
+        return torch.frombuffer(memory, dtype=_BYTE, count=self.half_nbytes, offset=self._offset)
 
     def _check_comes(self, rank: int, waited: float) -> None:
         """Raises where a rank that was waited for so long will not publish."""

@@ -121,7 +121,8 @@ def act_in(rank: int, size: int, host: str) -> dict[str, Compared]:
         with asked_for(Precision()):
             for name in (ALIKE.get(name, name) for name in PROGRAMS if name not in REFUSED):
                 plain[name] = plain.get(name) or train(Program(PROGRAMS.get(name), at=1, **options))
-        assert {outcome.error for outcome in plain.values()} == {""}
+        errors = {outcome.error for outcome in plain.values()}
+        assert errors == {""}, errors
         leave()
         with asked_for(REMAINDER):
             return {

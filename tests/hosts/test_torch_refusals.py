@@ -341,7 +341,7 @@ START_UP: dict[str, Case] = {
     ),
     "LBFGS instance": (
         lambda rank: instance(torch.optim.LBFGS),
-        everyone(ConfigError, "Optimizer LBFGS", *BY_PARAM),
+        everyone(ConfigError, "torch's LBFGS", "Adafactor", "Use one of them"),
     ),
     "options beside an instance": (
         lambda rank: instance(RMSprop, adam="apex", lr=0.5),
