@@ -64,7 +64,8 @@ class OurWorld:
         optimizer.load_state_dict(self.all_ranks("state", state)[0])
 
     def distribute(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
-        """`distribute`, in the form that the README shows; a class that is not torch's is declared."""
+        """`distribute`, in the form that the README shows; other classes than torch's are
+        declared."""
         if type(optimizer).__module__.partition(".")[0] != "torch":
             options["updates"] = "elements"
         return megatron_distopt.distribute(model, optimizer, **options)
