@@ -664,8 +664,10 @@ _GRADIENTS = {
         """,
         _SEVERAL,
     ),
+    # A param without elements is not told of over ranks, see docs/torch.md.
     "grad_is_none": Idiom(
-        (*_GRADS, *_AFTER), 'world.see("no grad", [p.grad is None for p in model.parameters()])'
+        (*_GRADS, *_AFTER),
+        'world.see("no grad", [p.grad is None for p in model.parameters() if p.numel()])',
     ),
     "full_grad": Idiom(
         (*_GRADS,),
