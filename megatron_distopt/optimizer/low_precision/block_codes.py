@@ -27,9 +27,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_distopt.buffers.blocks import EXPONENT_BIAS, NAN_EXPONENT, exponents_of, power_of_two
 from megatron_distopt.device import CPU
 
+#: Of an fp32 number.
+_FP32_MANTISSA_BITS, _FP32_BIAS = 23, 127
+#: The exponent of a scale of NaN: all values of such a block are NaN.
+_NAN_EXPONENT = 255
+#: Smaller exponents are not used for scales, so that a scale and its inverse are normal numbers.
+_LEAST_EXPONENT = 20
+#: The bits of infinity; those of every NaN are more.
+_INFINITY_BITS = 0x7F800000
 #: Of a code, which is a byte: its sign, and the 3 bits of exponent and 4 of mantissa.
 SIGN, MAGNITUDE = 0x80, 0x7F
 _MANTISSA_BITS = 4
@@ -42,10 +49,10 @@ _TOP = 7
 #: What is added to the exponent of that value for the scale, and from what it is subtracted for the
 #: inverse of the scale.
 _TO_SCALE = _FP16_BIAS - _TOP
-_INVERSE = 2 * EXPONENT_BIAS - _TO_SCALE
+_INVERSE = 2 * _FP32_BIAS - _TO_SCALE
 #: The largest exponent of a scale, so that it and its inverse are normal; blocks with larger values
 #: are NaN.
-_LARGEST_EXPONENT = 2 * EXPONENT_BIAS - 16 + _TOP
+_LARGEST_EXPONENT = 2 * _FP32_BIAS - 16 + _TOP
 _HALF_BITS = 16  # of an fp32 number
 _POSITIVE = 0x7FFFFFFF  # all bits of an int32 but its sign
 #: Odd numbers with bits everywhere, by which the place and the count of updates are spread.
@@ -60,11 +67,11 @@ def encode(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]
     nearest.
     """
     largest = values.abs().amax(1)
-    exponents = exponents_of(largest, _MANTISSA_BITS)
+    exponents = _exponents_of(largest)
     is_too_large = exponents > _LARGEST_EXPONENT
-    exponents.masked_fill_(is_too_large, NAN_EXPONENT)
-    finite = exponents.clamp(max=NAN_EXPONENT - 1)
-    inverses = power_of_two(_INVERSE - finite)
+    exponents.masked_fill_(is_too_large, _NAN_EXPONENT)
+    finite = exponents.clamp(max=_NAN_EXPONENT - 1)
+    inverses = _power_of_two(_INVERSE - finite)
     values.mul_(inverses.unsqueeze(1))
     halves = values.to(torch.float16)
     bits = halves.view(torch.int16)
@@ -93,10 +100,33 @@ def decode(codes: Tensor, exponents: Tensor) -> Tensor:
     halves = bits.view(torch.float16)
     values = halves.to(torch.float32)
     wide = exponents.to(torch.int32)
-    scales = power_of_two(wide + _TO_SCALE)
-    is_nan = wide == NAN_EXPONENT
+    scales = _power_of_two(wide + _TO_SCALE)
+    is_nan = wide == _NAN_EXPONENT
     scales.masked_fill_(is_nan, torch.nan)
     return values.mul_(scales.unsqueeze(1))
+
+
+def _exponents_of(largest: Tensor) -> Tensor:
+    """The exponents of scales.
+
+    What a code cannot hold in the octave of the largest value counts as the next octave, so that
+    nothing is rounded out of range.
+
+    Args:
+        largest: the largest absolute value of each block, fp32; it is overwritten.
+
+    Returns:
+        int32 in the shape of `largest`; `_NAN_EXPONENT` where it is inf or NaN.
+    """
+    bits = largest.view(torch.int32).clamp_(max=_INFINITY_BITS)
+    below_next_code = (1 << (_FP32_MANTISSA_BITS - _MANTISSA_BITS)) - 1
+    exponents = (bits + below_next_code) >> _FP32_MANTISSA_BITS
+    return exponents.clamp_(_LEAST_EXPONENT, _NAN_EXPONENT)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """fp32 powers of two from exponents as fp32 keeps them, int32."""
+    return (exponents << _FP32_MANTISSA_BITS).view(torch.float32)
 
 
 def root_of(values: Tensor) -> Tensor:
