@@ -73,12 +73,6 @@ class Census:
         """Whether these sums over so many ranks are those of ranks in one round of gradients."""
         return num_ranks * self.round_squared == self.round**2
 
-    def is_alike(self, num_ranks: int) -> bool:
-        """Whether ranks with the same params, so many, have kept the same and have the same
-        options: neither difference is ever below 0."""
-        squares = self.kept_squared + self.options_squared
-        return num_ranks * squares == self.kept**2 + self.options**2
-
 
 #: Numbers of a census, and those at its beginning that are summed over all ranks; ranks with the
 #: same params sum the others. In a tensor it is followed by whether the rank has a gradient, for
@@ -208,11 +202,8 @@ def _notice(model: ShardedModel, census: Tensor) -> Notice:
         flags = census[_COMMON_NUMEL:].clone()
         sum_over(flags, model.data)
         census[_COMMON_NUMEL:] = flags
-        kept, kept_squared, options, options_squared = flags[: CENSUS_NUMEL - _COMMON_NUMEL]
-        # above 0 where ranks differ; on the device, for which nobody waits
-        census[_COMMON_NUMEL - 1] = (
-            model.data.size * (kept_squared + options_squared) - kept**2 - options**2
-        )
+        # on the device, for which nobody waits
+        census[_COMMON_NUMEL - 1] = _apart(model, *flags[: CENSUS_NUMEL - _COMMON_NUMEL])
         common = census[:_COMMON_NUMEL]
     return Notice(common, census[:CENSUS_NUMEL], partial(_act_on, model))
 
@@ -223,7 +214,8 @@ def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
     census = Census.unpack(sums)
     if not census.is_one_round(model.everyone.size):
         _raise_rounds(model)
-    if census.num_apart or not census.is_alike(model.data.size):
+    alike = census.kept, census.kept_squared, census.options, census.options_squared
+    if census.num_apart or _apart(model, *alike):
         raise_together(partial(_check_alike, model), model.everyone, "step")
     if census.num_complaints:
         raise_together(model.grads.raise_complaint, model.everyone, "step")
@@ -231,6 +223,14 @@ def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
         model.module_buffers.learn(model.module_buffers.begun())
     if census.num_newcomers:
         model.grow(model.newcomers())
+
+
+def _apart(
+    model: ShardedModel, kept: Any, kept_squared: Any, options: Any, options_squared: Any
+) -> Any:
+    """Above 0 where ranks with the same params have kept other gradients or have other options,
+    from the sums of these numbers of a census: neither difference is ever below 0."""
+    return model.data.size * (kept_squared + options_squared) - kept**2 - options**2
 
 
 def _check_alike(model: ShardedModel) -> None:
