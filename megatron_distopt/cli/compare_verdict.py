@@ -232,7 +232,7 @@ def differences(one: RecordedRun, other: RecordedRun) -> list[Deviation]:
         if was_equal and mains_were_equal and not mains_are_equal and has_fp32_grads:
             what = "update of main params"
             found.append(_of_update(what, one, other, number, of_mains=True))
-        found += _of_step(one, other, number, is_equal=is_equal)
+        found += _of_step(one, other, number, is_equal=is_equal, mains_are_equal=mains_are_equal)
         was_equal, mains_were_equal = is_equal, mains_are_equal
     return found
 
@@ -246,12 +246,12 @@ def _are_equal(one: RecordedRun, other: RecordedRun, number: int) -> bool:
 
 
 def _of_step(
-    one: RecordedRun, other: RecordedRun, number: int, *, is_equal: bool
+    one: RecordedRun, other: RecordedRun, number: int, *, is_equal: bool, mains_are_equal: bool
 ) -> list[Deviation]:
     """What a step began with and computed."""
     apart = {
         "weights": 0.0 if is_equal else _weights_apart(one, other, number),
-        "main params": _mains_apart(one, other, number),
+        "main params": 0.0 if mains_are_equal else _mains_apart(one, other, number),
         "loss": _relative(one.values("loss")[number], other.values("loss")[number]),
         "gradient norm": _relative(one.values("norm")[number], other.values("norm")[number]),
         "loss scale": _relative(
@@ -303,8 +303,6 @@ def _mains_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
     hardly moves the others. A sum over all would be that of the few.
     """
     mains, others = _mains(one, other, number)
-    if np.array_equal(mains, others, equal_nan=True):
-        return 0.0
     distance = np.abs(mains - others)
     if number == 0:
         return float(distance.sum() / np.abs(mains).sum())

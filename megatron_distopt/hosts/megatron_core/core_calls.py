@@ -359,10 +359,10 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         session = self.started()
         if is_loading:
             session.wait_for_snapshot()
-        check_is_there(self.ours(), "load" if is_loading else "save")
-        if is_loading:
+            check_is_there(self.ours(), "load")
             look_at_loads()
             return state_to_load(session.host.whole())
+        check_is_there(self.ours(), "save")
         if self._writes_hosts_own():
             given = {"sharding_type": sharding_type, "metadata": metadata}
             given = {name: value for name, value in given.items() if value is not None}
