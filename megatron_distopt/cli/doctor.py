@@ -56,11 +56,10 @@ from megatron_distopt.hosts.fork_source import (
 )
 from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS, FLAG
 from megatron_distopt.hosts.megatron_core.facts import REFUSED
-from megatron_distopt.plugin.arguments import add_arguments, check_spelling
+from megatron_distopt.plugin.arguments import HOSTS_FLAG, add_arguments, check_spelling
 from megatron_distopt.version import MEGATRON_CORE as SERVED
 
 _FORK, _ENVIRONMENT, _LAUNCH, _TRIAL = "fork", "environment", "launch", "trial"
-_FLAG = f"--{FLAG.replace('_', '-')}"
 _OUR_ENTRY_POINT = "megatron_distopt.plugin.entry_point:distopt"
 _TRAINING_MODULE = "megatron.training"
 
@@ -275,7 +274,7 @@ def check_launch_flags(
         return
     parsed = read_flags(words)
     is_given = bool(getattr(parsed, FLAG, False))
-    flag = _FLAG
+    flag = HOSTS_FLAG
     if "--" + FLAG in [word.partition("=")[0] for word in words]:  # some forks have underscores
         flag = "--" + FLAG
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions

@@ -109,7 +109,7 @@ def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
 
 
 def clear_grads(params: Iterable[Parameter | Tensor], *, set_to_none: bool) -> None:
-    """As `zero_grad` of torch's optimizers."""
+    """Drops the gradients, or zeroes those that are there."""
     for param in params:
         if set_to_none:
             param.grad = None

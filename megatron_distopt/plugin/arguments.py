@@ -22,7 +22,7 @@ from megatron_distopt.options import flag_of
 
 _PREFIX = "--distopt-"
 #: The host's flag, in the spelling of most forks.
-_FLAG = "--use-distributed-optimizer"
+HOSTS_FLAG = "--use-distributed-optimizer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -104,6 +104,8 @@ def check_spelling(words: Sequence[str], known: Sequence[str], *, abbreviated: b
             close = get_close_matches(hyphened, valid, n=1, cutoff=0.5)
             meant = f"Did you mean {close[0]}?" if close else f"These exist: {', '.join(valid)}."
             raise ConfigError(f"There is no flag {flag}. {meant}")
-        if get_close_matches(hyphened, [_FLAG], n=1, cutoff=0.85):
-            hosts = next((option for option in known if option.replace("_", "-") == _FLAG), _FLAG)
+        if get_close_matches(hyphened, [HOSTS_FLAG], n=1, cutoff=0.85):
+            hosts = next(
+                (option for option in known if option.replace("_", "-") == HOSTS_FLAG), HOSTS_FLAG
+            )
             raise ConfigError(f"There is no flag {flag}. Did you mean {hosts}?")

@@ -54,7 +54,7 @@ class ForkCheckpoints:
         self._take_back: Callable[[], None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `DistributedOptimizer`; no gather is under way."""
+        """What a gathered file lacks, or all of this rank's state; no gather may be under way."""
         fork = self._fork
         if not fork.gathers_state:
             fork.check_weights()
@@ -62,7 +62,7 @@ class ForkCheckpoints:
         return head_with(group_dicts(fork), fork.sharded.plan.choice, fork.grad_scaler)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Collective: as of `DistributedOptimizer`."""
+        """Collective: takes the first call of a load, which with a gathered file is the smaller."""
         fork, everyone = self._fork, self._everyone
         self._has_whole_state = False
         self._session.begin_load()
@@ -86,7 +86,8 @@ class ForkCheckpoints:
         self._session.end_load()
 
     def save(self, filename: str) -> None:
-        """Collective: as `DistributedOptimizer.save_parameter_state`; no gather is under way."""
+        """Collective: writes the tensors, into a folder or a gathered file; no gather may be under
+        way."""
         raise_together(self._fork.check_weights, self._everyone, "save")
         self._session.forget_newest()
         # ranks have names of their own
@@ -103,7 +104,7 @@ class ForkCheckpoints:
         raise_together(remove_older, self._everyone, "save")  # a load takes the file now
 
     def load(self, filename: str) -> None:
-        """Collective: as `DistributedOptimizer.load_parameter_state`."""
+        """Collective: reads the tensors, from a folder or the fork's file."""
         has_whole_state, self._has_whole_state = self._has_whole_state, False
         if has_whole_state or getattr(get_args(), "no_load_optim", False):
             return
