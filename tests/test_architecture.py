@@ -467,9 +467,11 @@ _CHANGING = {
 }
 
 
-def _changing_variables(file: Path) -> Iterator[str]:
+def _changing_variables(source: Source) -> Iterator[str]:
     """Names of variables of a module that hold something that changes."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    module = source.nodes[0]
+    assert isinstance(module, ast.Module)
+    for node in module.body:
         if isinstance(node, ast.AnnAssign) and node.value is not None:
             names, value = [node.target], node.value
         elif isinstance(node, ast.Assign):
@@ -486,9 +488,9 @@ def _changing_variables(file: Path) -> Iterator[str]:
 def test_variables_of_modules_when_they_change_then_the_page_on_architecture_lists_them() -> None:
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     found = {
-        f"{file.relative_to(PACKAGE)}: {name}"
-        for file in PACKAGE.rglob("*.py")
-        for name in _changing_variables(file)
+        f"{source.path}: {name}"
+        for source in sources(PACKAGE)
+        for name in _changing_variables(source)
         if name != "__all__"
     }
     assert len(found) >= 15, found  # the search finds some

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -36,6 +36,14 @@ MOST_DEEP = 12
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 
 
+def _is_followed(code: CodeType) -> bool:
+    return code.co_filename.startswith(str(PACKAGE)) and code.co_name not in _COMPREHENSIONS
+
+
+def _name_of(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)
+
+
 class Walk:
     """The functions of the package that are called while it is open; comprehensions count as their
     functions."""
@@ -58,14 +66,9 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        is_ours = code.co_filename.startswith(str(PACKAGE)) and code.co_name not in _COMPREHENSIONS
-        if event == "call" and is_ours and not self._is_over:
-            self.calls.append(
-                (
-                    str(Path(code.co_filename).relative_to(PACKAGE)),
-                    getattr(code, "co_qualname", code.co_name),
-                )
-            )
+        if event == "call" and _is_followed(code) and not self._is_over:
+            file = str(Path(code.co_filename).relative_to(PACKAGE))
+            self.calls.append((file, _name_of(code)))
 
 
 class Descent:
@@ -75,13 +78,12 @@ class Descent:
         self.deepest: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)):
+        if event != "call" or not _is_followed(frame.f_code):
             return
         chain, caller = list[str](), frame
         while caller is not None:
-            code = caller.f_code
-            if code.co_filename.startswith(str(PACKAGE)) and code.co_name not in _COMPREHENSIONS:
-                chain.append(getattr(code, "co_qualname", code.co_name))
+            if _is_followed(caller.f_code):
+                chain.append(_name_of(caller.f_code))
             caller = caller.f_back
         self.deepest = max(self.deepest, chain[::-1], key=len)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,29 +39,32 @@ def _distance(one: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def _ported(rank: int, size: int, folder: Path) -> dict[str, Any]:
+@contextmanager
+def _installed() -> Iterator[None]:
+    """In the block the process has the toy host, and the package is installed into it."""
     sys.path.insert(0, str(HOST))
     from tests.hosts.toy_host.adapter import TOY
 
     with mock.patch.object(detect, "GENERATIONS", (TOY,)):
         installation = megatron_distopt.install()
+        yield
+        installation.undo()
+
+
+def _ported(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    with _installed():
         hosts = _train(folder, ours=False)
         found = {"updates": _distance(hosts, _train(folder, ours=False, last=1))}
         whole = _train(folder, ours=True)
         found["from the host's"] = _distance(whole, hosts)
         _train(folder, ours=True, last=SAVED)
         found["resumed"] = _distance(_train(folder, ours=True, first=SAVED), whole)
-        installation.undo()
     dist.barrier()
     return found
 
 
 def _at_one_rank(rank: int, size: int, folder: Path) -> float:
-    sys.path.insert(0, str(HOST))
-    from tests.hosts.toy_host.adapter import TOY
-
-    with mock.patch.object(detect, "GENERATIONS", (TOY,)):
-        megatron_distopt.install()
+    with _installed():
         whole = _train(folder, ours=True)
         return _distance(_train(folder, ours=True, first=SAVED), whole)
 
