@@ -288,11 +288,11 @@ class GroupOptions:
             removed, written = of_user.keys() - theirs.keys(), changed_options(theirs, of_user)
             if written:
                 check_options(number, written, self._choice)
+                ours.update(for_kernels(written))
             for key in removed:
                 ours.pop(key, None)
             changed = changed_options(ours, of_inner)
             shown = {key: value for key, value in changed.items() if key not in written}
-            ours.update(for_kernels(written))
             if removed or written or shown:
                 theirs.update(shown)
                 self._last[number], self._crc = (option_values(theirs), option_values(ours)), None
