@@ -15,13 +15,13 @@ from megatron_distopt.version import OLDEST_TORCH
 from megatron_distopt.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from megatron_distopt.hosts.detect import get_megatron_optimizer
     from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
-    from megatron_distopt.hosts.torch.distribute import distribute
+    from megatron_distopt.hosts.torch.get_in import distribute
     from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
     from megatron_distopt.layout import MatrixSpec
     from megatron_distopt.optimizer.owners.muon import Muon
     from megatron_distopt.plugin import Installation, add_arguments, install
+    from megatron_distopt.plugin.detect import get_megatron_optimizer
 
 __all__ = [
     "DistOptConfig",
@@ -45,8 +45,8 @@ _LAZY = {
     "Muon": "megatron_distopt.optimizer.owners.muon",
     "TorchDistributedOptimizer": "megatron_distopt.hosts.torch.optimizer",
     "add_arguments": "megatron_distopt.plugin",
-    "distribute": "megatron_distopt.hosts.torch.distribute",
-    "get_megatron_optimizer": "megatron_distopt.hosts.detect",
+    "distribute": "megatron_distopt.hosts.torch.get_in",
+    "get_megatron_optimizer": "megatron_distopt.plugin.detect",
     "install": "megatron_distopt.plugin",
 }
 

@@ -55,7 +55,7 @@ LARGEST_SCALE = 2.0**127
 SMALLEST_SCALE = 2.0**-126
 
 #: Whether a host is repaired that cannot start for other reasons than its optimizer, see
-#: hosts/fixes.py. This is no option, because it is needed before the host and its parser are
+#: plugin/fixes.py. This is no option, because it is needed before the host and its parser are
 #: imported.
 FIXES_VARIABLE = f"{VARIABLE_PREFIX}FIXES"
 

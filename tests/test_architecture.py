@@ -38,7 +38,16 @@ LAYERS = (
     "cli",
 )
 #: Each may import those before it, and everybody may import them.
-COMMON = ("version", "errors", "options", "config", "compatibility", "device", "stand_ins")
+COMMON = (
+    "version",
+    "errors",
+    "options",
+    "config",
+    "compatibility",
+    "device",
+    "stand_ins",
+    "patch_points",
+)
 ACCELERATOR = "optimizer/accelerator.py"
 
 

@@ -21,27 +21,37 @@ PACKAGE = Path(megatron_distopt.__file__).parent
 #: Folder -> statements that it may have at most: 5 % above what was reached, so that a limit never
 #: asks for denser lines. "" has the files beside the folders.
 MOST_STATEMENTS: dict[str, int] = {
-    "": 372,
-    "layout": 511,
-    "buffers": 265,
-    "comm": 1211,
-    "optimizer": 2787,
-    "checkpoint": 2565,
-    "formats": 1404,
+    "": 463,
+    "layout": 510,
+    "buffers": 259,
+    "comm": 1212,
+    "optimizer": 2811,
+    "checkpoint": 2594,
+    "formats": 1412,
     "session": 196,
-    "hosts": 4800,
-    "plugin": 161,
-    "cli": 1600,
+    "hosts": 4380,
+    "plugin": 593,
+    "cli": 1631,
 }
-MOST_STATEMENTS_IN_ALL = 15_280
+MOST_STATEMENTS_IN_ALL = 15_311
 #: Nodes of the syntax tree a line of code, of the package and of a file. PyTorch's FSDP2 has 4.1.
 MOST_DENSE = 6.1
 MOST_DENSE_FILE = 8.2
 #: In smaller files the docstring decides and not the code.
 LEAST_LINES = 20
-#: Class names that a host gives, and file names by which all three hosts split their optimizer.
+#: Class names that a host gives, and file names by which all hosts split their code.
 SHARED_CLASSES = {"DistributedOptimizer", "ChainedOptimizer"}
-SHARED_FILES = {"__init__", "optimizer", "step", "checkpoint"}
+SHARED_FILES = {
+    "__init__",
+    "get_in",
+    "facts",
+    "translate",
+    "model",
+    "optimizer",
+    "step",
+    "buffers",
+    "checkpoint",
+}
 
 
 @dataclass(frozen=True)

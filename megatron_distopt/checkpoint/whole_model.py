@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of
 from megatron_distopt.errors import CheckpointError
@@ -232,3 +233,17 @@ def take_owned(
             f"State in checkpoint {where} is not what the owner of a param has saved: {error!r}. "
             "Load an earlier checkpoint."
         ) from error
+
+
+def untrained_tensors(chunks: Iterable[Module]) -> dict[str, Tensor]:
+    """What a model has beside the params that train, by name: frozen params and persistent
+    buffers."""
+    found: dict[str, Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        for prefix, module in chunk.named_modules(prefix=str(number)):
+            buffers = module.named_buffers(prefix, recurse=False)
+            skipped = {f"{prefix}.{name}" for name in module._non_persistent_buffers_set}
+            found |= {name: buffer for name, buffer in buffers if name not in skipped}
+            params = module.named_parameters(prefix, recurse=False)
+            found |= {name: param for name, param in params if not param.requires_grad}
+    return found

@@ -39,7 +39,7 @@ from megatron_distopt.cli.compare_verdict import (
 from megatron_distopt.cli.show import Answer, rows
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import HostError
-from megatron_distopt.hosts.recording import RecordedRun
+from megatron_distopt.plugin.recording import RecordedRun
 
 #: By which part of itself a learning rate is larger where only the effect of rounding is wanted: by
 #: 16 units in the last place of fp32, a few more than a norm of other order has.

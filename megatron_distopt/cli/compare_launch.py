@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import ConfigError, HostError, refusal
-from megatron_distopt.hosts.recording import (
+from megatron_distopt.plugin.recording import (
     ITERATIONS_VARIABLE,
     NUDGE_VARIABLE,
     RECORD_VARIABLE,

@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron_distopt.cli.show import listed
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.recording import RecordedParam, RecordedRun
+from megatron_distopt.plugin.recording import RecordedParam, RecordedRun
 
 # --- bounds at equal weights; relative where nothing else is said
 

@@ -35,7 +35,7 @@ from megatron_distopt.cli.checkpoints import find, nbytes_of, params_text, setti
 from megatron_distopt.cli.show import Answer, listed, more, plural, progress_of, rows, titled
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
-from megatron_distopt.hosts.naming import canonical
+from megatron_distopt.hosts.megatron.naming import canonical
 
 #: More tensors of a kind than this, and more params in one line, are only counted; --json has all.
 _LISTED, _NAMED = 20, 8

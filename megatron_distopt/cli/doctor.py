@@ -44,19 +44,19 @@ from megatron_distopt.config import (
     switch_from,
 )
 from megatron_distopt.errors import ConfigError, DistOptError
-from megatron_distopt.hosts.detect import MEGATRON_CORE, Generation, recognise
-from megatron_distopt.hosts.entry_point_block import GROUP
-from megatron_distopt.hosts.fixes import needed_fixes
-from megatron_distopt.hosts.fork_source import (
+from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS, FLAG
+from megatron_distopt.hosts.megatron_core.facts import REFUSED
+from megatron_distopt.plugin.arguments import HOSTS_FLAG, add_arguments, check_spelling
+from megatron_distopt.plugin.detect import MEGATRON_CORE, Generation, recognise
+from megatron_distopt.plugin.entry_point_block import GROUP
+from megatron_distopt.plugin.fixes import needed_fixes
+from megatron_distopt.plugin.fork_source import (
     PatchPointInSource,
     SourceTree,
     fork_at,
     importable_host,
     patch_points_of,
 )
-from megatron_distopt.hosts.megatron_2023.forks import CONFLICTS, FLAG
-from megatron_distopt.hosts.megatron_core.facts import REFUSED
-from megatron_distopt.plugin.arguments import HOSTS_FLAG, add_arguments, check_spelling
 from megatron_distopt.version import MEGATRON_CORE as SERVED
 
 _FORK, _ENVIRONMENT, _LAUNCH, _TRIAL = "fork", "environment", "launch", "trial"

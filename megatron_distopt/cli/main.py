@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_distopt.cli import plan_command
 from megatron_distopt.cli.show import Answer
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.hosts.entry_point_block import BLOCK
+from megatron_distopt.plugin.entry_point_block import BLOCK
 from megatron_distopt.version import VERSION
 
 _PROGRAM = "megatron-distopt"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megatron_distopt.cli.show import Answer
 from megatron_distopt.errors import HostError, HostMismatchError, InvariantError, UnknownHostError
-from megatron_distopt.hosts.detect import recognise
-from megatron_distopt.hosts.entry_point_block import (
+from megatron_distopt.plugin.detect import recognise
+from megatron_distopt.plugin.entry_point_block import (
     BEGIN,
     BLOCK,
     END,
@@ -27,7 +27,7 @@ from megatron_distopt.hosts.entry_point_block import (
     has_marker,
     intact_block,
 )
-from megatron_distopt.hosts.fork_source import SourceTree, find_patch_point, fork_at
+from megatron_distopt.plugin.fork_source import SourceTree, find_patch_point, fork_at
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron_distopt.comm.collectives import (
     described,
     gather_params,
     gather_to_first,
+    profiled,
     reduce_grads,
     share_initial,
     shares_memory,
@@ -34,7 +35,6 @@ from megatron_distopt.comm.groups import (
     default_backend,
     is_initialized,
 )
-from megatron_distopt.comm.pending import profiled
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 
 __all__ = [

@@ -39,11 +39,12 @@ from megatron_distopt.comm.collectives import (
     Reduction,
     all_gather,
     gather_params,
+    profiled,
     reduce_grads,
     reduce_scatter,
 )
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.pending import Pending, profiled
+from megatron_distopt.comm.pending import Pending
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError
 

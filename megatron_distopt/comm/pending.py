@@ -33,7 +33,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
 from threading import Event, Lock
 from time import sleep
 from typing import Protocol
@@ -41,7 +40,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.profiler import record_function
 
 from megatron_distopt.comm.groups import Group, is_initialized, were_used
 
@@ -149,22 +147,3 @@ getattr(os, "register_at_fork", lambda **_: None)(before=settle, after_in_child=
 # Before Python joins the threads; `atexit` would be after that. Processes of `multiprocessing` call
 # it, too.
 threading._register_atexit(_end)  # type: ignore[attr-defined]
-
-
-# --- names of the phases of a step in a profiler
-
-#: Begins the name of every range, so that a timeline can be searched for them.
-_PREFIX = "megatron_distopt::"
-
-
-def profiled(name: str) -> AbstractContextManager[object]:
-    """Names what runs meanwhile, behind "megatron_distopt::", in `torch.profiler`.
-
-    >>> with torch.profiler.profile() as profile, profiled("clip"):
-    ...     pass
-    >>> [event.key for event in profile.key_averages()]
-    ['megatron_distopt::clip']
-    """
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-        return record_function(_PREFIX + name)
-    return nullcontext()

@@ -9,12 +9,12 @@ import torch
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group, Reduction, described
 from megatron_distopt.device import CPU
-from megatron_distopt.hosts.fixes import applied_fixes
 from megatron_distopt.optimizer.accelerator import find_accelerator, stats_dtype
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, measure_memory
+from megatron_distopt.patch_points import repairs
 from megatron_distopt.version import VERSION
 
 
@@ -37,7 +37,7 @@ def describe(
         f"  decay      {plan.config.decay}",
         f"  nonfinite  {plan.config.nonfinite}{_when_known(optimizers[0])}",
         *(f"  {line}" for line in more),
-        *(f"  host fix   {fix}" for fix in applied_fixes()),
+        *(f"  host fix   {fix}" for fix in repairs),
     ]
     for optimizer in optimizers:
         lines += [f"  buffer     {_describe_buffer(buffer)}" for buffer in optimizer.buffers]

@@ -17,8 +17,8 @@ from megatron_distopt.config import (
     switch_from,
 )
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.patch_points import Replacement
 from megatron_distopt.options import flag_of
+from megatron_distopt.patch_points import Replacement
 
 _PREFIX = "--distopt-"
 #: The host's flag, in the spelling of most forks.

@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_distopt.comm import show_presence
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
-from megatron_distopt.hosts.base import SWITCHED_OFF
-from megatron_distopt.hosts.detect import find_host
-from megatron_distopt.hosts.patch_points import Replacement, apply
+from megatron_distopt.hosts.megatron.flag import SWITCHED_OFF
+from megatron_distopt.patch_points import Replacement, apply
+from megatron_distopt.plugin.detect import find_host
 from megatron_distopt.plugin.install import fix_host, flags_of
 
 

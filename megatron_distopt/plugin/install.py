@@ -21,12 +21,12 @@ from megatron_distopt.config import (
     switch_from,
 )
 from megatron_distopt.errors import ConfigError, UnknownHostError
-from megatron_distopt.hosts.base import SWITCHED_OFF
-from megatron_distopt.hosts.detect import Generation, find_host, recognise
-from megatron_distopt.hosts.fixes import apply_fixes, needed_fixes
-from megatron_distopt.hosts.fork_source import importable_host
-from megatron_distopt.hosts.patch_points import Patch, Undo, apply
+from megatron_distopt.hosts.megatron.flag import SWITCHED_OFF
+from megatron_distopt.patch_points import Patch, Undo, apply
 from megatron_distopt.plugin.arguments import parser_with_ours
+from megatron_distopt.plugin.detect import Generation, find_host, recognise
+from megatron_distopt.plugin.fixes import apply_fixes, needed_fixes
+from megatron_distopt.plugin.fork_source import importable_host
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def install(config: DistOptConfig | None = None) -> Installation:
 
 def fix_host() -> Undo:
     """Repairs what keeps the host from starting and has nothing to do with its optimizer, see
-    hosts/fixes.py."""
+    plugin/fixes.py."""
     if not fixes_from(os.environ):
         return lambda: None
     return apply_fixes(needed_fixes(importable_host(sys.path)))

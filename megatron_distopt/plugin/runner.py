@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
 from megatron_distopt.errors import ConfigError, DistOptError
-from megatron_distopt.hosts.recording import (
+from megatron_distopt.plugin.install import fix_host, install
+from megatron_distopt.plugin.recording import (
     ITERATIONS_VARIABLE,
     NUDGE_VARIABLE,
     RECORD_VARIABLE,
     record_training,
 )
-from megatron_distopt.plugin.install import fix_host, install
 
 _USAGE = "usage: python -m megatron_distopt [--local_rank=N] SCRIPT.py|-m MODULE [ARGUMENTS]"
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

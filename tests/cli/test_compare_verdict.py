@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_distopt.cli.compare_verdict import Outcome, differences, judge
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.recording import RecordedParam, RecordedRun
+from megatron_distopt.plugin.recording import RecordedParam, RecordedRun
 
 #: As far as a norm moves when it is added up in another order.
 _ROUNDING = 1e-7

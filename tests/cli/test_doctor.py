@@ -17,10 +17,10 @@ from megatron_distopt.cli.patch import plan_apply, write
 from megatron_distopt.cli.show import Finding, Status, noted, ok
 from megatron_distopt.config import DistOptConfig, Switch
 from megatron_distopt.device import CPU
-from megatron_distopt.hosts.detect import Generation, recognise
-from megatron_distopt.hosts.entry_point_block import GROUP
-from megatron_distopt.hosts.fork_source import fork_at
 from megatron_distopt.optimizer.accelerator import CUDA, Accelerator
+from megatron_distopt.plugin.detect import Generation, recognise
+from megatron_distopt.plugin.entry_point_block import GROUP
+from megatron_distopt.plugin.fork_source import fork_at
 from tests.support.fork_trees import (
     core,
     early_core,

@@ -14,8 +14,8 @@ from megatron_distopt.cli import doctor, doctor_machine
 from megatron_distopt.cli.main import main
 from megatron_distopt.cli.show import ok, problem
 from megatron_distopt.device import CPU
-from megatron_distopt.hosts.entry_point_block import BLOCK, GROUP
 from megatron_distopt.optimizer.accelerator import Accelerator
+from megatron_distopt.plugin.entry_point_block import BLOCK, GROUP
 from tests.support.fork_trees import neox, per_rank_2023
 from tests.support.refusals import assert_mentions
 

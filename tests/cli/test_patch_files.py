@@ -17,7 +17,7 @@ import pytest
 from megatron_distopt.cli import patch
 from megatron_distopt.cli.patch import Edit, as_diff, find_block, plan_apply, plan_undo, write
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.hosts.entry_point_block import (
+from megatron_distopt.plugin.entry_point_block import (
     BEGIN,
     BLOCK,
     END,
@@ -25,7 +25,7 @@ from megatron_distopt.hosts.entry_point_block import (
     has_marker,
     intact_block,
 )
-from megatron_distopt.hosts.fork_source import fork_at
+from megatron_distopt.plugin.fork_source import fork_at
 from tests.support.fork_trees import FACTORY_OF_2023, core, gathered_2023, per_rank_2023, write_tree
 from tests.support.refusals import assert_mentions
 

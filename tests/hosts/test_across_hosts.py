@@ -19,7 +19,7 @@ import torch
 
 from megatron_distopt.checkpoint.manifest import kind_of, name_of
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
-from megatron_distopt.hosts.naming import canonical
+from megatron_distopt.hosts.megatron.naming import canonical
 from megatron_distopt.layout import Span
 from tests.support.cases import Case
 from tests.support.spawn import run_ranks

@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from megatron_distopt import distribute
 from megatron_distopt.hosts.between_steps import _DataWatch, _Writes, data_watch
-from megatron_distopt.hosts.watch import Watch
+from megatron_distopt.hosts.megatron_2023.watch import Watch
 
 
 class _User:

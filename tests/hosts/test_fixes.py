@@ -20,9 +20,9 @@ import torch
 
 from megatron_distopt.config import config_from_environment, fixes_from
 from megatron_distopt.errors import ConfigError, HostError
-from megatron_distopt.hosts import fixes
-from megatron_distopt.hosts.fixes import FIXES, Fix, applied_fixes, apply_fixes, needed_fixes
-from megatron_distopt.hosts.fork_source import SourceTree
+from megatron_distopt.plugin import fixes
+from megatron_distopt.plugin.fixes import FIXES, Fix, applied_fixes, apply_fixes, needed_fixes
+from megatron_distopt.plugin.fork_source import SourceTree
 from tests.support.fork_trees import write_tree
 
 VISION, _, _, DEFAULT, CONTIGUOUS = FIXES

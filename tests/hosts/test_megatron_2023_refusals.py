@@ -21,7 +21,7 @@ import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.comm import agree
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for
+from megatron_distopt.hosts.megatron_2023.translate import choose_for
 from tests.hosts.test_promise_2023 import AdamW
 from tests.support import fork_trees
 from tests.support.mini_fork import InstalledFork, MiniFork

@@ -321,7 +321,7 @@ def _not_used() -> None:
     """A run whose flag the host has reset, as its arguments do for Muon: one line on rank 0 says
     so."""
     from megatron_distopt import DistOptConfig
-    from megatron_distopt.hosts.megatron_core.adapter import build
+    from megatron_distopt.hosts.megatron_core.get_in import build
 
     log, handler = logging.getLogger("megatron_distopt"), logging.handlers.BufferingHandler(100)
     before = log.level

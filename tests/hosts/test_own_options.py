@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron_2023.base_optimizer import choose_for, merge_config
+from megatron_distopt.hosts.megatron_2023.translate import choose_for, merge_config
 
 Build = Callable[[Any], torch.optim.Optimizer]
 VALUES, GRADS = (

@@ -212,7 +212,7 @@ def params_that_differ_between_ranks_are_told_and_become_those_of_rank_0(rank: i
     for seeds, told in ((rank, rank == 0), (0, False)):
         torch.manual_seed(seeds)
         model = Linear(6, 8)
-        with mock.patch("megatron_distopt.hosts.torch.distribute.announce") as announce:
+        with mock.patch("megatron_distopt.hosts.torch.get_in.announce") as announce:
             _with_adamw(model)
         assert (
             any("values     of params differed" in str(call) for call in announce.mock_calls)

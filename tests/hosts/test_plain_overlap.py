@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.hosts.watch import tell_of_grads
+from megatron_distopt.hosts.megatron_2023.watch import tell_of_grads
 from tests.support.spawn import run_ranks
 
 RANKS, STEPS, WIDTH, LAYERS = 3, 4, 16, 4

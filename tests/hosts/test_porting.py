@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_distopt
-from megatron_distopt.hosts import detect
+from megatron_distopt.plugin import detect
 from tests.support.spawn import run_ranks
 
 HOST = Path(__file__).parent / "toy_host"
@@ -43,7 +43,7 @@ def _distance(one: list[Tensor], other: list[Tensor]) -> float:
 def _installed() -> Iterator[None]:
     """In the block the process has the toy host, and the package is installed into it."""
     sys.path.insert(0, str(HOST))
-    from tests.hosts.toy_host.adapter import TOY
+    from tests.hosts.toy_host.get_in import TOY
 
     with mock.patch.object(detect, "GENERATIONS", (TOY,)):
         installation = megatron_distopt.install()
@@ -80,5 +80,5 @@ def test_host_when_ported_by_the_steps_then_it_trains_saves_and_resumes(tmp_path
 
 
 def test_port_when_counted_then_it_is_small() -> None:
-    lines = (HOST / "adapter.py").read_text(encoding="utf-8").splitlines()
+    lines = (HOST / "get_in.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 200

@@ -179,7 +179,7 @@ def _refusals(fork: Fork, memory: Path) -> dict[str, tuple[str, str]]:
 
         return provide
 
-    from megatron_distopt.hosts.protecting import check_arguments
+    from megatron_distopt.hosts.megatron.protecting import check_arguments
 
     found["--ckpt-step"] = raised(lambda: check_arguments(Namespace(load="disk", ckpt_step=2)))
     GPTModel = script.GPTModel
@@ -330,7 +330,7 @@ def test_run_when_a_snapshot_would_lack_something_then_refused_on_all_ranks(
 
 
 def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    from megatron_distopt.hosts.patch_points import leave_script
+    from megatron_distopt.patch_points import leave_script
     from tests.support.core_script import ScriptOfCore
 
     _with_every_snapshot()

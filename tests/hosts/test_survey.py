@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.hosts.detect import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
-from megatron_distopt.hosts.entry_point_block import as_bytes
-from megatron_distopt.hosts.fork_source import (
+from megatron_distopt.plugin.detect import MEGATRON_2023, MEGATRON_CORE, Generation, recognise
+from megatron_distopt.plugin.entry_point_block import as_bytes
+from megatron_distopt.plugin.fork_source import (
     PatchPointInSource,
     UnreadableSourceError,
     fork_at,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
-from megatron_distopt.hosts.torch.params import GroupOptions
+from megatron_distopt.hosts.torch.group_options import GroupOptions
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice
 from tests.support.published import pytorch_optimizer
 from tests.support.spawn import run_ranks

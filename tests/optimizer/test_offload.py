@@ -90,7 +90,7 @@ def test_inner_when_it_has_no_kernel_on_the_host_then_refused() -> None:
 
 def test_flags_when_megatron_core_asks_for_state_on_the_host_then_its_fraction_counts() -> None:
     # it imports the host, which takes seconds
-    from megatron_distopt.hosts.megatron_core.host_config import offload_of
+    from megatron_distopt.hosts.megatron_core.translate import offload_of
 
     host = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     assert offload_of(host) == {"offload_fraction": 0.5}

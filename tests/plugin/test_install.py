@@ -14,8 +14,8 @@ import pytest
 
 from megatron_distopt import DistOptConfig, Installation, install
 from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError
-from megatron_distopt.hosts.detect import Generation
-from megatron_distopt.hosts.patch_points import PatchPoint
+from megatron_distopt.patch_points import PatchPoint
+from megatron_distopt.plugin.detect import Generation
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
 

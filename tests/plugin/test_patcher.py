@@ -11,7 +11,7 @@ import pytest
 
 import megatron_distopt
 from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
-from megatron_distopt.hosts.patch_points import PatchPoint, apply
+from megatron_distopt.patch_points import PatchPoint, apply
 from tests.support.refusals import assert_mentions
 
 HOST = """

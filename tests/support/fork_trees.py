@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_distopt.hosts.megatron_2023 import forks as megatron_2023
+from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
 
 FACTORY_OF_2023 = """\

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp  # noqa: F401
 
 import megatron_distopt.formats.conversion
-import megatron_distopt.hosts.patch_points
-import megatron_distopt.hosts.torch.distribute
+import megatron_distopt.hosts.torch.get_in
+import megatron_distopt.patch_points
 import megatron_distopt.plugin.install  # noqa: F401
 
 # Forked processes share these objects as long as no collection of garbage writes to them.

@@ -21,7 +21,7 @@ from megatron_distopt.comm import exchange, raise_together
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.plain import is_plain
-from megatron_distopt.hosts.megatron_2023.built import ForkModel
+from megatron_distopt.hosts.megatron.saving import head_with
 from megatron_distopt.hosts.megatron_2023.fork_files import (
     RankState,
     check_head,
@@ -35,7 +35,7 @@ from megatron_distopt.hosts.megatron_2023.fork_files import (
     rank_state_dict,
     save_gathered,
 )
-from megatron_distopt.hosts.saving import head_with
+from megatron_distopt.hosts.megatron_2023.model import ForkModel
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.session import Session
 

@@ -52,9 +52,9 @@ from megatron_distopt.formats.megatron_2023.plain import (
     plain_state,
 )
 from megatron_distopt.formats.pickles import load_file, save_whole
-from megatron_distopt.hosts.megatron_2023.built import ForkModel
-from megatron_distopt.hosts.megatron_2023.grad_buffers import GradBuffer
-from megatron_distopt.hosts.saving import is_of_other_class, options_of_run
+from megatron_distopt.hosts.megatron.saving import is_of_other_class, options_of_run
+from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer
+from megatron_distopt.hosts.megatron_2023.model import ForkModel
 from megatron_distopt.layout import ParamShard, Span, owned_shards
 from megatron_distopt.optimizer.inner import count_updates, moments_of, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam

@@ -1,17 +1,12 @@
-"""The optimizer of the forks of 2023, and how it gets into the fork's `get_megatron_optimizer`.
+"""The optimizer of the forks of 2023.
 
-The fork's own function runs: its param groups, its base optimizer, its grad scaler. Only the class
-that it builds is ours, and only while it runs. That class is a subclass of the fork's own, whose
-reductions over tensor- and pipeline-parallel groups it uses, and does not run its constructor,
-which knows CUDA tensors by name.
+The class is a subclass of the fork's own, whose reductions over tensor- and pipeline-parallel
+groups it uses. It does not run the fork's constructor, which knows CUDA tensors by name.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,27 +20,16 @@ from torch.optim import Optimizer
 
 from megatron_distopt.comm import Field, Group, compare, exchange, raise_together
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import AccessError, HostError, HostMismatchError
-from megatron_distopt.hosts.averaging import average_evaluation
-from megatron_distopt.hosts.base import begin_communication, clear_grads, is_used
-from megatron_distopt.hosts.megatron_2023.built import ForkModel
+from megatron_distopt.errors import AccessError, HostError
+from megatron_distopt.hosts.megatron.averaging import average_evaluation
+from megatron_distopt.hosts.megatron_2023.buffers import main_grads
 from megatron_distopt.hosts.megatron_2023.checkpoint import ForkCheckpoints
-from megatron_distopt.hosts.megatron_2023.decisions import Start, plan_start
-from megatron_distopt.hosts.megatron_2023.forks import (
-    CLASS,
-    CLASS_PARAMETERS,
-    EVALUATE_POINT,
-    FLAG,
-    MISSING_IMPORTS,
-    PATCH_POINT,
-    SCRIPT,
-    check_flags,
-)
-from megatron_distopt.hosts.megatron_2023.grad_buffers import main_grads
+from megatron_distopt.hosts.megatron_2023.facts import EVALUATE_POINT
+from megatron_distopt.hosts.megatron_2023.model import ForkModel
+from megatron_distopt.hosts.megatron_2023.plan import Start, plan_start
 from megatron_distopt.hosts.megatron_2023.step import ForkStep, add_up_over_model_ranks, phases
-from megatron_distopt.hosts.patch_points import Replacement, Undo, leave_script, substituted
-from megatron_distopt.hosts.protecting import protect_script
-from megatron_distopt.hosts.watch import Watch
+from megatron_distopt.hosts.megatron_2023.watch import Watch
+from megatron_distopt.hosts.start import begin_communication, clear_grads
 from megatron_distopt.optimizer.inner import is_torchs
 from megatron_distopt.optimizer.step import StepAction, run_step
 from megatron_distopt.session import Session, SessionCalls
@@ -286,87 +270,3 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
         """Collective: reads what is there, ours or the fork's, at any data-parallel size; after
         `load_state_dict`."""
         self._checkpoints.load(filename)
-
-
-def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-    """What takes the place of the fork's function when the package is installed."""
-    return Replacement(original, partial(build, original, options))
-
-
-def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kwargs: Any) -> Any:
-    """Collective: `original`, with our class in place of the fork's where its arguments ask for a
-    distributed one.
-
-    Raises:
-        ConfigError, HostError, LayoutError, RanksDisagreeError: on all ranks, before training.
-    """
-    host_args = get_args()
-    if not is_used(bool(getattr(host_args, FLAG, False))):
-        return original(*args, **kwargs)
-
-    def check() -> None:
-        check_flags(host_args)
-        _check_class(original)
-
-    raise_together(check, Group.of())
-    names: dict[str, Any] = {CLASS: partial(_construct, original.__globals__[CLASS], options)}
-    # A branch of the fork's function uses modules without importing them.
-    names |= {
-        name: import_module(name) for name in MISSING_IMPORTS if name not in original.__globals__
-    }
-    with substituted(original, names):
-        optimizer = original(*args, **kwargs)
-    if not isinstance(optimizer, DistributedOptimizer):
-        raise HostError(
-            f"{PATCH_POINT} built {type(optimizer).__name__}. It has to build its {CLASS} where "
-            f"{FLAG} is set. Use a fork that docs/hosts.md lists."
-        )
-    protect_script(optimizer, SCRIPT, host_args, optimizer.sharded.device)
-    return optimizer
-
-
-def take_over(options: DistOptConfig) -> Undo:
-    """Replaces nothing; returns the undo of what a run may replace in the fork's script."""
-    return leave_script
-
-
-def _check_class(original: Callable[..., Any]) -> None:
-    remedy = (
-        "Use a fork that docs/hosts.md lists, or call megatron_distopt.DistributedOptimizer in it"
-    )
-    if CLASS not in original.__globals__:
-        raise HostMismatchError(
-            f"The module of {PATCH_POINT} has no {CLASS}, which it has to build. {remedy}."
-        )
-    found = inspect.signature(original.__globals__[CLASS].__init__).parameters
-    needed = {
-        name for name, each in list(found.items())[1:] if each.default is inspect.Parameter.empty
-    }
-    if not needed <= set(CLASS_PARAMETERS) <= found.keys():
-        raise HostMismatchError(
-            f"The constructor of {CLASS} takes ({', '.join(list(found)[1:])}). It has to take "
-            f"{', '.join(CLASS_PARAMETERS)}. {remedy}."
-        )
-
-
-def _construct(
-    host_class: type, options: DistOptConfig, *args: Any, **kwargs: Any
-) -> DistributedOptimizer:
-    """The fork may give its arguments in any order that its own signature allows, and more than we
-    know."""
-    signature = inspect.signature(host_class.__init__)  # type: ignore[misc]
-    bound = signature.bind(None, *args, **kwargs)
-    bound.apply_defaults()  # the fork may leave out what it has a default for
-    given = dict(bound.arguments)
-    known = {name: given.pop(name) for name in CLASS_PARAMETERS}
-    given.pop(next(iter(signature.parameters)))  # self
-    unlike = {
-        name: value for name, value in given.items() if value != signature.parameters[name].default
-    }
-    if unlike:
-        names = ", ".join(f"{name}={value!r}" for name, value in unlike.items())
-        raise HostMismatchError(
-            f"Unknown arguments of {CLASS}: {names}. It takes {', '.join(CLASS_PARAMETERS)} alone. "
-            "Leave the fork's option behind it off."
-        )
-    return DistributedOptimizer(**known, options=options)

@@ -16,10 +16,10 @@ from megatron.core import mpu
 
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, params_that_left, raising
-from megatron_distopt.hosts.megatron_2023.built import ForkModel
-from megatron_distopt.hosts.megatron_2023.grad_buffers import UsedGrads
+from megatron_distopt.hosts.megatron.timers import timed
+from megatron_distopt.hosts.megatron_2023.buffers import UsedGrads
+from megatron_distopt.hosts.megatron_2023.model import ForkModel
 from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.step import Gradients, HostStep, StepAction, StepDecision, measure
 

@@ -54,6 +54,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.megatron_core.torch_dist import recognises
 from megatron_distopt.formats.torch_files import open_dcp
+from megatron_distopt.hosts.megatron.saving import head_with, is_of_other_class, options_of_run
 from megatron_distopt.hosts.megatron_core.facts import (
     GROUP_IDENTIFIERS,
     LAYER_WISE,
@@ -61,13 +62,12 @@ from megatron_distopt.hosts.megatron_core.facts import (
     arguments,
 )
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer
-from megatron_distopt.hosts.patch_points import Replacement, rebind, replaced_since
-from megatron_distopt.hosts.saving import head_with, is_of_other_class, options_of_run
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice, count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.main_params import by_group
+from megatron_distopt.patch_points import Replacement, rebind, replaced_since
 
 #: Where the text is in `sharded_state_dict()`; every other entry is one box.
 HEAD = "distopt"

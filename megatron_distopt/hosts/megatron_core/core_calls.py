@@ -25,8 +25,7 @@ from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.compatibility import Feature
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import AccessError, CheckpointError
-from megatron_distopt.hosts.averaging import average_evaluation
-from megatron_distopt.hosts.base import compare_ranks, try_statistics
+from megatron_distopt.hosts.megatron.averaging import average_evaluation
 from megatron_distopt.hosts.megatron_core.checkpoint import (
     FOLDER,
     HEAD,
@@ -39,8 +38,8 @@ from megatron_distopt.hosts.megatron_core.checkpoint import (
     state_to_save,
     takes_boxes,
 )
-from megatron_distopt.hosts.megatron_core.core_state import CoreState, check_is_there
 from megatron_distopt.hosts.megatron_core.facts import CLASS_POINT, EVALUATE_POINT, PATCH_POINT
+from megatron_distopt.hosts.megatron_core.model import CoreState, check_is_there
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep
 from megatron_distopt.hosts.megatron_core.step import (
     CoreStep,
@@ -50,6 +49,7 @@ from megatron_distopt.hosts.megatron_core.step import (
     show_grads,
 )
 from megatron_distopt.hosts.report import describe
+from megatron_distopt.hosts.start import compare_ranks, try_statistics
 from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.step import (
     StepAction,
@@ -81,7 +81,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
     """What a class of ours answers to the host; its base before the host's class.
 
     It has the host's base first, or an object of the host's class could not become one of ours, see
-    adapter.py.
+    get_in.py.
     """
 
     #: None until it is started.

@@ -26,22 +26,24 @@ from megatron_distopt.comm import Group
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.inner_optimizers import (
+from megatron_distopt.hosts.megatron.inner_optimizers import (
+    check_is_adam,
+    groups_of,
+    unsupported_base,
+)
+from megatron_distopt.hosts.megatron.muon_groups import (
     MUON,
     FusedWeights,
     MuonRequest,
-    check_is_adam,
-    groups_of,
     is_matrix_of_layer,
     matrices_of,
     muon_params,
-    unsupported_base,
     with_muon_groups,
 )
+from megatron_distopt.hosts.megatron.naming import placement_of
 from megatron_distopt.hosts.megatron_core.buffers import groups_by_name
 from megatron_distopt.hosts.megatron_core.facts import LAYER_WISE
 from megatron_distopt.hosts.megatron_core.model_parallel import is_expert, ranks_of, tensor_group_of
-from megatron_distopt.hosts.naming import placement_of
 from megatron_distopt.layout import MatrixSpec
 from megatron_distopt.optimizer.owners.muon_options import MegatronMuonOptions
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices

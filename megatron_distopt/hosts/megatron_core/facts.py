@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_distopt.hosts.patch_points import PatchPoint
+from megatron_distopt.patch_points import PatchPoint
 
 #: What the factory calls the class that it builds, and gives to its constructor by name or in this
 #: order.
@@ -44,7 +44,7 @@ FIRST_ORDER = ("adam", "sgd")
 #: Its option in place of `use_distributed_optimizer` for optimizers of whole matrices.
 LAYER_WISE = "use_layer_wise_distributed_optimizer"
 
-#: What every factory ends in, see [Note: the constructor is the patch point] in adapter.py.
+#: What every factory ends in, see [Note: the constructor is the patch point] in get_in.py.
 CLASS_POINT = f"megatron.core.optimizer.distrib_optimizer.{CLASS}"
 
 #: Methods of the classes of the host's that only its own step calls: ours has none in their place.
@@ -88,7 +88,7 @@ LOAD_POINT = PatchPoint(
     "megatron.core.dist_checkpointing.serialization", "load", ("sharded_state_dict",)
 )
 
-#: What hosts/protecting.py and averaging.py replace in Megatron-LM's training script.
+#: What hosts/megatron/protecting.py and averaging.py replace in Megatron-LM's training script.
 SCRIPT_LOAD_POINT = PatchPoint(
     "megatron.training.checkpointing",
     "load_checkpoint",

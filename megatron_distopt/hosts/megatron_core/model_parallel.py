@@ -12,16 +12,16 @@ from torch.nn import Parameter
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
-from megatron_distopt.hosts.megatron_core.facts import arguments
-from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
-from megatron_distopt.hosts.naming import (
+from megatron_distopt.hosts.megatron.naming import (
     FROM_WEIGHTS,
     ModelRanks,
     canonical,
     global_names,
     placement_of,
 )
-from megatron_distopt.hosts.saving import options_of_run
+from megatron_distopt.hosts.megatron.saving import options_of_run
+from megatron_distopt.hosts.megatron_core.facts import arguments
+from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import StepDecision

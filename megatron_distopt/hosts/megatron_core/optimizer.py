@@ -35,16 +35,17 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.base import clear_grads, loss_scale_of, names_by_param, plan_groups
 from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
-from megatron_distopt.hosts.inner_optimizers import (
-    config_for_adam,
+from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
+from megatron_distopt.hosts.megatron.inner_optimizers import (
     groups_of,
     is_adam,
     is_sgd,
-    muon_and_adam,
+    plan_groups,
     unserved_options,
 )
+from megatron_distopt.hosts.megatron.muon_groups import config_for_adam, muon_and_adam
+from megatron_distopt.hosts.megatron.naming import names_by_param
 from megatron_distopt.hosts.megatron_core.buffers import (
     adopt_buffer,
     follow_buffers,
@@ -53,9 +54,10 @@ from megatron_distopt.hosts.megatron_core.buffers import (
 from megatron_distopt.hosts.megatron_core.checkpoint import head_of
 from megatron_distopt.hosts.megatron_core.core_calls import CoreCalls
 from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
-from megatron_distopt.hosts.megatron_core.host_config import Merged
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
+from megatron_distopt.hosts.megatron_core.translate import Merged
+from megatron_distopt.hosts.start import clear_grads
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice, is_torchs, moments_of

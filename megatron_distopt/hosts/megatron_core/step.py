@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.errors import HostError, LayoutError
-from megatron_distopt.hosts.base import timed
 from megatron_distopt.hosts.between_steps import notice_for, raising
+from megatron_distopt.hosts.megatron.timers import timed
 from megatron_distopt.hosts.megatron_core.buffers import check_are_in
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep
 from megatron_distopt.optimizer.accelerator import stats_dtype

@@ -13,9 +13,9 @@ from torch.nn import Module, Parameter
 from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, names_with_state
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.torch_state import TorchParams
+from megatron_distopt.checkpoint.whole_model import untrained_tensors
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.hosts.base import named_params
-from megatron_distopt.hosts.saving import untrained_tensors
+from megatron_distopt.hosts.start import named_params
 from megatron_distopt.hosts.torch.model import ShardedModel
 
 #: The user's param groups.

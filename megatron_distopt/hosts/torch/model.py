@@ -1,32 +1,22 @@
 """A model on this rank: its params, grads and optimizer state, and how further params are taken
-over.
-
-[Note: module buffers] Module buffers that training changes (the running statistics of a batch norm)
-follow the first rank. torch's DistributedDataParallel broadcasts all of them before each forward
-pass. Here those that change are broadcast after each step, so that every forward pass begins with
-the same values as there.
-"""
+over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn import Parameter
 
 from megatron_distopt.buffers import (
     GradSlot,
     LocalGrad,
     ShardedBuffer,
     allocate_grads,
-    check_grad_dtype,
-    dtype_name,
     memory_order,
     move_into_buffer,
 )
@@ -36,121 +26,26 @@ from megatron_distopt.checkpoint.whole_model import Share, WholeModel, without_w
 from megatron_distopt.comm import (
     Communicator,
     Field,
-    Group,
-    Reduction,
     compare,
     exchange,
     raise_together,
     share_initial,
     sum_over,
 )
-from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import LayoutError, refusal
-from megatron_distopt.hosts.base import check_dtypes, named_params, spec_of
-from megatron_distopt.hosts.between_steps import check_not_shared, telling_of_aliases
-from megatron_distopt.hosts.torch.ddp import check_strides, is_ignored, trained_though_ignored
+from megatron_distopt.hosts.between_steps import telling_of_aliases
+from megatron_distopt.hosts.start import named_params, spec_of
+from megatron_distopt.hosts.torch.buffers import ParamSet, plan_sets
+from megatron_distopt.hosts.torch.ddp import is_ignored
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
+from megatron_distopt.hosts.torch.module_buffers import ModuleBuffers
 from megatron_distopt.hosts.torch.params import Params
-from megatron_distopt.layout import BufferLayout, Placement, default_bucket_size, lay_out
-from megatron_distopt.layout.buckets import alignment_for
-from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
-from megatron_distopt.optimizer.main_params import ParamGroup
-from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
+from megatron_distopt.hosts.torch.translate import ModelPlan, check_trained, name_groups
+from megatron_distopt.layout import Placement
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import act_on_deferred_notice
 from megatron_distopt.session import HostState
 from megatron_distopt.session.run_session import FIRST_RANK
-
-#: What to do where module buffers differ between ranks.
-KEEP_BUFFERS = ", or write broadcast_buffers=False, with which each rank keeps its own"
-
-
-@dataclass(frozen=True)
-class ParamSet:
-    """Params that share a buffer."""
-
-    named: Mapping[str, Parameter]
-    layout: BufferLayout
-    dtype: torch.dtype  # of the params
-    grad_dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """All that is decided before the first byte is allocated."""
-
-    chunks: Sequence[Module]  # of the model
-    named: Mapping[str, Parameter]  # every param of the model
-    # param groups with model params; the given optimizers' own dicts
-    torch_groups: list[dict[str, Any]]
-    sets: tuple[ParamSet, ...]  # of params that train now
-    step: StepPlan  # its groups have the names of params that train now
-    data: Group  # ranks that hold the same params
-    device: torch.device  # of all params that train
-    how: Reduction  # of grads
-    # where this rank's part of a param lies in the whole model
-    placement: Callable[[str, Parameter], Placement]
-    broadcast_buffers: bool  # whether module buffers that training changes follow the first rank
-    # whether params lie in the buffers in the order of their strides; not where an optimizer takes
-    # them whole
-    keeps_strides: bool
-
-
-def name_groups(
-    groups: Sequence[Mapping[str, Any]], named: Mapping[str, Parameter]
-) -> list[ParamGroup]:
-    """The groups with the names of those of their params that are in `named`."""
-    name_of = {param: name for name, param in named.items()}
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    names = [
-        tuple(name_of[param] for param in group["params"] if param in name_of) for group in groups
-    ]
-    return [ParamGroup(*each) for each in zip(options, names, strict=True)]
-
-
-def check_trained(
-    named: Mapping[str, Parameter], config: DistOptConfig, *, keeps_strides: bool = True
-) -> None:
-    """Refuses params that cannot be trained with a config."""
-    if not named:
-        remedy = "Unfreeze something, and give the optimizer params of this model"
-        raise LayoutError(
-            refusal("model", "no trainable param in the optimizer", "have at least 1", remedy)
-        )
-    check_dtypes(named, config)
-    check_not_shared(named.items())
-    if not keeps_strides:
-        check_strides(named)
-    for name, param in named.items():
-        if not isinstance(param, Parameter):
-            raise LayoutError(
-                f"{name!r} is no Parameter but a Tensor, as in a script module that was loaded. "
-                "Load its state_dict() into a module written in Python, or freeze it."
-            )
-        if is_ignored(param):
-            raise trained_though_ignored(name)
-        check_grad_dtype(name, param, torch.float32 if config.grads_in_fp32 else param.dtype)
-
-
-def plan_sets(
-    named: Mapping[str, Parameter], config: DistOptConfig, num_shards: int
-) -> tuple[ParamSet, ...]:
-    """Lays out one buffer for each dtype of the params."""
-    sets = []
-    for dtype in dict.fromkeys(param.dtype for param in named.values()):
-        members = {name: param for name, param in named.items() if param.dtype is dtype}
-        specs = [spec_of(name, param) for name, param in members.items()]
-        bucket_size = config.bucket_size
-        if bucket_size is None and (config.overlap_grad_reduce or config.overlap_param_gather):
-            bucket_size = default_bucket_size(sum(spec.numel for spec in specs), num_shards)
-        alignment = alignment_for(*astuple(Precision.of(config)))
-        layout = lay_out(
-            specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment
-        )
-        sets.append(
-            ParamSet(members, layout, dtype, torch.float32 if config.grads_in_fp32 else dtype)
-        )
-    return tuple(sets)
 
 
 class ShardedModel(HostState):
@@ -384,81 +279,3 @@ class ShardedModel(HostState):
         self.gather.release()
         self.grads.release()
         self.params.release()
-
-
-class ModuleBuffers:
-    """The buffers of modules on this rank, see [Note: module buffers]."""
-
-    def __init__(self, modules: Mapping[str, Module], data: Group, device: torch.device) -> None:
-        self._modules, self._data, self._device = modules, data, device
-        #: Of those whose buffers change, by name and the same on all ranks, how the buffers look.
-        self._changing: dict[str, tuple[str, ...]] = {}
-        #: Those that DDP leaves to each rank, by their modules and names there.
-        self._ignored = {
-            (module, key)
-            for module in modules.values()
-            for key, buffer in module._buffers.items()
-            if is_ignored(buffer)
-        }
-        self._seen = {name: self._seen_in(name) for name in modules}
-        # The kernels of torch's norms change running statistics without counting a version.
-        norms = {name: module for name, module in modules.items() if isinstance(module, _NormBase)}
-        self.learn([name for name, module in norms.items() if module.track_running_stats])
-
-    def begun(self) -> list[str]:
-        """Modules whose buffers have changed for the first time, or have another shape now; the
-        ranks may differ."""
-        looks, seen = self._changing, self._seen
-        return [
-            name
-            for name in self._modules
-            if (
-                looks[name] != self._described(name)
-                if name in looks
-                else seen[name] != self._seen_in(name)
-            )
-        ]
-
-    def learn(self, begun: Sequence[str]) -> None:
-        """Collective: from now on these modules' buffers are broadcast, whichever rank has named
-        them."""
-        named = {name for names in exchange(list(begun), self._data) for name in names}
-        self._changing |= {name: self._described(name) for name in sorted(named)}
-        looks = tuple(
-            f"{name.partition('.')[2]}.{look}".lstrip(".")  # without the number of the chunk
-            for name in sorted(self._changing)
-            for look in self._changing[name]
-        )
-        compare([Field("module buffers that training changes", looks, KEEP_BUFFERS)], self._data)
-
-    @torch.no_grad()
-    def sync(self, *, is_taken: bool = True) -> None:
-        """Collective: every rank that takes them has the values of the first one."""
-        tensors = [
-            tensor if is_taken else tensor.clone()
-            for name in sorted(self._changing)
-            for tensor in self._tensors_of(name)
-        ]
-        share_initial(tensors, self._data, self._device)
-
-    def _buffers_of(self, name: str) -> dict[str, Tensor]:
-        module = self._modules[name]
-        return {
-            key: buffer
-            for key, buffer in sorted(module._buffers.items())
-            if buffer is not None and (module, key) not in self._ignored
-        }
-
-    def _tensors_of(self, name: str) -> list[Tensor]:
-        return list(self._buffers_of(name).values())
-
-    def _described(self, name: str) -> tuple[str, ...]:
-        return tuple(
-            f"{key} {dtype_name(buffer.dtype)}{list(buffer.shape)}"
-            for key, buffer in self._buffers_of(name).items()
-        )
-
-    def _seen_in(self, name: str) -> tuple[tuple[int, int], ...]:
-        """By buffer its identity and version: what changes one is a new tensor, or an operation in
-        place."""
-        return tuple((id(buffer), buffer._version) for buffer in self._tensors_of(name))

@@ -27,7 +27,7 @@ from megatron_distopt.checkpoint.torch_state import (
 from megatron_distopt.comm import Field, compare, exchange, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
-from megatron_distopt.hosts.base import as_torch_groups, clear_grads, named_params
+from megatron_distopt.hosts.start import as_torch_groups, clear_grads, named_params
 from megatron_distopt.hosts.torch.checkpoint import (
     UntrainedTensors,
     load_torch_state,
@@ -35,9 +35,10 @@ from megatron_distopt.hosts.torch.checkpoint import (
     torch_params,
 )
 from megatron_distopt.hosts.torch.ddp import NO_JOIN
-from megatron_distopt.hosts.torch.model import ShardedModel, name_groups
+from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.params import is_updated
 from megatron_distopt.hosts.torch.step import TorchStep
+from megatron_distopt.hosts.torch.translate import name_groups
 from megatron_distopt.optimizer.inner import InParts, option_text, option_values
 from megatron_distopt.optimizer.loss_scale import DynamicLossScale
 from megatron_distopt.optimizer.main_params import main_grads

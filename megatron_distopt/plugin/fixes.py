@@ -22,9 +22,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.hosts.fork_source import SourceTree
-
-Undo = Callable[[], None]
+from megatron_distopt.patch_points import Undo, repairs
+from megatron_distopt.plugin.fork_source import SourceTree
 
 
 @dataclass(frozen=True)
@@ -147,35 +146,27 @@ def needed_fixes(tree: SourceTree, fixes: Sequence[Fix] = FIXES) -> tuple[Fix, .
     )
 
 
-#: The fixes of this process, for the start-up block.
-_applied: list[Fix] = []
-
-
-def applied_fixes() -> tuple[Fix, ...]:
-    return tuple(_applied)
-
-
 def apply_fixes(fixes: Sequence[Fix]) -> Undo:
     """Makes fixes that are not in force yet: around the import of their modules, or at once where
     one is loaded.
 
     Returns the undo. Modules that were imported meanwhile keep the stand-ins that they imported.
     """
-    new = [fix for fix in fixes if fix not in _applied]
+    new = [fix for fix in fixes if fix not in repairs]
     finder = _FixingFinder([fix for fix in new if fix.module not in sys.modules])
     for fix in new:
         if fix.module in sys.modules:  # it may be in the middle of its import
             finder.undos.enter_context(fix.stand_ins())
             finder.undos.callback(fix.after(sys.modules[fix.module]))
     sys.meta_path.insert(0, finder)
-    _applied.extend(new)
+    repairs.extend(new)
 
     def undo() -> None:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
         finder.undos.close()
         while new:
-            _applied.remove(new.pop())
+            repairs.remove(new.pop())
 
     return undo
 

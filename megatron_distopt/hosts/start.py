@@ -1,17 +1,9 @@
-"""What every host does before it builds the sharded optimizer: ask whether it is wanted, name the
-params, check them, and compare ranks.
-
-Also here: the host's timers and its grad scaler.
-"""
+"""What every host does before it builds the sharded optimizer: name the params, check them, try the
+collectives, and compare ranks."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -20,72 +12,17 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
-from megatron_distopt.checkpoint.param_groups import check_options
-from megatron_distopt.comm import (
-    Field,
-    Group,
-    compare,
-    exchange,
-    is_initialized,
-    meet,
-    profiled,
-    raise_together,
-)
+from megatron_distopt.comm import Field, Group, compare, exchange, raise_together
 from megatron_distopt.comm.collectives import Reduction, check_debug_level, try_collectives
 from megatron_distopt.comm.shared_memory import allow_shared_memory
 from megatron_distopt.compatibility import Feature, check_compatible
-from megatron_distopt.config import DistOptConfig, Switch, switch_from
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError
 from megatron_distopt.layout import BufferLayout, ParamSpec
 from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.inner import InnerChoice, option_text
-from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
-from megatron_distopt.optimizer.main_params import ParamGroup
+from megatron_distopt.optimizer.inner import option_text
 from megatron_distopt.optimizer.sharded import StepPlan
-from megatron_distopt.session.announce import announce
 from megatron_distopt.version import VERSION
-
-SWITCHED_OFF = "MEGATRON_DISTOPT=0"
-
-
-def is_wanted(has_flag: bool) -> bool:
-    """Whether this package's optimizer is to be built; refuses where it is not and
-    MEGATRON_DISTOPT=require."""
-    switch = switch_from(os.environ)
-    if switch is Switch.REQUIRE and not has_flag:
-        remedy = "Add --use-distributed-optimizer, or unset the variable"
-        raise ConfigError(
-            f"MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. {remedy}."
-        )
-    return has_flag and switch is not Switch.OFF
-
-
-def is_used(has_flag: bool, hint: str = "") -> bool:
-    """Collective: whether the host's factory builds ours on all ranks, which must agree.
-
-    Where it does not, rank 0 says so in one line and adds `hint`: the package is loaded, and its
-    user may expect it.
-    """
-    is_off = switch_from(os.environ) is Switch.OFF
-    why_not = SWITCHED_OFF if is_off else "" if has_flag else "use_distributed_optimizer is not set"
-    if is_initialized():
-        meet(Group.of(), why_not)
-    is_wanted(has_flag)
-    if why_not and is_initialized() and Group.of().rank == 0:
-        announce(f"megatron_distopt is loaded and not used: {why_not}{hint}")
-    return not why_not
-
-
-def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptConfig:
-    """`options` with those that the host decides, of which code must not have given another
-    value."""
-    merged = dataclasses.replace(options, **own)
-    for name in own:
-        given, value = getattr(options, name), getattr(merged, name)
-        if name in options.explicit and given != value:
-            found = f"{name} is {given!r} in DistOptConfig(...), and the host's own is {value!r}"
-            raise ConfigError(f"{found}. Drop it there, and give the host's flag that value.")
-    return merged
 
 
 def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:
@@ -97,15 +34,6 @@ def named_params(chunks: Sequence[Module]) -> dict[str, Parameter]:
         for name, param in chunk.named_parameters():
             name_of.setdefault(param, prefix + name)  # one that two chunks share is one param
     return {name: param for param, name in name_of.items()}
-
-
-def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
-    """Names as the bare model has them, of frozen params too: the wrappers' "module." is left
-    out."""
-    found = named_params(chunks)
-    return {
-        param: re.sub(r"^(chunk\d+\.)?(module\.)+", r"\1", name) for name, param in found.items()
-    }
 
 
 def clear_grads(params: Iterable[Parameter | Tensor], *, set_to_none: bool) -> None:
@@ -218,68 +146,6 @@ def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
     return groups
 
 
-def plan_groups(
-    named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]], choice: InnerChoice
-) -> tuple[ParamGroup, ...]:
-    """Param groups as for `torch.optim`, with names in place of params.
-
-    Each of `named`, the params that lie in a buffer, must be in exactly one, and no other param in
-    any.
-    """
-    name_of = {param: name for name, param in named.items()}
-    groups = []
-    for index, group in enumerate(torch_groups):
-        unknown = sum(param not in name_of for param in group["params"])
-        if unknown:
-            found = f"In param group {index}, {unknown} params are in no buffer of the model"
-            raise LayoutError(f"{found}. Leave out frozen and foreign params.")
-        options = {key: value for key, value in group.items() if key != "params"}
-        check_options(index, options, choice)
-        groups.append(ParamGroup(options, tuple(name_of[param] for param in group["params"])))
-    times = Counter(name for group in groups for name in group.names)
-    for name in named:
-        if times[name] != 1:
-            found = f"The param {name!r} is in {times[name]} param groups, and must be in exactly 1"
-            raise LayoutError(f"{found}. Give every trainable param one group.")
-    return tuple(groups)
-
-
-def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
-    """The host's grad scaler, or a constant 1.0 where it has none."""
-    return ConstantLossScale(1.0, device) if grad_scaler is None else HostLossScale(grad_scaler)
-
-
-class HostLossScale:
-    """The host's own grad scaler, a MegatronGradScaler: its rules, its state."""
-
-    def __init__(self, grad_scaler: Any) -> None:
-        self._grad_scaler = grad_scaler
-
-    @property
-    def scale(self) -> Tensor:
-        """fp32 [1]."""
-        scale: Tensor = self._grad_scaler.scale
-        return scale
-
-    @property
-    def value(self) -> float:
-        return float(self.scale.item())
-
-    def can_back_off(self) -> bool:
-        """A dynamic scaler until its scale is at the minimum, a constant one never."""
-        minimum = getattr(self._grad_scaler, "min_scale", None)
-        return minimum is not None and bool(self.scale > minimum)
-
-    def update(self, found_nonfinite: bool) -> None:
-        self._grad_scaler.update(found_nonfinite)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._grad_scaler.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._grad_scaler.load_state_dict(state)
-
-
 def compare_ranks(
     named: Mapping[str, Parameter],
     plan: StepPlan,
@@ -329,21 +195,3 @@ def compare_ranks(
     }
     fields = [Field(title, tuple(values)) for title, values in of_data_parallel.items()]
     raise_together(lambda: compare(fields, data), everyone)
-
-
-@contextmanager
-def timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
-    """Times what runs in the block with the host's timer of that name, if it has `timers`, and
-    names it in a profiler.
-
-    `barrier`: ranks wait for each other before.
-    """
-    with profiled(name):
-        if timers is None:
-            yield
-            return
-        timers(name, log_level=1).start(barrier=barrier)
-        try:
-            yield
-        finally:
-            timers(name).stop()

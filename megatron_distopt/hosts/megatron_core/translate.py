@@ -14,8 +14,9 @@ from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group
 from megatron_distopt.config import OPTIONS, DistOptConfig, NonFinitePolicy
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
-from megatron_distopt.hosts.base import check_dtypes, names_by_param, with_hosts_own
-from megatron_distopt.hosts.inner_optimizers import MUON, MuonRequest, config_for_adam
+from megatron_distopt.hosts.megatron.flag import with_hosts_own
+from megatron_distopt.hosts.megatron.muon_groups import MUON, MuonRequest, config_for_adam
+from megatron_distopt.hosts.megatron.naming import names_by_param
 from megatron_distopt.hosts.megatron_core.buffers import layout_of
 from megatron_distopt.hosts.megatron_core.core_muon import (
     check_layer_wise,
@@ -24,6 +25,7 @@ from megatron_distopt.hosts.megatron_core.core_muon import (
     request_from,
 )
 from megatron_distopt.hosts.megatron_core.facts import HOSTS_OWN, REFUSED, arguments, is_judged
+from megatron_distopt.hosts.start import check_dtypes
 from megatron_distopt.layout import BufferLayout
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner

@@ -14,16 +14,21 @@ from torch.nn import Module
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Communicator, Group, gather_params, raise_together, reduce_grads
-from megatron_distopt.hosts.base import compare_ranks
 from megatron_distopt.hosts.between_steps import (
     GroupMembers,
     PlacedParam,
     RemainderWatch,
     params_that_left,
 )
-from megatron_distopt.hosts.megatron_2023.decisions import Start, num_microbatches_of
-from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, PARSER, PATCH_POINT, has_gates
-from megatron_distopt.hosts.megatron_2023.grad_buffers import (
+from megatron_distopt.hosts.megatron.naming import (
+    FROM_WEIGHTS,
+    ModelRanks,
+    canonical,
+    global_names,
+    placement_of,
+)
+from megatron_distopt.hosts.megatron.saving import options_of_run
+from megatron_distopt.hosts.megatron_2023.buffers import (
     GradBuffer,
     UsedGrads,
     expert_place,
@@ -31,17 +36,12 @@ from megatron_distopt.hosts.megatron_2023.grad_buffers import (
     main_grads,
     take_over,
 )
-from megatron_distopt.hosts.naming import (
-    FROM_WEIGHTS,
-    ModelRanks,
-    canonical,
-    global_names,
-    placement_of,
-)
+from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, PARSER, PATCH_POINT, has_gates
+from megatron_distopt.hosts.megatron_2023.plan import Start, num_microbatches_of
+from megatron_distopt.hosts.megatron_2023.watch import Watch, tell_of_grads
 from megatron_distopt.hosts.report import describe, sharded_over
-from megatron_distopt.hosts.saving import options_of_run
+from megatron_distopt.hosts.start import compare_ranks
 from megatron_distopt.hosts.torch.gather import ParamGather
-from megatron_distopt.hosts.watch import Watch, tell_of_grads
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.session import HostState

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_distopt.errors import HostError, UnknownHostError
-from megatron_distopt.hosts.detect import Generation
-from megatron_distopt.hosts.entry_point_block import BEGIN, END, intact_block
-from megatron_distopt.hosts.patch_points import OTHER, PatchPoint
+from megatron_distopt.patch_points import OTHER, PatchPoint
+from megatron_distopt.plugin.detect import Generation
+from megatron_distopt.plugin.entry_point_block import BEGIN, END, intact_block
 
 _PACKAGE = "megatron"
 

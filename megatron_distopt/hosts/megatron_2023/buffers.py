@@ -6,7 +6,7 @@ Its grad buffers are kept, each as one bucket, and the params move into param bu
 do not fit into the fork's buffer and get one of their own, to which `main_grad` is moved: params of
 experts, which other ranks own than the dense ones; a buffer whose padding fits the data-parallel
 size but not the group that it is sharded over (Ulysses); and one that is cut into buckets, each of
-which has padding (decisions.py). The fork's index map stays; its files have the params in that
+which has padding (plan.py). The fork's index map stays; its files have the params in that
 order.
 
 Dense params are sharded over the data-parallel group; with Ulysses sequence parallelism over the
@@ -39,8 +39,8 @@ from torch.nn import Module, Parameter
 from megatron_distopt.buffers import ShardedBuffer, move_into_buffer, pack_params, view_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, LayoutError
-from megatron_distopt.hosts.base import spec_of
 from megatron_distopt.hosts.between_steps import telling_of_aliases
+from megatron_distopt.hosts.start import spec_of
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
 
 #: Getters of expert data-parallel groups, newest first.

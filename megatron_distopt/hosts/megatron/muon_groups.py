@@ -1,5 +1,4 @@
-"""The inner optimizer in a Megatron of any generation: what takes the place of the host's own, and
-Muon.
+"""Which weights of a Megatron Muon updates, and with which options.
 
 Muon updates the two-dimensional params of numbered layers; embeddings, output layers and all else
 stay with Adam. A param group with a key `use_muon` says so itself.
@@ -7,17 +6,14 @@ stay with Adam. A param group with a key `use_muon` says so itself.
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from string import digits
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
@@ -30,106 +26,17 @@ from megatron_distopt.optimizer.owners.muon_options import (
 )
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon, matrix_of
 
-#: Classes that can be replaced by another implementation of the same formula, by package; a user's
-#: own class of the same name is not meant.
-_ADAMS = {
-    "torch.optim": ("Adam", "AdamW"),
-    "apex.optimizers": ("FusedAdam",),
-    "deepspeed.ops.adam": ("FusedAdam", "DeepSpeedCPUAdam"),
-    "transformer_engine.pytorch.optimizers": ("FusedAdam",),
-}
-_SGDS = {"torch.optim": ("SGD",), "apex.optimizers": ("FusedSGD",)}
-
-
-def is_adam(optimizer: Optimizer) -> bool:
-    """Whether an implementation of Adam can take its place."""
-    return _is_of(optimizer, _ADAMS)
-
-
-def is_sgd(optimizer: Optimizer) -> bool:
-    """Whether torch's SGD can take its place."""
-    return _is_of(optimizer, _SGDS)
-
-
-def _is_of(optimizer: Optimizer, classes: Mapping[str, Sequence[str]]) -> bool:
-    """Whether it is what a package exports, or calls so in one of its files; a class that inherits
-    from it is not."""
-    kind = type(optimizer)
-    for module, names in classes.items():
-        package = "torch.optim" if module == "torch.optim" else module.partition(".")[0]
-        is_exported = any(kind is getattr(sys.modules.get(module), name, None) for name in names)
-        if is_exported or (
-            kind.__name__ in names and f"{kind.__module__}.".startswith(f"{package}.")
-        ):
-            return True
-    return False
-
-
-#: What torch's optimizers take from a param group; what else a host's own inner optimizer wrote
-#: there is its own.
-_HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
-#: Those that a class of another name has in another form: `eps` of Adafactor is a pair. Where a
-#: group has no value of its own, the class gets that of the config as far as it can take it.
-_IN_OTHER_FORMS = ("betas", "eps", "momentum")
-#: Options of a class that say how it computes, and not what.
-_ABOUT_KERNELS = (
-    "foreach",
-    "fused",
-    "capturable",
-    "set_grad_none",
-    "master_weights",
-    "fp32_optimizer_states",
-)
-
-
-def groups_of(optimizer: Optimizer, *, is_for_other_class: bool = False) -> list[dict[str, Any]]:
-    """A host's param groups without what its own inner optimizer added (its "fused" and "foreach"
-    are not ours).
-
-    `is_for_other_class`: for a class that a user named, and not for another implementation of the
-    same.
-    """
-    added = set(optimizer.defaults) - set(_HYPERPARAMETERS)
-    usual = {key: optimizer.defaults.get(key) for key in _IN_OTHER_FORMS if is_for_other_class}
-    return [
-        {
-            key: value
-            for key, value in group.items()
-            if key not in added and not (key in usual and value == usual[key])
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
-    """Options of a host's own Adam or SGD that change its arithmetic and that our choice for it
-    does not have, by name.
-
-    These are values that differ from what its class has by default, as nesterov or amsgrad.
-    """
-    parameters = inspect.signature(type(optimizer)).parameters
-    usual = {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if name in optimizer.defaults
-    }
-    for name in (*_HYPERPARAMETERS, *_ABOUT_KERNELS, "decoupled_weight_decay"):
-        usual.pop(name, None)
-    groups = [optimizer.defaults, *optimizer.param_groups]
-    return {
-        name: group[name]
-        for group in groups
-        for name in usual
-        if group.get(name, usual[name]) != usual[name]
-    }
-
-
 #: What the option `optimizer` calls it.
 MUON = "muon"
 
+
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
+
+
 #: A key of a param group in which a host or its user says it itself.
 _MARK = "use_muon"
+
+
 #: Options of Adam, and not of Muon.
 _NOT_MUONS = ("betas", "eps")
 
@@ -230,19 +137,6 @@ def with_muon_groups(
 def muon_params(groups: Iterable[Mapping[str, Any]]) -> frozenset[Parameter]:
     return frozenset(
         param for group in groups if is_muons_group(group) for param in group["params"]
-    )
-
-
-def check_is_adam(base: Optimizer) -> None:
-    """Refuses a host's own optimizer whose place Muon and an Adam cannot take."""
-    if not is_adam(base):
-        raise unsupported_base(type(base).__name__)
-
-
-def unsupported_base(name: str) -> ConfigError:
-    return ConfigError(
-        f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. Write "
-        "--optimizer adam, whose place is taken, or drop --distopt-optimizer muon."
     )
 
 

@@ -30,7 +30,8 @@ from torch.nn import Module
 from megatron_distopt.comm import Group, is_initialized, meet, raise_together
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.errors import ConfigError, HostMismatchError
-from megatron_distopt.hosts.base import is_used, is_wanted
+from megatron_distopt.hosts.megatron.flag import is_used, is_wanted
+from megatron_distopt.hosts.megatron.protecting import protect_script
 from megatron_distopt.hosts.megatron_core.checkpoint import check_script_can_save, look_at_loads
 from megatron_distopt.hosts.megatron_core.core_muon import is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.facts import (
@@ -45,16 +46,15 @@ from megatron_distopt.hosts.megatron_core.facts import (
     SCRIPT,
     arguments,
 )
-from megatron_distopt.hosts.megatron_core.host_config import (
+from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
+from megatron_distopt.hosts.megatron_core.translate import (
     Merged,
     check_model,
     check_parallel_state,
     merge_config,
 )
-from megatron_distopt.hosts.megatron_core.optimizer import ChainedOptimizer, DistributedOptimizer
-from megatron_distopt.hosts.patch_points import Replacement, leave_script, replaced_since
-from megatron_distopt.hosts.protecting import protect_script
 from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.patch_points import Replacement, leave_script, replaced_since
 from megatron_distopt.stand_ins import code_of
 
 #: Packages whose code may stand in the classes of the host's.

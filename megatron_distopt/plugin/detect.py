@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.hosts.megatron_2023 import forks as megatron_2023
+from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
-from megatron_distopt.hosts.patch_points import PatchPoint, Replacement
+from megatron_distopt.patch_points import PatchPoint, Replacement
 from megatron_distopt.version import MEGATRON_CORE as RELEASES
 
 
@@ -73,14 +73,14 @@ MEGATRON_CORE = Generation(
     "megatron-core 0.9 to 0.19, Megatron-LM of 2024 to 2026",
     ("megatron.core.optimizer",),
     (megatron_core.PATCH_POINT,),
-    "megatron_distopt.hosts.megatron_core.adapter",
+    "megatron_distopt.hosts.megatron_core.get_in",
 )
 MEGATRON_2023 = Generation(
     "Megatron of 2023",
     "Megatron-DeepSpeed, Megatron-LM 23.04 to 23.08 and their children",
     ("megatron.optimizer.distrib_optimizer", "megatron.arguments"),
     (megatron_2023.PATCH_POINT, megatron_2023.PARSER),
-    "megatron_distopt.hosts.megatron_2023.optimizer",
+    "megatron_distopt.hosts.megatron_2023.get_in",
     megatron_2023.check_flags,
 )
 

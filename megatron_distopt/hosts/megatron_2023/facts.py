@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.patch_points import PatchPoint
+from megatron_distopt.patch_points import PatchPoint
 
 #: The factory that the training module imports by value.
 PATCH_POINT = PatchPoint(
@@ -21,8 +21,8 @@ PATCH_POINT = PatchPoint(
 )
 #: The parser, through which our flags enter and conflicts are found before anything is built.
 PARSER = PatchPoint("megatron.arguments", "parse_args", ("extra_args_provider",))
-#: What hosts/protecting.py and averaging.py replace, imported by value in the training module, or
-#: defined in it.
+#: What protecting.py and averaging.py in hosts/megatron/ replace: imported by value in the training
+#: module, or defined in it.
 LOAD_POINT = PatchPoint(
     "megatron.checkpointing", "load_checkpoint", ("model", "optimizer", "opt_param_scheduler")
 )

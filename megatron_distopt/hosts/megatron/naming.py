@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
+from megatron_distopt.hosts.start import named_params
 from megatron_distopt.layout import Placement
 
 #: How a user of a Megatron starts from the model's weights without a checkpoint of the optimizer.
@@ -134,3 +135,12 @@ def canonical(name: str) -> str:
     for pattern, replacement in _SAME:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def names_by_param(chunks: Sequence[Module]) -> dict[Parameter, str]:
+    """Names as the bare model has them, of frozen params too: the wrappers' "module." is left
+    out."""
+    found = named_params(chunks)
+    return {
+        param: re.sub(r"^(chunk\d+\.)?(module\.)+", r"\1", name) for name, param in found.items()
+    }

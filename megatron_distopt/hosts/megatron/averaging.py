@@ -10,7 +10,7 @@ from weakref import ref
 
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import HostMismatchError
-from megatron_distopt.hosts.patch_points import PatchPoint, Replacement, apply, script_undos
+from megatron_distopt.patch_points import PatchPoint, Replacement, apply, script_undos
 from megatron_distopt.session import SessionCalls
 
 #: Those that are evaluated, in one order on all ranks.

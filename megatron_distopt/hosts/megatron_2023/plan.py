@@ -25,40 +25,30 @@ from megatron_distopt.comm import Group, Reduction, shares_memory
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.base import (
-    check_bucket_size,
-    loss_scale_of,
-    names_by_param,
-    plan_groups,
-    reduction_of,
-)
-from megatron_distopt.hosts.inner_optimizers import (
+from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
+from megatron_distopt.hosts.megatron.inner_optimizers import check_is_adam, groups_of, plan_groups
+from megatron_distopt.hosts.megatron.muon_groups import (
     MUON,
     FusedWeights,
     MuonRequest,
-    check_is_adam,
     config_for_adam,
-    groups_of,
     is_matrix_of_layer,
     matrices_of,
     muon_and_adam,
     muon_params,
     with_muon_groups,
 )
-from megatron_distopt.hosts.megatron_2023.base_optimizer import (
+from megatron_distopt.hosts.megatron.naming import ModelRanks, names_by_param, placement_of
+from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, dense_group, plan_grad_buffers
+from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, check_flags, has_gates
+from megatron_distopt.hosts.megatron_2023.translate import (
     Inner,
     check_model,
     choose_for,
     merge_config,
     with_host_state,
 )
-from megatron_distopt.hosts.megatron_2023.forks import GATHERS_STATE, check_flags, has_gates
-from megatron_distopt.hosts.megatron_2023.grad_buffers import (
-    BufferPlan,
-    dense_group,
-    plan_grad_buffers,
-)
-from megatron_distopt.hosts.naming import ModelRanks, placement_of
+from megatron_distopt.hosts.start import check_bucket_size, reduction_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices

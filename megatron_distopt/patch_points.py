@@ -96,6 +96,8 @@ class PatchPoint:
 
 #: What ends the replacements in the script that trains.
 script_undos: list[Undo] = []
+#: Repairs of the host that are in force, which the block at the start of a run lists.
+repairs: list[object] = []
 
 
 def leave_script() -> None:

@@ -16,10 +16,16 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
-from megatron_distopt.hosts.base import check_dtypes, with_hosts_own
 from megatron_distopt.hosts.between_steps import check_not_shared, check_own_memory
-from megatron_distopt.hosts.inner_optimizers import groups_of, is_adam, is_sgd, unserved_options
-from megatron_distopt.hosts.megatron_2023.forks import NOT_CONTIGUOUS
+from megatron_distopt.hosts.megatron.flag import with_hosts_own
+from megatron_distopt.hosts.megatron.inner_optimizers import (
+    groups_of,
+    is_adam,
+    is_sgd,
+    unserved_options,
+)
+from megatron_distopt.hosts.megatron_2023.facts import NOT_CONTIGUOUS
+from megatron_distopt.hosts.start import check_dtypes
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice

@@ -16,20 +16,17 @@ from megatron_distopt.buffers.sharded_buffer import move_into_buffer
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group, gather_params, raise_together, reduce_grads
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.hosts.base import (
-    compare_ranks,
-    is_used,
-    loss_scale_of,
-    named_params,
-    plan_groups,
-)
-from megatron_distopt.hosts.detect import Generation
-from megatron_distopt.hosts.patch_points import PatchPoint, Replacement, substituted
+from megatron_distopt.hosts.megatron.flag import is_used
+from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
+from megatron_distopt.hosts.megatron.inner_optimizers import plan_groups
 from megatron_distopt.hosts.report import describe
+from megatron_distopt.hosts.start import compare_ranks, named_params
 from megatron_distopt.layout import ParamSlot, Placement, Span, adopt
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 from megatron_distopt.optimizer.step import HostStep, run_step
+from megatron_distopt.patch_points import PatchPoint, Replacement, substituted
+from megatron_distopt.plugin.detect import Generation
 from megatron_distopt.session import HostState, Session, SessionCalls
 from megatron_distopt.session.announce import announce
 

@@ -7,31 +7,14 @@ optimizer leaves these groups alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
-from torch.nn import Module
 
 from megatron_distopt.checkpoint.load_plan import class_of
 from megatron_distopt.checkpoint.param_groups import SCHEDULE
 from megatron_distopt.optimizer.inner import InnerChoice
 
 _CLASS = "updates_whole_params"
-
-
-def untrained_tensors(chunks: Iterable[Module]) -> dict[str, Tensor]:
-    """What a model has beside the params that train, by name: frozen params and persistent
-    buffers."""
-    found: dict[str, Tensor] = {}
-    for number, chunk in enumerate(chunks):
-        for prefix, module in chunk.named_modules(prefix=str(number)):
-            buffers = module.named_buffers(prefix, recurse=False)
-            skipped = {f"{prefix}.{name}" for name in module._non_persistent_buffers_set}
-            found |= {name: buffer for name, buffer in buffers if name not in skipped}
-            params = module.named_parameters(prefix, recurse=False)
-            found |= {name: param for name, param in params if not param.requires_grad}
-    return found
 
 
 def head_with(

@@ -32,14 +32,14 @@ from torch.nn import Module, Parameter
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import HostError, UnknownHostError
-from megatron_distopt.hosts.base import names_by_param
-from megatron_distopt.hosts.fixes import Fix, Undo, apply_fixes, needed_fixes
-from megatron_distopt.hosts.fork_source import importable_host
-from megatron_distopt.hosts.megatron_2023.forks import STEP_POINT
+from megatron_distopt.hosts.megatron.naming import names_by_param
+from megatron_distopt.hosts.megatron_2023.facts import STEP_POINT
 from megatron_distopt.hosts.megatron_core.facts import SCRIPT_STEP_POINT
-from megatron_distopt.hosts.patch_points import REMEDY
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.patch_points import REMEDY, Undo
+from megatron_distopt.plugin.fixes import Fix, apply_fixes, needed_fixes
+from megatron_distopt.plugin.fork_source import importable_host
 
 # The folder in which ranks write, how many steps, and by which part of itself the learning rate is
 # larger, 0 for not at all. They are no options: `compare` alone sets them.

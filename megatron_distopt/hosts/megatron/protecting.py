@@ -32,12 +32,12 @@ from torch import Generator
 from torch.nn import Module, Parameter
 
 from megatron_distopt.checkpoint.protect.restart import Resumed
+from megatron_distopt.checkpoint.whole_model import untrained_tensors
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError
 from megatron_distopt.formats.recognise import TRACKER
-from megatron_distopt.hosts.patch_points import OTHER, PatchPoint, Replacement, apply, script_undos
-from megatron_distopt.hosts.saving import untrained_tensors
+from megatron_distopt.patch_points import OTHER, PatchPoint, Replacement, apply, script_undos
 from megatron_distopt.session import SessionCalls
 
 _log = logging.getLogger("megatron_distopt")

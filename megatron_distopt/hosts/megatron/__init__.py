@@ -1,0 +1,1 @@
+"""What the Megatrons of all generations share."""

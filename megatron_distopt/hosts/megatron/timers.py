@@ -1,0 +1,27 @@
+"""The timers of a Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_distopt.comm import profiled
+
+
+@contextmanager
+def timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
+    """Times what runs in the block with the host's timer of that name, if it has `timers`, and
+    names it in a profiler.
+
+    `barrier`: ranks wait for each other before.
+    """
+    with profiled(name):
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=1).start(barrier=barrier)
+        try:
+            yield
+        finally:
+            timers(name).stop()

@@ -1,0 +1,160 @@
+"""`distribute(...)`: how our optimizer gets under any `torch.nn.Module`, no Megatron around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from megatron_distopt.buffers import dtype_name, memory_order
+from megatron_distopt.comm import Field, Group, ProcessGroup, compare, meet_in_call, raise_together
+from megatron_distopt.config import DistOptConfig
+from megatron_distopt.hosts.report import describe, sharded_over
+from megatron_distopt.hosts.start import begin_communication, compare_ranks
+from megatron_distopt.hosts.torch.ddp import is_ignored
+from megatron_distopt.hosts.torch.model import ShardedModel
+from megatron_distopt.hosts.torch.module_buffers import KEEP_BUFFERS
+from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
+from megatron_distopt.hosts.torch.step import announce_drop
+from megatron_distopt.hosts.torch.translate import GivenToDistribute, ModelPlan, plan_model
+from megatron_distopt.layout import Placement
+from megatron_distopt.session.announce import announce
+
+
+def _as_it_is(name: str, param: Parameter) -> Placement:
+    """Every rank has the whole param under its own name."""
+    return Placement(name, tuple(param.shape))
+
+
+def distribute(
+    model: Module | Sequence[Module],
+    optimizer: Optimizer | Sequence[Optimizer] | DistOptConfig | None = None,
+    config: DistOptConfig | None = None,
+    *,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
+    process_group: ProcessGroup | None = None,
+    stats_process_group: ProcessGroup | None = None,
+    excluded_from_norm: Callable[[str], bool] = lambda name: False,
+    placement: Callable[[str, Parameter], Placement] = _as_it_is,
+    broadcast_buffers: bool = True,
+    **options: Any,
+) -> TorchDistributedOptimizer:
+    """Collective: moves the model's params into contiguous buffers and returns their distributed
+    optimizer.
+
+    Gradients are averaged over the ranks in `step()`, so the model is not wrapped in
+    DistributedDataParallel. All ranks start from the params and module buffers that the group's
+    rank 0 has.
+
+    Examples:
+        >>> import torch, torch.distributed as dist, megatron_distopt
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> model = torch.nn.Linear(4, 2).bfloat16()
+        >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> optimizer = megatron_distopt.distribute(model, adamw, clip_grad=1.0)
+        >>> for _ in range(2):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(3, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+        ...     optimizer.step()
+        >>> optimizer.last_step.updated
+        True
+        >>> dist.destroy_process_group()
+
+    Args:
+        model: one module, or several whose params are optimized together; on its device, in its
+            dtypes.
+        optimizer: any element-wise optimizer of torch's or of your own over params of the model,
+            not yet stepped. Its groups are used; those of its params that are frozen train once
+            they are not. Also `torch.optim.Muon`, and a list of it and an Adam of torch's for the
+            params that are no matrices. Without one, an Adam with decoupled weight decay over the
+            whole model, or what the config says.
+        config: options that torch has no name for.
+        param_groups: as for `torch.optim`; only without an optimizer.
+        process_group: data-parallel ranks, which hold the same params; all ranks where None.
+        stats_process_group: ranks that hold a part of the model, over which gradient statistics are
+            added up; `process_group` where None.
+        excluded_from_norm: by param name, whether this rank leaves it out of those statistics: True
+            on all but one rank for a param that several ranks of `stats_process_group` hold in
+            addition to data parallelism.
+        placement: from a name and its param to where this rank's part lies in the whole model, for
+            checkpoints of a model that is cut over `stats_process_group`.
+        broadcast_buffers: whether module buffers that training changes (running statistics) follow
+            rank 0 after each step.
+        options: fields of `DistOptConfig`, such as `clip_grad=1.0`.
+
+    Raises:
+        ConfigError, LayoutError, RanksDisagreeError: on all ranks, before anything is allocated.
+    """
+    data, everyone = Group.of(process_group), Group.of(stats_process_group or process_group)
+
+    meet_in_call("distribute", everyone)
+    given = GivenToDistribute(
+        model,
+        optimizer,
+        config,
+        param_groups,
+        options,
+        excluded_from_norm,
+        placement,
+        broadcast_buffers,
+    )
+    # The plan lives as long as the model, which must not keep the user's optimizers: they lead to
+    # ours.
+    plan, optimizers = raise_together(lambda: plan_model(given, data, everyone), everyone)
+    _compare(plan, everyone)
+    own = plan.step.config
+    dtypes = {dtype for each in plan.sets for dtype in (each.grad_dtype, each.dtype)}
+    begin_communication(own, plan.how, plan.device, everyone, [data], dtypes)
+    sharded = ShardedModel(plan, announce_drop)
+    if everyone.rank == 0:
+        groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
+        overlaps = {"grads": own.overlap_grad_reduce, "params": own.overlap_param_gather}
+        overlap = ", ".join(
+            f"{what} {'overlapped' if is_on else 'not overlapped'}"
+            for what, is_on in overlaps.items()
+        )
+        more = [groups, f"overlap    {overlap}"]
+        if not sharded.had_same_values:
+            more.append("values     of params differed between ranks: all have those of rank 0 now")
+        announce(
+            describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more)
+        )
+    return TorchDistributedOptimizer(sharded, plan.torch_groups, optimizers)
+
+
+def _compare(plan: ModelPlan, everyone: Group) -> None:
+    """Collective: compares ranks, also in frozen params and module buffers, which all begin with
+    alike."""
+
+    def described(name: str, tensor: Tensor) -> str:
+        return f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+    trained = {name: param for each in plan.sets for name, param in each.named.items()}
+    buffers = [(each.layout, each.grad_dtype) for each in plan.sets]
+    # groups of frozen params
+    compare_ranks(trained, plan.step, buffers, plan.data, may_be_empty=True)
+    kinds = {
+        name: "trained" if param.requires_grad else "frozen" for name, param in plan.named.items()
+    }
+    params = tuple(
+        f"{described(name, param)}, {kinds[name]}"
+        for name, param in plan.named.items()
+        if not is_ignored(param)
+    )
+    orders = tuple(f"{name} {memory_order(each)}" for name, each in trained.items())
+    fields = [
+        Field("params of the model", params),
+        Field("memory order of the dimensions of params", orders),
+    ]
+    if plan.broadcast_buffers:
+        of_modules = tuple(
+            described(name, buffer)
+            for chunk in plan.chunks
+            for name, buffer in chunk.named_buffers()
+            if not is_ignored(buffer)
+        )
+        fields.append(Field("module buffers", of_modules, KEEP_BUFFERS))
+    raise_together(lambda: compare(fields, plan.data), everyone)

@@ -1,0 +1,101 @@
+"""The buffers of modules, which training may change on each rank by itself.
+
+[Note: module buffers] Module buffers that training changes (the running statistics of a batch norm)
+follow the first rank. torch's DistributedDataParallel broadcasts all of them before each forward
+pass. Here those that change are broadcast after each step, so that every forward pass begins with
+the same values as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+
+from megatron_distopt.buffers import dtype_name
+from megatron_distopt.comm import Field, Group, compare, exchange, share_initial
+from megatron_distopt.hosts.torch.ddp import is_ignored
+
+#: What to do where module buffers differ between ranks.
+KEEP_BUFFERS = ", or write broadcast_buffers=False, with which each rank keeps its own"
+
+
+class ModuleBuffers:
+    """The buffers of modules on this rank, see [Note: module buffers]."""
+
+    def __init__(self, modules: Mapping[str, Module], data: Group, device: torch.device) -> None:
+        self._modules, self._data, self._device = modules, data, device
+        #: Of those whose buffers change, by name and the same on all ranks, how the buffers look.
+        self._changing: dict[str, tuple[str, ...]] = {}
+        #: Those that DDP leaves to each rank, by their modules and names there.
+        self._ignored = {
+            (module, key)
+            for module in modules.values()
+            for key, buffer in module._buffers.items()
+            if is_ignored(buffer)
+        }
+        self._seen = {name: self._seen_in(name) for name in modules}
+        # The kernels of torch's norms change running statistics without counting a version.
+        norms = {name: module for name, module in modules.items() if isinstance(module, _NormBase)}
+        self.learn([name for name, module in norms.items() if module.track_running_stats])
+
+    def begun(self) -> list[str]:
+        """Modules whose buffers have changed for the first time, or have another shape now; the
+        ranks may differ."""
+        looks, seen = self._changing, self._seen
+        return [
+            name
+            for name in self._modules
+            if (
+                looks[name] != self._described(name)
+                if name in looks
+                else seen[name] != self._seen_in(name)
+            )
+        ]
+
+    def learn(self, begun: Sequence[str]) -> None:
+        """Collective: from now on these modules' buffers are broadcast, whichever rank has named
+        them."""
+        named = {name for names in exchange(list(begun), self._data) for name in names}
+        self._changing |= {name: self._described(name) for name in sorted(named)}
+        looks = tuple(
+            f"{name.partition('.')[2]}.{look}".lstrip(".")  # without the number of the chunk
+            for name in sorted(self._changing)
+            for look in self._changing[name]
+        )
+        compare([Field("module buffers that training changes", looks, KEEP_BUFFERS)], self._data)
+
+    @torch.no_grad()
+    def sync(self, *, is_taken: bool = True) -> None:
+        """Collective: every rank that takes them has the values of the first one."""
+        tensors = [
+            tensor if is_taken else tensor.clone()
+            for name in sorted(self._changing)
+            for tensor in self._tensors_of(name)
+        ]
+        share_initial(tensors, self._data, self._device)
+
+    def _buffers_of(self, name: str) -> dict[str, Tensor]:
+        module = self._modules[name]
+        return {
+            key: buffer
+            for key, buffer in sorted(module._buffers.items())
+            if buffer is not None and (module, key) not in self._ignored
+        }
+
+    def _tensors_of(self, name: str) -> list[Tensor]:
+        return list(self._buffers_of(name).values())
+
+    def _described(self, name: str) -> tuple[str, ...]:
+        return tuple(
+            f"{key} {dtype_name(buffer.dtype)}{list(buffer.shape)}"
+            for key, buffer in self._buffers_of(name).items()
+        )
+
+    def _seen_in(self, name: str) -> tuple[tuple[int, int], ...]:
+        """By buffer its identity and version: what changes one is a new tensor, or an operation in
+        place."""
+        return tuple((id(buffer), buffer._version) for buffer in self._tensors_of(name))
