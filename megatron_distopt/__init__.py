@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from megatron_distopt.hosts.torch.optimizer import TorchDistributedOptimizer
     from megatron_distopt.layout import MatrixSpec
     from megatron_distopt.optimizer.owners.muon import Muon
-    from megatron_distopt.plugin import Installation, add_arguments, install
+    from megatron_distopt.plugin.arguments import add_arguments
     from megatron_distopt.plugin.detect import get_megatron_optimizer
+    from megatron_distopt.plugin.install import Installation, install
 
 __all__ = [
     "DistOptConfig",
@@ -40,14 +41,14 @@ __all__ = [
 
 _LAZY = {
     "DistributedOptimizer": "megatron_distopt.hosts.megatron_2023.optimizer",
-    "Installation": "megatron_distopt.plugin",
+    "Installation": "megatron_distopt.plugin.install",
     "MatrixSpec": "megatron_distopt.layout",
     "Muon": "megatron_distopt.optimizer.owners.muon",
     "TorchDistributedOptimizer": "megatron_distopt.hosts.torch.optimizer",
-    "add_arguments": "megatron_distopt.plugin",
+    "add_arguments": "megatron_distopt.plugin.arguments",
     "distribute": "megatron_distopt.hosts.torch.get_in",
     "get_megatron_optimizer": "megatron_distopt.plugin.detect",
-    "install": "megatron_distopt.plugin",
+    "install": "megatron_distopt.plugin.install",
 }
 
 

@@ -22,7 +22,7 @@ from megatron_distopt.config import (
     config_from_environment,
     switch_from,
 )
-from megatron_distopt.plugin import add_arguments
+from megatron_distopt.plugin.arguments import add_arguments
 from scripts.plan_page import MARKED, with_outputs
 from scripts.plan_page import PAGE as PLAN
 from scripts.reference import PAGE as REFERENCE

@@ -1,6 +1,4 @@
-"""The install methods: how the package gets into a host, and out of it again."""
+"""The install methods: how the package gets into a host, and out of it again.
 
-from megatron_distopt.plugin.arguments import add_arguments
-from megatron_distopt.plugin.install import Installation, install
-
-__all__ = ["Installation", "add_arguments", "install"]
+Imports nothing, because commands that only read files import parts of it without torch.
+"""

@@ -20,8 +20,8 @@ import torch
 
 from megatron_distopt.config import config_from_environment, fixes_from
 from megatron_distopt.errors import ConfigError, HostError
-from megatron_distopt.plugin import fixes
-from megatron_distopt.plugin.fixes import FIXES, Fix, applied_fixes, apply_fixes, needed_fixes
+from megatron_distopt.patch_points import repairs
+from megatron_distopt.plugin.fixes import FIXES, Fix, apply_fixes, needed_fixes
 from megatron_distopt.plugin.fork_source import SourceTree
 from tests.support.fork_trees import write_tree
 
@@ -89,7 +89,7 @@ def test_stand_in_when_the_module_is_there_or_its_package_is_not_then_it_is_not_
 def test_fixes_when_applied_then_the_host_works_and_undo_takes_them_back(tree: SourceTree) -> None:
     assert needed_fixes(tree, ALL) == ALL
     undo = apply_fixes(ALL)
-    assert applied_fixes() == ALL
+    assert tuple(repairs) == ALL
     try:
         vision, attention = (
             import_module("hurt.vision"),
@@ -110,7 +110,7 @@ def test_fixes_when_applied_then_the_host_works_and_undo_takes_them_back(tree: S
     finally:
         undo()
         undo()
-    assert applied_fixes() == ()
+    assert repairs == []
     assert not hasattr(Namespace(), "deepspeed_config_dict")
     with pytest.raises(RuntimeError):
         attention.forward(turned, turned, turned, 1)
@@ -182,11 +182,11 @@ def test_fixes_when_applied_in_the_middle_of_an_import_then_they_hold_for_the_re
     sys.modules["hurt.vision"] = vision
     try:
         exec(f"import gc\nmend()\ngc.collect()\n{FILES['hurt/vision.py']}", vars(vision))
-        assert applied_fixes() == (STAND_IN,)
+        assert repairs == [STAND_IN]
     finally:
         for name in STAND_IN.absent:
             sys.modules.pop(name, None)
-        fixes._applied.clear()
+        repairs.clear()
 
 
 def test_variable_when_set_then_it_switches_the_fixes_and_no_option() -> None:

@@ -169,7 +169,7 @@ def as_library(rank: int, size: int) -> Found:
         short = fork.train(_BF16, _FLAG, "--train-iters", "1", ours=False)
         facts["called with options"] = short.optimizer.sharded.config.decay
     said: list[str] = []
-    with mock.patch("megatron_distopt.hosts.start.announce", said.append):
+    with mock.patch("megatron_distopt.hosts.megatron.flag.announce", said.append):
         alone, beside = (fork.train(_BF16, ours=ours) for ours in (False, True))
     facts["said without the flag"] = said
     facts["without the flag"] = (
