@@ -120,19 +120,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=6, help="pairs of blocks")
-    parser.add_argument("--every", default="auto", help="steps between two snapshots")
+    parser.add_argument("--every", type=int, default=100, help="steps between two snapshots")
     parser.add_argument("--peer", action="store_true", help="measure lm-resiliency as well")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     memory = Path("/dev/shm") / f"distopt-bench-{os.environ['TORCHELASTIC_RUN_ID']}"
-    every = args.every if args.every == "auto" else int(args.every)
     folder = str(memory / f"node-{dist.get_rank()}")
     plain = Training(args.width, args.layers)
-    protected = Training(args.width, args.layers, protect_every=every, protect_folder=folder)
+    protected = Training(args.width, args.layers, protect_every=args.every, protect_folder=folder)
     protected.optimizer.resume()
     plain.train(40)
     protected.train(40)
-    chosen = protected.optimizer.session.protection._pace.every
+    chosen = args.every
     steps = max(chosen, 20)
     ours = ratios_of(plain, protected, steps, args.blocks)
     protected.train(chosen)  # of which there is a snapshot

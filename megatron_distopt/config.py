@@ -96,11 +96,6 @@ _LOSS_SCALE = Rule(
     ),
     words=("dynamic",),
 )
-_PROTECT_EVERY = Rule(
-    "auto, or a whole number of at least 1",
-    lambda value: value == "auto" if isinstance(value, str) else value >= 1,
-    words=("auto",),
-)
 _Config = TypeVar("_Config")
 
 
@@ -321,12 +316,11 @@ class DistOptConfig:
         one_of("distopt", "gathered"),
     )
     async_save: bool = option(False, "train on while a copy of the optimizer state is written")
-    protect_every: int | str | None = option(
+    protect_every: int | None = option(
         None,
         "steps between two snapshots of the optimizer state in the memory of two nodes, from which "
-        "a run goes on after it lost one; auto takes the fewest that cost less than 1 % of the "
-        "time, none for no snapshots",
-        _PROTECT_EVERY,
+        "a run goes on after it lost one; none for no snapshots",
+        at_least(1),
     )
     protect_folder: str | None = option(
         None,

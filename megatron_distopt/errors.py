@@ -6,6 +6,8 @@ what to type instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class DistOptError(Exception):
     """Base of everything that the package raises on purpose."""
@@ -55,3 +57,13 @@ class InvariantError(DistOptError, AssertionError):
 def refusal(what: str, got: object, rule: str, remedy: str) -> str:
     """Composes the text of an error from its parts."""
     return f"Invalid {what}: {got}. Must {rule}. {remedy}."
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first three of them, for a text.
+
+    >>> some_of(["a", "b", "c", "d", "e"])
+    "'a', 'b', 'c' and 2 more"
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_distopt.checkpoint.manifest import no_collection
 from megatron_distopt.checkpoint.save import (
     Contribution,
     Saving,
@@ -141,7 +140,6 @@ class BackgroundSaver:
         # Not `atexit`, which processes that `multiprocessing` has started do not run.
         Finalize(None, self._at_exit, exitpriority=0)
 
-    @no_collection()
     def save(self, folder: Path, model: WholeModel) -> None:
         """Collective: copies the state and returns; raises what went wrong in the last save, as
         `finish` does."""

@@ -30,15 +30,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import (
-    FileRecord,
-    Manifest,
-    from_text,
-    join,
-    metadata_of,
-    overlap,
-    to_text,
-)
+from megatron_distopt.checkpoint.boxes import overlap
+from megatron_distopt.checkpoint.manifest import FileRecord, Manifest, join
+from megatron_distopt.checkpoint.manifest_text import from_text, to_text
+from megatron_distopt.checkpoint.torch_metadata import metadata_of
 from megatron_distopt.errors import CheckpointError
 
 MANIFEST = "manifest.json"

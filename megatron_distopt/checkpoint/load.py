@@ -4,10 +4,10 @@ state."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,8 @@ from megatron_distopt.checkpoint.load_plan import (
     plan_load,
     plan_reads,
 )
-from megatron_distopt.checkpoint.manifest import (
-    MAIN,
-    FileRecord,
-    Manifest,
-    kind_of,
-    no_collection,
-    some_of,
-)
-from megatron_distopt.checkpoint.param_groups import as_kept, differences, not_options, tell
+from megatron_distopt.checkpoint.manifest import MAIN, FileRecord, Manifest, kind_of
+from megatron_distopt.checkpoint.param_groups import as_kept, not_options, tell
 from megatron_distopt.checkpoint.source import DAMAGED, read_saved
 from megatron_distopt.checkpoint.tensor_file import TensorReader, crc_of_file
 from megatron_distopt.checkpoint.whole_model import (
@@ -43,7 +36,7 @@ from megatron_distopt.checkpoint.whole_model import (
     take_owned,
 )
 from megatron_distopt.comm import Group, exchange, exchange_together, raise_together
-from megatron_distopt.errors import CheckpointError
+from megatron_distopt.errors import CheckpointError, some_of
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import (
@@ -69,7 +62,17 @@ def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     load_state(lambda: loadable_checkpoint(folder, everyone.rank, everyone.size), model, everyone)
 
 
-@no_collection()
+@dataclass(frozen=True, eq=False)
+class CheckedLoad:
+    """A state that all ranks have found to be whole, one, and of their model."""
+
+    state: Loadable
+    plan: LoadPlan
+    model: WholeModel
+    everyone: Group
+    changed: Sequence[str]  # options that differ from those of the run, over all ranks
+
+
 def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> None:
     """Collective: reads this rank's shards; the params are not gathered yet.
 
@@ -80,38 +83,49 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
+    take_checked(check_state(opened, model, everyone))
+
+
+def check_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> CheckedLoad:
+    """Collective: the first half of `load_state`, which changes nothing."""
     names = names_of_all(model, everyone)
     checked: list[tuple[Loadable, LoadPlan]] = []
 
-    def check() -> tuple[str, list[str]]:
+    def check() -> tuple[dict[str, str], list[str]]:
         state = opened()
         plan = plan_load(state, model, names)
         state.verify(plan.reads)
         checked.append((state, plan))
-        changed = [
-            line
-            for match in plan.groups
-            for line in differences(
-                match.group,
-                match.options,
-                match.kept,
-                match.optimizer.plan.choice.writes | match.given_alike,
-            )
-        ]
-        return state.manifest.save_id, changed
+        changed = [line for match in plan.groups for line in match.differences()]
+        return {"id of the save": state.manifest.save_id, **state.alike}, changed
 
-    save_ids, changed = zip(*exchange_together(check, everyone, "load"), strict=True)
+    alike, changed = zip(*exchange_together(check, everyone, "load"), strict=True)
     state, plan = checked[0]
-    if len(set(save_ids)) > 1:
-        raise CheckpointError(
-            f"Invalid checkpoint {state.where}: saves {', '.join(sorted(set(save_ids)))} on "
-            "different ranks. Must stay as it is while it is read. Let one run save there at a "
-            "time."
-        )
-    raise_together(lambda: take_state(state, plan, model), everyone, "load")
+    _check_alike(alike, state.where)
+    return CheckedLoad(state, plan, model, everyone, list(chain(*changed)))
+
+
+def _check_alike(by_rank: Sequence[Mapping[str, str]], where: str) -> None:
+    """Raises the same error on all ranks where two were given different states."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, alike in enumerate(by_rank):
+        for what, here in alike.items():
+            first, there = known.setdefault(what, (rank, here))
+            if there != here:
+                raise CheckpointError(
+                    f"The {what} in checkpoint {where} is {there} on rank {first} and {here} on "
+                    f"rank {rank}. Load one state on all ranks, and let nothing else save there "
+                    "meanwhile."
+                )
+
+
+def take_checked(checked: CheckedLoad) -> None:
+    """Collective: the second half of `load_state`."""
+    state, everyone = checked.state, checked.everyone
+    optimizers = [share.optimizer for share in checked.model.shares]
+    raise_together(lambda: take_state(state, checked.plan, checked.model), everyone, "load")
     if everyone.rank == 0:
-        tell(line for lines in changed for line in lines)
-    optimizers = [share.optimizer for share in model.shares]
+        tell(checked.changed)
     note_averages(optimizers, are_loaded=state.manifest.has_averages, is_told=everyone.rank == 0)
 
 
@@ -169,7 +183,7 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
     for optimizer in (share.optimizer for share in model.shares):
         load_loss_scale(optimizer.loss_scale, manifest.loss_scale)
         optimizer.num_skipped = manifest.num_skipped
-        for flat in optimizer.flat_params:
+        for flat in optimizer.flat_params if state.has_model_params else ():
             flat.write_model()
     anew = [name for name, saved in plan.saved.items() if saved.begins_anew]
     if anew:
@@ -244,14 +258,11 @@ def separate(matches: Iterable[GroupMatch]) -> bool:
     return sum(len(optimizer.flat_params) for optimizer in states) > before
 
 
-def fill_groups(
-    matches: Sequence[GroupMatch], tensors: Iterable[tuple[Read, Tensor]], *, main_kind: str = MAIN
-) -> None:
+def fill_groups(matches: Sequence[GroupMatch], tensors: Iterable[tuple[Read, Tensor]]) -> None:
     """Copies tensors into main params and moments, then gives the inner optimizers options, counts
     and moments.
 
-    `separate` has cut the flat params. `main_kind` is the kind of the tensors that go into main
-    params.
+    `separate` has cut the flat params.
     """
     optimizers = dict.fromkeys(match.optimizer for match in matches)
     members = {optimizer: by_group(optimizer.flat_params) for optimizer in optimizers}
@@ -266,7 +277,7 @@ def fill_groups(
     }
     for read, tensor in tensors:
         flat, kind = read.piece.flat, kind_of(read.key)
-        kept = {main_kind: flat.main, AVERAGE: flat.average}.get(kind)
+        kept = {MAIN: flat.main, AVERAGE: flat.average}.get(kind)
         into = read.piece.view(moments[flat][kind] if kept is None else kept)
         into[read.box.relative_to(read.piece.piece.in_global.offsets).as_slices()].copy_(tensor)
         del tensor  # as in `_read_from`

@@ -18,23 +18,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.manifest import (
-    MAIN,
-    Chunk,
-    Manifest,
-    covering,
-    key_of,
-    kind_of,
-    name_of,
-    some_of,
+from megatron_distopt.checkpoint.boxes import covering
+from megatron_distopt.checkpoint.manifest import MAIN, Chunk, Manifest, key_of, kind_of, name_of
+from megatron_distopt.checkpoint.param_groups import (
+    GroupRecord,
+    Scalar,
+    check_types,
+    differences,
+    given_alike,
 )
-from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_types, given_alike
 from megatron_distopt.checkpoint.whole_model import (
     OwnedPiece,
     Share,
@@ -44,7 +42,7 @@ from megatron_distopt.checkpoint.whole_model import (
     owned_pieces,
 )
 from megatron_distopt.config import ADAM_NAMES
-from megatron_distopt.errors import CheckpointError
+from megatron_distopt.errors import CheckpointError, some_of
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import counts_in_groups, part_for
@@ -106,6 +104,11 @@ class GroupMatch:
             (state.step for state in self.states.values() if state.step is not None), default=None
         )
 
+    def differences(self) -> Iterator[str]:
+        """What a load has to say about options."""
+        silent = self.optimizer.plan.choice.writes | self.given_alike
+        return differences(self.group, self.options, self.kept, silent)
+
 
 @dataclass(frozen=True, eq=False)
 class Read:
@@ -133,6 +136,11 @@ class Loadable:
     verify: Callable[[Sequence[Read]], None] = lambda reads: None
     # what the owner of a whole param keeps, by key; None without any
     read_owned: Callable[[str], Tensor] | None = None
+    # what all ranks must be given alike that are given it, by what it is
+    alike: Mapping[str, str] = field(default_factory=dict)
+    # whether model params become those of the state; else they are loaded by themselves
+    has_model_params: bool = True
+    remedy: str = ""  # of an error about what is missing; empty where another checkpoint is one
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,27 +178,25 @@ def plan_reads(
 ) -> tuple[Read, ...]:
     """Finds the chunks that hold the elements of this rank's flat params, as they are cut now."""
     reads = []
+    remedy = _another(state, model)
     for piece in owned_pieces(model):
         param = saved[piece.placement.name]
-        of_average = (
-            (AVERAGE,) if state.manifest.has_averages and piece.flat.average is not None else ()
-        )
-        for kind in (MAIN, *of_average, *(kind for kind, _ in param.state.kinds)):
+        kinds = [MAIN, *(kind for kind, _ in param.state.kinds)]
+        if state.manifest.has_averages and piece.flat.average is not None:
+            kinds.append(AVERAGE)
+        for kind in kinds:
             key = key_of(kind, param.name)
-            record, what = (
-                state.manifest.tensors[key],
-                f"tensor {key!r} in checkpoint {state.where}",
-            )
-            wanted = _wanted(piece, record.shape, what, model)
-            boxes = [chunk.box for chunk in record.chunks]
-            for number, box in (
-                covering(wanted, boxes, what, _another(model)) if wanted is not None else ()
-            ):
-                reads.append(Read(key, record.chunks[number], box, piece))
+            record = state.manifest.tensors[key]
+            what = f"tensor {key!r} in checkpoint {state.where}"
+            wanted = _wanted(piece, record.shape, what, remedy)
+            if wanted is not None:
+                boxes = [chunk.box for chunk in record.chunks]
+                for number, box in covering(wanted, boxes, what, remedy):
+                    reads.append(Read(key, record.chunks[number], box, piece))
     return tuple(sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start)))
 
 
-def _wanted(piece: OwnedPiece, shape: tuple[int, ...], what: str, model: WholeModel) -> Box | None:
+def _wanted(piece: OwnedPiece, shape: tuple[int, ...], what: str, remedy: str) -> Box | None:
     """The elements of a piece that a tensor has to hold; None where the piece is padding that it
     lacks."""
     ours = piece.placement.global_shape
@@ -200,13 +206,13 @@ def _wanted(piece: OwnedPiece, shape: tuple[int, ...], what: str, model: WholeMo
     if shape != ours and not is_padding_alone:
         raise CheckpointError(
             f"Invalid {what}: of shape {list(shape)}. Must have the shape {list(ours)} of the run. "
-            f"{_another(model)}."
+            f"{remedy}."
         )
     return piece.piece.in_global.intersect(Box.whole(shape))
 
 
-def _another(model: WholeModel) -> str:
-    return f"Load a checkpoint of this model, or {model.from_weights}"
+def _another(state: Loadable, model: WholeModel) -> str:
+    return state.remedy or f"Load a checkpoint of this model, or {model.from_weights}"
 
 
 def _canonical(names: Iterable[str], model: WholeModel) -> dict[str, str]:
@@ -227,7 +233,7 @@ def _check_no_others(state: Loadable, model: WholeModel, names: Iterable[str]) -
     if others:
         raise CheckpointError(
             f"Invalid checkpoint {state.where}: {some_of(others)}, which the model does not have. "
-            f"Must hold the params of the run. {_another(model)}."
+            f"Must hold the params of the run. {_another(state, model)}."
         )
 
 
@@ -270,7 +276,7 @@ def _saved_params(
             if name in keys:
                 got, rule = f"param {name!r} in no group", "name the group of every param"
             raise CheckpointError(
-                f"Invalid checkpoint {state.where}: {got}. Must {rule}. {_another(model)}."
+                f"Invalid checkpoint {state.where}: {got}. Must {rule}. {_another(state, model)}."
             )
         group, owned = group_of[name], tuple(filter(is_owned, keys[name]))
         kinds = {

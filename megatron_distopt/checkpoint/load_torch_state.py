@@ -5,24 +5,30 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_distopt.checkpoint.load import fill_groups, note_averages, separate
+from megatron_distopt.checkpoint.load import load_state
 from megatron_distopt.checkpoint.load_plan import (
-    GroupMatch,
+    Loadable,
     Read,
-    SavedState,
     another_class,
-    check_steps,
     class_of,
     needed_moments,
 )
-from megatron_distopt.checkpoint.manifest import Chunk, check_counts, covering, key_of
+from megatron_distopt.checkpoint.manifest import (
+    MAIN,
+    Chunk,
+    Manifest,
+    TensorRecord,
+    key_of,
+    kind_of,
+)
+from megatron_distopt.checkpoint.manifest_text import check_counts
 from megatron_distopt.checkpoint.param_groups import (
     LOSS_SCALE,
     GroupRecord,
@@ -43,8 +49,7 @@ from megatron_distopt.checkpoint.torch_state import (
     is_adam,
     is_unwritten,
 )
-from megatron_distopt.checkpoint.whole_model import WholeModel, load_loss_scale
-from megatron_distopt.comm import exchange_together
+from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
@@ -74,19 +79,12 @@ class _GivenState:
     scalars: Mapping[str, Any]
 
     @property
-    def step(self) -> int | None:
-        if STEP not in self.scalars:
-            return None
-        return int(self.scalars[STEP])
+    def moments(self) -> list[Tensor]:
+        return [value for key, value in self.values.items() if key not in (MAIN_PARAM, AVERAGE)]
 
     @property
-    def saved(self) -> SavedState:
-        moments = sorted(self.values.keys() - {MAIN_PARAM, AVERAGE})
-        if not moments:
-            return SavedState()
-        scalars = {key: Scalar.of(value) for key, value in self.scalars.items()}
-        kinds = tuple((kind, torch.float32) for kind in moments)
-        return SavedState(self.step, tuple(sorted(scalars.items())), kinds)
+    def step(self) -> int | None:
+        return int(self.scalars[STEP]) if STEP in self.scalars else None
 
 
 @torch.no_grad()
@@ -106,26 +104,16 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
         CheckpointError: on a rank that cannot take its state; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    checked: list[dict[str, _GivenState]] = []
-
-    def check() -> dict[str, dict[str, object]]:
-        checked.append(_checked(params, state_dict))
-        return _to_agree_on(params, state_dict, checked[0])
-
-    _check_agreement(exchange_together(check, params.everyone, "load"))
-    both = list(zip(params.groups, state_dict["param_groups"], strict=True))
-    pairs = [(current, _options(params, saved, current)) for current, saved in both]
-    for (current, options), (_, saved) in zip(pairs, both, strict=True):
-        new = {key: copy.deepcopy(saved[key]) for key in options if key not in current}
-        current.update(new)
-    take_options(pairs, params.everyone.rank, writes=params.share.optimizer.plan.choice.writes)
-    scale = _loss_scale_in(state_dict)
+    model = WholeModel([params.share])
+    load_state(lambda: _loadable(params, state_dict), model, params.everyone)
     optimizer = params.share.optimizer
-    load_loss_scale(optimizer.loss_scale, scale)
-    optimizer.num_skipped = int(scale.get("num_skipped", optimizer.num_skipped))
-    _take_states(params, checked[0])
-    are_loaded = any(AVERAGE in each.values for each in checked[0].values())
-    note_averages([optimizer], are_loaded=are_loaded, is_told=params.everyone.rank == 0)
+    pairs = []
+    for current, saved in zip(params.groups, state_dict["param_groups"], strict=True):
+        options = _options(params, saved, current)
+        current.update({key: copy.deepcopy(saved[key]) for key in options if key not in current})
+        pairs.append((current, options))
+    take_options(pairs, params.everyone.rank, writes=optimizer.plan.choice.writes)
+    optimizer.forget_deferred_check()
 
 
 def names_with_state(params: TorchParams, state_dict: Mapping[str, Any]) -> list[str]:
@@ -150,27 +138,60 @@ def _entries(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, Ma
     return dict(zip(params.numbered, given, strict=True))
 
 
-def _checked(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _GivenState]:
-    """Checks the state dict, and returns what it has for each param of the sharded step, by
-    name."""
+def _loadable(params: TorchParams, state_dict: Mapping[str, Any]) -> Loadable:
+    """The state dict, checked. It is without the options, which go into the user's groups."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
     scale = _loss_scale_in(state_dict)
-    check_counts(scale, scale.get("num_skipped", 0), "the state dict")
+    num_skipped = scale.get("num_skipped", params.share.optimizer.num_skipped)
+    check_counts(scale, num_skipped, "the state dict")
+    states = _given_states(params, state_dict)
+    tensors: dict[str, TensorRecord] = {}
+    parts: dict[str, Sequence[Tensor]] = {}
+    records = []
+    for name, given in states.items():
+        state, placement = _without_begin(params, name, given), params.share.placements[name]
+        # Without a main param that is given the present one stays, of which nothing is read.
+        values = {MAIN_PARAM: torch.empty(placement.global_shape, device="meta"), **state.values}
+        for kind, value in values.items():
+            key = key_of(MAIN if kind == MAIN_PARAM else kind, placement.name)
+            boxes, parts[key] = _parts_of(value)
+            chunks = tuple(Chunk(box, 0, number, 0) for number, box in enumerate(boxes))
+            tensors[key] = TensorRecord(placement.global_shape, "float32", chunks)
+        scalars = {key: Scalar.of(value) for key, value in state.scalars.items()}
+        has_begun = bool(state.moments)
+        step = state.step if has_begun else None
+        records.append(GroupRecord((placement.name,), {}, step, scalars if has_begun else {}))
+
+    def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
+        """An fp32 model param is its own main param; it is left alone, as torch leaves it."""
+        for each in reads:
+            part = parts[each.key][each.chunk.start]
+            if kind_of(each.key) != MAIN or (each.piece.flat.owns_memory and not part.is_meta):
+                yield each, part[each.in_chunk.as_slices()]
+
+    inner = params.share.optimizer.plan.choice.name
+    return Loadable(
+        Manifest("", (), tensors, tuple(records), inner, scale, num_skipped),
+        "given as a state dict",
+        read,
+        alike=_to_agree_on(params, state_dict, states),
+        has_model_params=False,
+        remedy="Fill optimizer.state_dict() of this run by torch.distributed.checkpoint.load, and "
+        "load that",
+    )
+
+
+def _given_states(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _GivenState]:
+    """What the state dict has for each param of the sharded step, by name."""
     entries = _entries(params, state_dict)
     scalars = _scalar_keys(entries, params)
-    given = {
-        name: _given(params, name, entry, scalars)
-        for name, entry in entries.items()
-        if name in params.trained
-    }
+    given = {}
     for number, group in enumerate(state_dict["param_groups"]):
         begin = _first_state(params, number, group)
-        for name in given.keys() & params.names[number]:
+        for name in filter(params.trained.__contains__, params.names[number]):
+            given[name] = _given(params, name, entries[name], scalars)
             _check_kinds(params, name, entries[name], begin)
-    for _ in _reads(params, given):
-        pass  # finds missing elements before anything is changed
-    _check_counts(params, given)
     return given
 
 
@@ -329,12 +350,13 @@ def _check_kinds(
 def _without_begin(params: TorchParams, name: str, given: _GivenState) -> _GivenState:
     """Drops the state with which `state_dict()` shows a param that was never updated: it has none
     in the optimizer."""
-    main = {key: value for key, value in given.values.items() if key in (MAIN_PARAM, AVERAGE)}
-    moments = [value for key, value in given.values.items() if key not in (MAIN_PARAM, AVERAGE)]
-    parts = [part for value in moments for part in _parts_of(value)[1]]
+    parts = [part for value in given.moments for part in _parts_of(value)[1]]
     is_begin = given.step == 0 and is_adam(params.share.optimizer, params.number_of[name])
     is_zero = is_begin and not any(bool(part.count_nonzero()) for part in parts)
-    return _GivenState(main, {}) if is_zero or is_unwritten(given.values) else given
+    if not is_zero and not is_unwritten(given.values):
+        return given
+    kept = {key: value for key, value in given.values.items() if key in (MAIN_PARAM, AVERAGE)}
+    return _GivenState(kept, {})
 
 
 def _parts_of(value: Tensor) -> tuple[Sequence[Box], Sequence[Tensor]]:
@@ -346,92 +368,21 @@ def _parts_of(value: Tensor) -> tuple[Sequence[Box], Sequence[Tensor]]:
     )
 
 
-def _reads(params: TorchParams, given: Mapping[str, _GivenState]) -> Iterator[tuple[Read, Tensor]]:
-    """Everything that this rank owns of what is given, with the places that it goes to.
-
-    An fp32 model param is its own main param; it is left alone, as torch leaves it.
-    """
-    remedy = (
-        "Fill optimizer.state_dict() of this run by torch.distributed.checkpoint.load, and load "
-        "that"
-    )
-    for piece in (piece for pieces in params.pieces.values() for piece in pieces):
-        name = piece.shard.name
-        for kind, value in given[name].values.items():
-            what = f"{kind} of {name!r} in the state dict"
-            boxes, parts = _parts_of(value)
-            for number, box in covering(piece.piece.in_global, boxes, what, remedy):
-                read = Read(key_of(kind, name), Chunk(boxes[number], 0, 0, 0), box, piece)
-                if (
-                    piece.flat.owns_memory
-                    if kind == MAIN_PARAM
-                    else kind != AVERAGE or piece.flat.average is not None
-                ):
-                    yield read, parts[number][read.in_chunk.as_slices()]
-
-
-def _check_counts(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
-    """Checks that the inner optimizer can have different counts."""
-    optimizer = params.share.optimizer
-    for group in optimizer.plan.groups:
-        begun = {
-            name: _without_begin(params, name, given[name]).step
-            for name in group.names
-            if name in params.pieces
-        }
-        check_steps(optimizer, begun, "updates in the state dict")
-
-
 def _to_agree_on(
     params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _GivenState]
-) -> dict[str, dict[str, object]]:
+) -> dict[str, str]:
     """What all ranks must be given alike that own a part of the same param, or have a param in the
     same group."""
-    common: dict[str, object] = {LOSS_SCALE: sorted(_loss_scale_in(state_dict).items())}
+    alike = {LOSS_SCALE: repr(sorted(_loss_scale_in(state_dict).items()))}
     for names, group, current in zip(
         params.names, state_dict["param_groups"], params.groups, strict=True
     ):
-        if first := next(
-            (params.share.placements[name].name for name in names if name in given), None
-        ):
-            common[f"the param group of {first!r}"] = sorted(
-                _options(params, group, current).items()
-            )
-    return {"param groups": common} | {
-        repr(params.share.placements[name].name): {
-            "step": state.step,
-            "kinds": sorted(state.values),
-        }
-        for name, state in given.items()
-        if name in params.pieces
-    }
-
-
-def _check_agreement(by_rank: Iterable[Mapping[str, Mapping[str, object]]]) -> None:
-    """Raises the same error on all ranks where two were given different states."""
-    known: dict[tuple[str, str], tuple[int, object]] = {}
-    for rank, of_rank in enumerate(by_rank):
-        for name, what, here in (
-            (name, *each) for name, alike in of_rank.items() for each in alike.items()
-        ):
-            first, there = known.setdefault((name, what), (rank, here))
-            if repr(there) != repr(here):
-                raise CheckpointError(
-                    f"Invalid state of {name} in the state dicts: {what} {there} on rank {first} "
-                    f"and {here} on rank {rank}. Must be the same on all ranks. Load one state on "
-                    "all ranks."
-                )
-
-
-def _take_states(params: TorchParams, given: Mapping[str, _GivenState]) -> None:
-    optimizer = params.share.optimizer
-    given = {name: _without_begin(params, name, state) for name, state in given.items()}
-    # The host takes the options from `params.groups`.
-    matches = [
-        GroupMatch(optimizer, number, {}, {name: given[name].saved for name in group.names})
-        for number, group in enumerate(optimizer.plan.groups)
-    ]
-    separate(matches)
-    # of flat params as they are cut now
-    fill_groups(matches, _reads(replace(params), given), main_kind=MAIN_PARAM)
-    optimizer.forget_deferred_check()
+        trained = [params.share.placements[name].name for name in names if name in given]
+        if trained:
+            options = sorted(_options(params, group, current).items())
+            alike[f"param group of {trained[0]!r}"] = repr(options)
+    for name in given.keys() & params.pieces.keys():
+        of_param = repr(params.share.placements[name].name)
+        alike[f"step of {of_param}"] = str(given[name].step)
+        alike[f"state of {of_param}"] = ", ".join(sorted(given[name].values))
+    return alike

@@ -17,13 +17,8 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import commit, file_of, lock_file, new_save_id, withdraw
-from megatron_distopt.checkpoint.manifest import (
-    Manifest,
-    check_counts,
-    no_collection,
-    parsed,
-    to_text,
-)
+from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.manifest_text import check_counts, parsed, to_text
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_values,
@@ -256,7 +251,6 @@ def begin(folder: Path, everyone: Group, prepare: Callable[[], object] = lambda:
     return Saving(folder, save_ids[0], everyone.rank, everyone.size, lock)
 
 
-@no_collection()
 def save_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     """Collective: writes every rank's shards; the folder holds the new checkpoint afterwards, or
     still the old one.

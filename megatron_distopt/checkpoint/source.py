@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
+from megatron_distopt.checkpoint.boxes import covering
 from megatron_distopt.checkpoint.folder import (
     commit,
     file_of,
@@ -23,7 +24,7 @@ from megatron_distopt.checkpoint.folder import (
     read_manifest,
     withdraw,
 )
-from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord, covering
+from megatron_distopt.checkpoint.manifest import Manifest, TensorRecord
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.tensor_file import TensorReader, TensorWriter
 from megatron_distopt.errors import CheckpointError

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import Chunk, TensorRecord, head_from_json, head_to_json
+from megatron_distopt.checkpoint.manifest import Chunk, TensorRecord
+from megatron_distopt.checkpoint.manifest_text import head_from_json, head_to_json
 from megatron_distopt.checkpoint.param_groups import check_groups
 from megatron_distopt.checkpoint.source import DAMAGED, Source, read_chunks
 from megatron_distopt.errors import CheckpointError

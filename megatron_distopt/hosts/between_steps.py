@@ -27,10 +27,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.buffers import dtype_name
-from megatron_distopt.checkpoint.manifest import some_of
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError, refusal, some_of
 from megatron_distopt.optimizer.deferred import Notice
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 

@@ -22,7 +22,8 @@ import torch
 import megatron_distopt
 from megatron_distopt.checkpoint import disk, load_checkpoint, save_checkpoint, tensor_file
 from megatron_distopt.checkpoint.folder import new_save_id, read_manifest
-from megatron_distopt.checkpoint.manifest import Manifest, from_text
+from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.manifest_text import from_text
 from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.comm import Group

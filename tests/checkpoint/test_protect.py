@@ -23,7 +23,6 @@ from megatron_distopt.checkpoint.protect.nodes import (
     folder_of,
     is_removed_at_logout,
 )
-from megatron_distopt.checkpoint.protect.pace import Pace
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.comm import Group
@@ -554,33 +553,6 @@ def test_snapshot_when_it_is_of_another_model_then_not_taken(
 
 
 # Decisions without ranks.
-
-
-@pytest.mark.parametrize(("cost", "every"), [(0.0, 1), (0.03125, 4), (0.0625, 7)])
-def test_auto_when_a_trial_made_steps_longer_then_a_snapshot_costs_at_most_a_hundredth(
-    cost: float, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pace, now, talks = Pace("auto"), 0.0, list[int]()
-    while pace.next() is False or not pace.looks:
-        """The first trial, which also connects ranks."""
-    pace.choose(1000)
-    assert pace.is_measuring, "the first trial does not count"
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    for number in range(1, 20):
-        if pace.next():
-            talks.append(number)
-            if pace.looks:
-                pace.choose(pace.fitting())
-                break
-        now += 1.0 + (cost if talks else 0.0)
-    assert (pace.every, len(talks)) == (every, 2)
-    assert [pace.next() for _ in range(2 * every)] == ([False] * (every - 1) + [True]) * 2
-
-
-def test_pace_when_it_looks_then_after_1_2_4_and_8_steps() -> None:
-    pace = Pace("auto")
-    found = [number for number in range(1, 32) if pace.next()]
-    assert [number - found[0] for number in found] == [0, 1, 2, 4, 8, 16]
 
 
 _NAMED = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3"}

@@ -20,9 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord, metadata_of
+from megatron_distopt.checkpoint.manifest import Chunk, Manifest, TensorRecord
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
+from megatron_distopt.checkpoint.torch_metadata import metadata_of
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, deepspeed_universal, open_any
 from megatron_distopt.formats.megatron_core import nameless, torch_dist

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from megatron_distopt.checkpoint import MANIFEST, read_manifest
-from megatron_distopt.checkpoint.manifest import to_text
+from megatron_distopt.checkpoint.manifest_text import to_text
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.cli import main as cli
 

@@ -26,7 +26,7 @@ import torch
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.background import Staging, let_training_first, room_for
 from megatron_distopt.checkpoint.folder import new_save_id
-from megatron_distopt.checkpoint.manifest import Manifest, no_collection
+from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.protect.nodes import (
     LOCK,
     check_space,
@@ -34,19 +34,16 @@ from megatron_distopt.checkpoint.protect.nodes import (
     is_removed_at_logout,
     lock,
 )
-from megatron_distopt.checkpoint.protect.pace import Pace
 from megatron_distopt.checkpoint.protect.restart import Resumed, restore
 from megatron_distopt.checkpoint.protect.script_end import came_to_its_end, note_sigterm
 from megatron_distopt.checkpoint.protect.snapshots import (
-    ENDED,
     FORM,
     NUM_RANKS,
     Snapshot,
     form_of,
     keep_only,
     key_of_state,
-    last_step,
-    note,
+    note_end,
     packed,
 )
 from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
@@ -81,7 +78,7 @@ class Protection:
     as a hook.
 
     Args:
-        every: steps between two snapshots, or "auto".
+        every: steps between two snapshots.
         folder: in the memory of each node, on all ranks alike.
         whole: what this rank holds.
         everyone: all ranks of the model.
@@ -95,7 +92,7 @@ class Protection:
 
     def __init__(
         self,
-        every: int | str,
+        every: int,
         folder: Path,
         whole: Callable[[], WholeModel],
         everyone: Group,
@@ -103,7 +100,7 @@ class Protection:
         settle: Callable[[], None],
         timeout: float,
     ) -> None:
-        self._pace, self.folder, self._whole, self._everyone = Pace(every), folder, whole, everyone
+        self._every, self.folder, self._whole, self._everyone = every, folder, whole, everyone
         self._device, self._settle = device, settle
         self.nodes = find_nodes(folder, everyone)
         self._lock = lock(folder, self.nodes)
@@ -118,15 +115,14 @@ class Protection:
         self._kept: Snapshot | None = None  # the newest that is whole on all ranks
         self._is_ready = False  # whether `resume` was called
         self._num_steps = 0  # since the last border
+        self._num_borders = 0
+        self._last_step = -1  # at the last border
         self._script = [frame for frame, _ in walk_stack(sys._getframe())][-1]  # the outermost
         self._sigterm = threading.Event()
         Finalize(None, self._at_exit, exitpriority=0)
 
     def described(self) -> str:
         """For the block at the start: what is protected against what."""
-        every = (
-            "as many steps as cost 1 %" if self._pace.is_measuring else f"{self._pace.every} steps"
-        )
         copies = (
             "one node, so there is no second copy: a killed process loses nothing, a lost node "
             "everything"
@@ -138,7 +134,7 @@ class Protection:
             if is_removed_at_logout()
             else ""
         )
-        return f"every {every} in {self.folder}; {copies}{logout}"
+        return f"every {self._every} steps in {self.folder}; {copies}{logout}"
 
     # --- a step, as its hook
 
@@ -188,40 +184,28 @@ class Protection:
                 f"{_RESUME_FIRST}."
             )
         self._life.is_paused, self._num_steps = False, 0
-        note(self.folder, f"reached-{self._everyone.rank:05d}", str(step))
-        if not self._pace.next():
+        self._last_step, self._num_borders = step, self._num_borders + 1
+        if self._num_borders % self._every:
             return
         meet_in_call("protect", self._everyone)
         last = self._copying
         runs = last is not None and any(thread.is_alive() for thread in last.threads)
-        said = step, runs, last is not None and last.has_failed, self._pace.fitting(), new_save_id()
-        steps, run, have_failed, fitting, save_ids = zip(
-            *exchange(said, self._everyone), strict=True
-        )
+        said = step, runs, last is not None and last.has_failed, new_save_id()
+        steps, run, have_failed, save_ids = zip(*exchange(said, self._everyone), strict=True)
         if len(set(steps)) > 1:
             raise RanksDisagreeError(
                 f"The step of protect is {min(steps)} on one rank and {max(steps)} on another, and "
                 "must be the same on all ranks. Give protect the number of steps done."
             )
         if any(run):
-            if not self._pace.looks:
-                self._say(
-                    "a snapshot of step %d is left out: the one before is still being written", step
-                )
+            self._say(
+                "a snapshot of step %d is left out: the one before is still being written", step
+            )
             return
-        if last is not None:
-            self._kept, self._copying = self._kept if any(have_failed) else last.snapshot, None
-        if self._pace.looks:
-            self._pace.choose(max(fitting))
-            if not self._pace.is_measuring:
-                self._say(
-                    "protect_every auto is %s: a snapshot costs 1 %% of as many steps",
-                    self._pace.every,
-                )
-        else:
-            self._begin(Snapshot(step, save_ids[0]), state)
+        if last is not None and not any(have_failed):
+            self._kept = last.snapshot
+        self._begin(Snapshot(step, save_ids[0]), state)
 
-    @no_collection()
     def _begin(self, snapshot: Snapshot, state: Callable[[], Any]) -> None:
         """Collective: copies the state and lets threads write, send and receive."""
         self._settle()
@@ -328,7 +312,7 @@ class Protection:
         if is_over and self.nodes.is_first and self.folder.is_dir():
             with suppress(CheckpointError):  # another run has had the folder since the release
                 self._lock = self._lock or disk.lock(self.folder / LOCK)
-                note(self.folder, ENDED, self._freed(last_step(self.folder)))
+                note_end(self.folder, self._freed(self._last_step))
 
     def _freed(self, step: int) -> str:
         """Removes the snapshots where the script came to its end; what the next start says of

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_distopt.checkpoint.folder import check_complete
-from megatron_distopt.checkpoint.load import load_state, loadable_files, names_of_all
-from megatron_distopt.checkpoint.load_plan import plan_load
+from megatron_distopt.checkpoint.load import CheckedLoad, check_state, loadable_files, take_checked
 from megatron_distopt.checkpoint.manifest import Manifest, join
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import (
@@ -31,7 +30,6 @@ from megatron_distopt.checkpoint.protect.snapshots import (
     form_of,
     held,
     key_of_state,
-    last_step,
     unpacked,
 )
 from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, send_copy
@@ -99,8 +97,7 @@ def restore(
     start, nodes = time.monotonic(), lines.nodes
     here = held(base)
     end_here = [path.read_text(encoding="utf-8") for path in base.glob(ENDED)]
-    said = list(here), last_step(base), end_here
-    listings, reached, ends = zip(*exchange(said, nodes.group), strict=True)
+    listings, ends = zip(*exchange((list(here), end_here), nodes.group), strict=True)
     ended = list(chain(*ends))[:1]  # how the run before ended, as a node says it
     found = sorted({snapshot for listing in listings for snapshot in listing}, reverse=True)
     passed_over = [
@@ -122,16 +119,18 @@ def restore(
                 and len(manifest.files) == nodes.group.size
             )
             key = key_of_state(nodes.group.rank if is_same else 0)
-            num_moved = _bring(base, copies, manifest, key, model, lines)
+            opened = partial(loadable_files, folder, manifest)
+            checked = check_state(opened, model, nodes.group)
+            num_moved = _bring(base, copies, checked, key, lines)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, all ranks go further together
             passed_over.insert(0, str(error))
             continue
-        load_state(partial(loadable_files, folder, manifest), model, nodes.group)
+        take_checked(checked)
         state = raise_together(partial(_read_state, folder, manifest, key), nodes.group, "resume")
         text = (
             f"resumed at step {snapshot.step} from memory: {len(manifest.files)} files, "
             f"{num_moved} of them brought to another node, "
-            f"{max(0, max(reached) - snapshot.step)} steps lost, {time.monotonic() - start:.1f} s"
+            f"{time.monotonic() - start:.1f} s"
         )
         others = [] if is_same else ["other parallel sizes"]
         if (was := manifest.about.get(FORM)) not in (None, form_of(model)):
@@ -175,25 +174,21 @@ def _whole_copies(base: Path, snapshot: Snapshot, here: Sequence[int], nodes: No
     return copies
 
 
-def _bring(
-    base: Path, copies: Copies, manifest: Manifest, state: str, model: WholeModel, lines: Lines
-) -> int:
+def _bring(base: Path, copies: Copies, checked: CheckedLoad, state: str, lines: Lines) -> int:
     """Collective: brings the files that a node needs and lacks there; returns how many they are.
 
     `state` is the key of the training state that this rank reads.
 
     Raises:
-        Exception: on all ranks: the snapshot does not fit the model, or a node has no room.
+        Exception: on all ranks: a node has no room.
     """
-    folder, group = copies.snapshot.folder(base), lines.nodes.group
-    names = names_of_all(model, group)
+    group, tensors = lines.nodes.group, checked.state.manifest.tensors
 
     def needed() -> set[int]:
-        folder.mkdir(exist_ok=True)
-        plan = plan_load(loadable_files(folder, manifest), model, names)
-        keys = [state, *(key for saved in plan.saved.values() for key in saved.owned)]
-        read_whole = {chunk.file for key in keys for chunk in manifest.tensors[key].chunks}
-        return read_whole.union(read.chunk.file for read in plan.reads)
+        copies.snapshot.folder(base).mkdir(exist_ok=True)
+        keys = [state, *(key for saved in checked.plan.saved.values() for key in saved.owned)]
+        read_whole = {chunk.file for key in keys for chunk in tensors[key].chunks}
+        return read_whole.union(read.chunk.file for read in checked.plan.reads)
 
     moves = _moves(copies, exchange_together(needed, group, "resume"), lines.nodes)
     raise_together(lambda: _move(base, copies, moves, lines), group, "resume")

@@ -3,7 +3,6 @@
 ::
 
     protecting.lock, node               which run uses the folder; which node it is
-    reached-00003                       the last step of rank 3, 8 bytes
     ended                               how the run ended, for the next start
     0000000120-1f2e3d4c/                a snapshot of step 120
       1f2e3d4c-00003.distcp             what rank 3 owns and its training state; as in a checkpoint
@@ -31,7 +30,8 @@ from torch import Tensor
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import file_of
-from megatron_distopt.checkpoint.manifest import Manifest, from_text, key_of, to_text
+from megatron_distopt.checkpoint.manifest import Manifest, key_of
+from megatron_distopt.checkpoint.manifest_text import from_text, to_text
 from megatron_distopt.checkpoint.tensor_file import crc_of_file
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.errors import CheckpointError, refusal
@@ -99,14 +99,13 @@ def held(base: Path) -> dict[Snapshot, list[int]]:
 
 
 def keep_only(base: Path, kept: Iterable[Snapshot]) -> None:
-    """Removes all other snapshots, and what the run before said of its end; of a run that keeps
-    none, what it says of its ranks."""
+    """Removes all other snapshots, and what the run before said of its end, which is none any
+    more."""
     names = {snapshot.folder(base).name for snapshot in kept}
     for folder in base.iterdir():
         if _NAME.fullmatch(folder.name) and folder.name not in names:
             shutil.rmtree(folder, ignore_errors=True)
-    for path in base.glob(ENDED if names else "reached-*"):
-        disk.remove(path)
+    disk.remove(base / ENDED)
 
 
 def form_of(model: WholeModel) -> str:
@@ -116,21 +115,10 @@ def form_of(model: WholeModel) -> str:
     return f"params of {' and '.join(dtypes)}, {Precision.of(optimizer.config)}"
 
 
-# --- what a run leaves for the next start to say
-
-
-def note(base: Path, name: str, text: str) -> None:
+def note_end(base: Path, text: str) -> None:
+    """Leaves how a run ended, for the next start to say."""
     with suppress(OSError):  # it is for a line of the log alone
-        (base / name).write_text(text, encoding="utf-8")
-
-
-def last_step(base: Path) -> int:
-    """The last step that a rank of this node has begun; -1 where none is known."""
-    steps = [-1]
-    for path in base.glob("reached-*"):
-        with suppress(OSError, ValueError):
-            steps.append(int(path.read_text(encoding="utf-8")))
-    return max(steps)
+        (base / ENDED).write_text(text, encoding="utf-8")
 
 
 # --- what a run needs besides its optimizer, as one tensor

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_distopt.checkpoint import disk
-from megatron_distopt.checkpoint.manifest import Manifest, parsed, to_text
+from megatron_distopt.checkpoint.manifest import Manifest
+from megatron_distopt.checkpoint.manifest_text import parsed, to_text
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import Snapshot
 from megatron_distopt.comm import Group

@@ -24,11 +24,10 @@ from megatron_distopt.checkpoint.manifest import (
     key_of,
     kind_of,
     name_of,
-    some_of,
 )
 from megatron_distopt.checkpoint.param_groups import GroupRecord, join_groups, options_of
 from megatron_distopt.checkpoint.source import Source
-from megatron_distopt.errors import CheckpointError
+from megatron_distopt.errors import CheckpointError, some_of
 from megatron_distopt.formats.common import (
     count_unlike,
     cut,

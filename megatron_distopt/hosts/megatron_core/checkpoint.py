@@ -37,13 +37,12 @@ from megatron_distopt.checkpoint.manifest import (
     MAIN,
     Chunk,
     TensorRecord,
-    from_text,
     join,
     key_of,
     kind_of,
     name_of,
-    to_text,
 )
+from megatron_distopt.checkpoint.manifest_text import from_text, to_text
 from megatron_distopt.checkpoint.param_groups import NOT_OPTIONS, take_options
 from megatron_distopt.checkpoint.save import Written, contribution_of
 from megatron_distopt.checkpoint.torch_state import moments_to_begin

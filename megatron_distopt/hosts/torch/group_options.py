@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from megatron_distopt.checkpoint.manifest import some_of
 from megatron_distopt.checkpoint.param_groups import check_options
+from megatron_distopt.errors import some_of
 from megatron_distopt.optimizer.inner import (
     FIXED,
     InnerChoice,
