@@ -268,15 +268,9 @@ def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) 
             key for key, value in entry.items() if value is not None and not torch.is_tensor(value)
         }
     needed = (needed_moments(params.share.optimizer, number) for number in range(len(params.names)))
-    # of a param of three elements
-    known = [each for begin in params.begins for each in begin.items()]
-    moments = {key for key, value in known if torch.is_tensor(value) and value.dim()}
-    return (
-        (found | {key for key, _ in known})
-        - frozenset().union(*needed)
-        - moments
-        - {MAIN_PARAM, AVERAGE}
-    )
+    known = {key for first in params.first for key in first.values}
+    kept = {key for first in params.first for key in first.moments}
+    return (found | known) - kept.union(*needed) - {MAIN_PARAM, AVERAGE}
 
 
 def _given(
@@ -299,7 +293,10 @@ def _given(
                 raise CheckpointError(
                     f"{what}: {got}. Must be a tensor of its shape {list(shape)}. {_REMEDY}."
                 )
-            if key != AVERAGE or not all(bool(part.isnan().all()) for part in _parts_of(value)[1]):
+            parts = _parts_of(value)[1]
+            # a rank without a part cannot tell, and goes with the others
+            is_nan = bool(parts) and all(bool(part.isnan().all()) for part in parts)
+            if key != AVERAGE or not is_nan:
                 values[key] = value
             continue
         if key == STEP and not (_is_number(value) and float(value) >= 0):
@@ -316,7 +313,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
-def _first_state(params: TorchParams, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+def _first_state(params: TorchParams, number: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a param has after its first update with the options of a saved group; refuses the group
     of [Note: another class].
 
@@ -329,7 +326,8 @@ def _first_state(params: TorchParams, number: int, group: Mapping[str, Any]) -> 
     other = group.get(CLASS, ours if is_like else "another class")
     if other != ours:
         raise another_class("state dict", other, ours, WholeModel.from_weights)
-    return first_state(optimizer, number, {**current, **_options(params, group, current)})
+    options = {**current, **_options(params, group, current)}
+    return first_state(optimizer, number, options).values
 
 
 def _check_kinds(

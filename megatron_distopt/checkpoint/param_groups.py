@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from numbers import Number
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,6 +26,8 @@ from megatron_distopt.optimizer.inner import (
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
+#: Of a param group, by name.
+Options: TypeAlias = Mapping[str, Any]
 #: The key of a dynamic loss scale in the first param group, where torch's format has a place for
 #: it.
 LOSS_SCALE = "dynamic_loss_scale"
@@ -63,7 +65,7 @@ class GroupRecord:
     """Params of one param group that have been updated equally often."""
 
     names: tuple[str, ...]  # of its params
-    options: Mapping[str, Any]  # of `torch.optim`: numbers, texts, and lists of them
+    options: Options  # of `torch.optim`: numbers, texts, and lists of them
     # updates so far; None where they are not counted, or no param ever had a gradient
     step: int | None = None
     # what else is kept once a param; equal for all of them
@@ -71,7 +73,7 @@ class GroupRecord:
     # options that a file cannot keep, with their types
     unsaved: Mapping[str, str] = field(default_factory=dict)
     # as they were given, of options that the run has changed since, such as by a scheduler
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: Options = field(default_factory=dict)
 
     @property
     def meaning(self) -> str:
@@ -100,7 +102,7 @@ def group_to_json(group: GroupRecord) -> dict[str, Any]:
     }
 
 
-def group_from_json(group: Mapping[str, Any]) -> GroupRecord:
+def group_from_json(group: Options) -> GroupRecord:
     """The inverse of `group_to_json`; `check_groups` checks the values."""
     scalars = {
         str(key): Scalar(value, dtype and known_dtype(dtype))
@@ -147,11 +149,13 @@ def check_options(number: int, options: Mapping[Any, Any], choice: InnerChoice) 
                 f"Param group {number} has the key {key!r}, and keys must be texts, which files "
                 f"keep. Write {str(key)!r}."
             )
-    narrow = [key for key in NUMBERS if not _is_scalar(options.get(key))]
-    lacking = [key for key in NUMBERS if choice.moments and options.get(key, 0) is None]
     faults = _faults(GroupRecord((), plain_options(options)))
-    rules = {key: rule for key, _, rule in faults} | dict.fromkeys(lacking, "be a finite number")
-    rules |= dict.fromkeys(narrow, "be a number of at least 32 bits, and no array")
+    rules = {key: rule for key, _, rule in faults}
+    for key in NUMBERS:
+        if choice.moments and options.get(key, 0) is None:
+            rules[key] = "be a finite number"
+        if not _is_scalar(options.get(key)):
+            rules[key] = "be a number of at least 32 bits, and no array"
     for key, rule in rules.items():
         raise ConfigError(
             f"{key} of param group {number} is {options[key]!r:.80}, and must {rule}. Write "
@@ -221,14 +225,15 @@ def check_names_once(groups: Sequence[GroupRecord], where: str) -> None:
 
 def _difference(one: GroupRecord, other: GroupRecord) -> str:
     """The first key in which two groups differ, with both values."""
-    left, right = ({"step": group.step, **group.options, **group.scalars} for group in (one, other))
-    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
-    return f"{keys[0]}: {left.get(keys[0])} and {right.get(keys[0])}" if keys else "nothing"
+    left = {"step": one.step, **one.options, **one.scalars}
+    right = {"step": other.step, **other.options, **other.scalars}
+    for key in {**left, **right}:
+        if left.get(key) != right.get(key):
+            return f"{key}: {left.get(key)} and {right.get(key)}"
+    return "nothing"
 
 
-def check_types(
-    saved: Mapping[str, Any], current: Mapping[str, Any], place: str, remedy: str
-) -> None:
+def check_types(saved: Options, current: Options, place: str, remedy: str) -> None:
     """Checks that every saved option has the type of the option that a param group has."""
     ours = plain_options(current)
     for key, value in saved.items():
@@ -265,10 +270,7 @@ def _is_like(saved: object, current: object) -> bool:
 
 
 def step_of(
-    optimizer: ShardedOptimizer,
-    group: Mapping[str, Any],
-    flat: FlatParam,
-    scalars: Mapping[str, Scalar],
+    optimizer: ShardedOptimizer, group: Options, flat: FlatParam, scalars: Mapping[str, Scalar]
 ) -> int | None:
     """Updates of a flat param, wherever the class counts them; an Adam without moments has not
     updated it yet."""
@@ -289,7 +291,7 @@ def not_options(optimizer: ShardedOptimizer) -> tuple[str, ...]:
 
 
 def options_of(
-    group: Mapping[str, Any], others: Collection[str] = NOT_OPTIONS
+    group: Options, others: Collection[str] = NOT_OPTIONS
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The options that a file can keep, and the names of the types of the others."""
     given = plain_options({key: value for key, value in group.items() if key not in others})
@@ -301,13 +303,13 @@ def options_of(
     return {key: value for key, value in given.items() if key not in unsaved}, unsaved
 
 
-def given_otherwise(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def given_otherwise(given: Options, options: Options) -> dict[str, Any]:
     """Of some options those that were given with another value; plain."""
     plain = {key: plain_option(given[key]) for key in options if key in given}
     return {key: value for key, value in plain.items() if value != options[key]}
 
 
-def given_alike(saved: GroupRecord, given: Mapping[str, Any]) -> frozenset[str]:
+def given_alike(saved: GroupRecord, given: Options) -> frozenset[str]:
     """The options that the saved run has changed by itself, and that both runs were given alike.
 
     >>> scheduled = GroupRecord((), {"lr": 8e-4}, given={"lr": 1e-3})
@@ -318,7 +320,7 @@ def given_alike(saved: GroupRecord, given: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(alike | {"initial_lr"} if "lr" in alike else alike)  # of torch's schedulers
 
 
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def plain_options(options: Options) -> dict[str, Any]:
     """Options as a file keeps them; those of a live group are without its params."""
     plain = {key: plain_option(value) for key, value in options.items() if key != "params"}
     for key in plain.keys() & {*NUMBERS, *_LISTS_OF_NUMBERS}:
@@ -344,10 +346,7 @@ def plain_option(value: Any) -> Any:
 
 
 def differences(
-    current: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    kept: Collection[str] = (),
-    writes: Collection[str] = (),
+    current: Options, saved: Options, kept: Collection[str] = (), writes: Collection[str] = ()
 ) -> Iterator[str]:
     """What a resume has to say about a param group: options that differ, and whose value holds from
     now on.
@@ -375,7 +374,7 @@ def tell(lines: Iterable[str]) -> None:
 
 
 def take_options(
-    pairs: Sequence[tuple[MutableMapping[str, Any], Mapping[str, Any]]],
+    pairs: Sequence[tuple[MutableMapping[str, Any], Options]],
     rank: int,
     kept: Collection[str] = (),
     writes: Collection[str] = (),
@@ -385,13 +384,9 @@ def take_options(
     if rank == 0:
         tell(line for current, saved in pairs for line in differences(current, saved, kept, writes))
     for current, saved in pairs:
-        current.update(
-            {
-                key: as_kept(value, current.get(key))
-                for key, value in saved.items()
-                if key not in kept
-            }
-        )
+        for key, value in saved.items():
+            if key not in kept:
+                current[key] = as_kept(value, current.get(key))
 
 
 def as_kept(saved: Any, current: Any) -> Any:

@@ -23,12 +23,11 @@ from importlib import import_module
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from megatron_distopt.checkpoint.gather_whole import Held, gather_whole
 from megatron_distopt.checkpoint.load_plan import MOMENTS_OF_ADAM, class_of, needed_moments
 from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, not_options, step_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
@@ -110,11 +109,11 @@ class ShardedValue(Tensor):
             cls, torch.Size(shape), dtype=dtype, device=device
         )
         is_low = any(isinstance(part, LowPrecisionTensor) for part in parts)
-        value.boxes, value.parts = (
-            tuple(boxes),
-            _LowPrecisionParts(parts) if is_low else list(parts),
-        )
-        value.writes, value.is_whole, value.is_copy = writes, is_whole, is_copy
+        value.boxes = tuple(boxes)
+        value.parts = _LowPrecisionParts(parts) if is_low else list(parts)
+        value.writes = writes
+        value.is_whole = is_whole
+        value.is_copy = is_copy
         return value
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -144,7 +143,8 @@ class ShardedValue(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, given = func.name().partition(".")[0], kwargs or {}
+        name = func.name().partition(".")[0]
+        given = kwargs or {}
         value = args[0] if args and isinstance(args[0], cls) else None
         if value is not None and name in _ON_EACH_BOX:
             return value._mapped(lambda part: func(part, *args[1:], **given), **given)
@@ -170,13 +170,15 @@ class ShardedValue(Tensor):
 
     def _mapped(self, change: Callable[[Tensor], Tensor], **given: Any) -> ShardedValue:
         """The same boxes with other memory."""
-        dtype, device = (
-            given.get("dtype") or self.dtype,
-            torch.device(given.get("device") or self.device),
+        return ShardedValue(
+            self.shape,
+            self.boxes,
+            [change(part) for part in self.parts],
+            dtype=given.get("dtype") or self.dtype,
+            device=torch.device(given.get("device") or self.device),
+            writes=self.writes,
+            is_whole=self.is_whole,
         )
-        parts = [change(part) for part in self.parts]
-        how = {"writes": self.writes, "is_whole": self.is_whole}
-        return ShardedValue(self.shape, self.boxes, parts, dtype=dtype, device=device, **how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
         return self._mapped(torch.clone)
@@ -279,42 +281,63 @@ class TorchParams:
         return frozenset(name for group in self.share.optimizer.plan.groups for name in group.names)
 
     @cached_property
-    def begins(self) -> list[Mapping[str, Any]]:
-        """By group, the state of a param of three elements that was never updated, see [Note:
-        torch's format]."""
-        return [
-            _begin(self.share.optimizer, number, group, stand_in)
-            for number, (group, stand_in) in enumerate(
-                zip(self.groups, self.stand_ins, strict=True)
-            )
-        ]
+    def first(self) -> list[FirstState]:
+        """By group."""
+        optimizer = self.share.optimizer
+        return [first_state(optimizer, *numbered) for numbered in enumerate(self.groups)]
 
-    @cached_property
-    def stand_ins(self) -> list[Optimizer | None]:
-        """By group, an optimizer that has updated a param of three elements once; None where it
-        begins with zeros."""
-        return [
-            _stand_in(self.share.optimizer, number, group)
-            for number, group in enumerate(self.groups)
-        ]
+
+@dataclass(frozen=True)
+class FirstState:
+    """What a param of three elements has before its first update, see [Note: torch's format]."""
+
+    values: Mapping[str, Any]
+    options: Sequence[str] = ()  # of its group, with those that the class writes by itself
+
+    @property
+    def moments(self) -> list[str]:
+        """Keys of what is kept for each element."""
+        return [key for key, value in self.values.items() if getattr(value, "shape", ()) == (3,)]
 
 
 def moments_to_begin(optimizer: ShardedOptimizer, number: int) -> set[str]:
     """What the inner optimizer will keep for each element of the params of a group."""
-    begin = first_state(optimizer, number, optimizer.inner.param_groups[number])
-    return {key for key, value in begin.items() if _is_moment(value)}
+    return set(first_state(optimizer, number, optimizer.inner.param_groups[number]).moments)
 
 
-def first_state(
-    optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The state of `TorchParams.begins` for a group that has these options."""
-    return _begin(optimizer, number, group, _stand_in(optimizer, number, group))
+def first_state(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> FirstState:
+    """The first state in a group that has these options. Where a class does not begin with zeros,
+    a trial step says it."""
+    has_owners = optimizer.plan.choice.updates_whole_params
+    if has_owners or _begins_with_zeros(optimizer, number, group):
+        return FirstState(_zeros(optimizer, number, group))
+    param = torch.zeros(3, device=optimizer.device)
+    # With what the class itself has written since then, such as a count, it would go on and not
+    # begin.
+    given = optimizer.plan.groups[number].options
+    options = {key: copy.deepcopy(group[key]) for key in given if key in group}
+    with undisturbed(optimizer.device):
+        trial = optimizer.plan.choice.build([{**options, "params": [param]}])
+        param.grad = torch.zeros_like(param)
+        trial.step()
+    param = trial.param_groups[0]["params"][0]
+    kept = trial.state.get(param, {}).items()
+    state = {key: value for key, value in kept if value is not None}
+    for key, value in moments_of(trial, param).items():
+        state[key] = value * math.nan
+    if STEP in state:
+        state[STEP] = state[STEP] * 0
+    return FirstState(state, tuple(trial.param_groups[0]))
 
 
-def _is_moment(value: Any) -> bool:
-    """Whether a value of `TorchParams.begins` is one that is kept for each element."""
-    return torch.is_tensor(value) and value.shape == (3,)
+def _zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    zeros = torch.zeros(3)
+    if is_adam(optimizer, number):
+        maxima = {"max_exp_avg_sq": zeros} if group.get("amsgrad") else {}
+        return {STEP: torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros, **maxima}
+    # Muon keeps it for a factor of 0 as well
+    has_momentum = group.get("momentum") or is_muons_group(group)
+    return {"momentum_buffer": zeros} if has_momentum else {}
 
 
 def _begins_with_zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> bool:
@@ -328,46 +351,6 @@ def _begins_with_zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[
     return is_adam(optimizer, number) or (has_momentum and not group.get("dampening"))
 
 
-def _stand_in(
-    optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]
-) -> Optimizer | None:
-    has_owners = optimizer.plan.choice.updates_whole_params
-    if has_owners or _begins_with_zeros(optimizer, number, group):
-        return None
-    param = torch.zeros(3, device=optimizer.device)
-    # With what the class itself has written since then, such as a count, it would go on and not
-    # begin.
-    options = {
-        key: copy.deepcopy(group[key])
-        for key in optimizer.plan.groups[number].options
-        if key in group
-    }
-    with undisturbed(optimizer.device):
-        stand_in = optimizer.plan.choice.build([{**options, "params": [param]}])
-        param.grad = torch.zeros_like(param)
-        stand_in.step()
-    return stand_in
-
-
-def _begin(
-    optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any], stand_in: Optimizer | None
-) -> dict[str, Any]:
-    zeros = torch.zeros(3)
-    if stand_in is None and is_adam(optimizer, number):
-        maxima = {"max_exp_avg_sq": zeros} if group.get("amsgrad") else {}
-        return {STEP: torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros, **maxima}
-    if stand_in is None:
-        # Muon keeps it for a factor of 0 as well
-        has_momentum = group.get("momentum") or is_muons_group(group)
-        return {"momentum_buffer": zeros} if has_momentum else {}
-    param = stand_in.param_groups[0]["params"][0]
-    state = {
-        key: value for key, value in stand_in.state.get(param, {}).items() if value is not None
-    }
-    unwritten = {key: value * math.nan for key, value in moments_of(stand_in, param).items()}
-    return state | unwritten | ({STEP: state[STEP] * 0} if STEP in state else {})
-
-
 def torch_state_dict(params: TorchParams) -> dict[str, Any]:
     """The state of all params, as `torch.optim.Optimizer.state_dict` returns it.
 
@@ -375,30 +358,28 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
         {"state": {number: {"step", "exp_avg", ...}}, "param_groups": [{..., "params": [number,
         ...]}]}, see [Note: torch's format].
     """
-    first, groups = 0, []
-    for group, names, stand_in in zip(params.groups, params.names, params.stand_ins, strict=True):
-        hidden = {"params", STEP}.intersection(not_options(params.share.optimizer))
+    optimizer, groups, start = params.share.optimizer, [], 0
+    hidden = {"params", STEP}.intersection(not_options(optimizer))
+    for group, names, first in zip(params.groups, params.names, params.first, strict=True):
         # What the class will write is None before, so that DCP finds the key; a load leaves it out.
-        unwritten = {} if stand_in is None else dict.fromkeys(stand_in.param_groups[0])
-        options = {key: value for key, value in {**unwritten, **group}.items() if key not in hidden}
-        groups.append({**options, "params": list(range(first, first + len(names)))})
-        first += len(names)
+        shown = {key: value for key, value in group.items() if key not in hidden}
+        unwritten = dict.fromkeys(key for key in first.options if key not in hidden)
+        options = {**unwritten, **shown}
+        groups.append({**options, "params": list(range(start, start + len(names)))})
+        start += len(names)
         if LOSS_SCALE in group:
-            groups[-1][LOSS_SCALE] = {
-                **group[LOSS_SCALE],
-                "num_skipped": params.share.optimizer.num_skipped,
-            }
-    has_owners = params.share.optimizer.plan.choice.updates_whole_params  # and no state yet
-    shown = () if has_owners else params.numbered
-    begin, name = params.begins[0], class_of(params.share.optimizer.plan.choice.name)
-    kinds = {key for key, value in begin.items() if _is_moment(value)}
+            counts = {**group[LOSS_SCALE], "num_skipped": optimizer.num_skipped}
+            groups[-1][LOSS_SCALE] = counts
+    kinds, name = set(params.first[0].moments), class_of(optimizer.plan.choice.name)
     if name != "Adam" and kinds and kinds <= MOMENTS_OF_ADAM:
         groups[0][CLASS] = name
-    states = {number: _state_of(params, name) for number, name in enumerate(shown)}
-    return {
-        "state": {number: state for number, state in states.items() if state is not None},
-        "param_groups": groups,
-    }
+    states = {}
+    # whole params have owners, and no state yet
+    for number, name in enumerate(params.numbered):
+        state = None if optimizer.plan.choice.updates_whole_params else _state_of(params, name)
+        if state is not None:
+            states[number] = state
+    return {"state": states, "param_groups": groups}
 
 
 def refuse_write(*_: Any, **__: Any) -> NoReturn:
@@ -477,9 +458,11 @@ class StateByParam(MutableMapping[Parameter, dict[str, Any]]):
         if name not in params.trained:
             return False
         pieces, inner = params.pieces.get(name, []), params.share.optimizer.inner
-        has_any = name in params.has_main or bool(params.begins[params.number_of[name]])
-        has_any = has_any or params.share.optimizer.averages is not None
-        return has_any or any(inner.state.get(piece.flat.main) for piece in pieces[:1])
+        if name in params.has_main or params.first[params.number_of[name]].values:
+            return True
+        if params.share.optimizer.averages is not None:
+            return True
+        return bool(pieces) and bool(inner.state.get(pieces[0].flat.main))
 
     def __bool__(self) -> bool:
         """True also without entries: torch makes a step where it finds no state, and in a step
@@ -501,42 +484,36 @@ def _as_copy(value: Tensor) -> ShardedValue:
 
 def _state_of(params: TorchParams, name: str) -> dict[str, Any] | None:
     """The state of one param; None where torch would have no entry."""
-    begin, pieces = params.begins[params.number_of[name]], params.pieces.get(name, [])
+    first, pieces = params.first[params.number_of[name]], params.pieces.get(name, [])
     # torch refuses a param without an entry where others have one.
     nothing: dict[str, Any] | None = None if params.is_whole and not params.has_main else {}
-    if (shape := params.empty.get(name)) is not None:
-        shown = {
-            key: torch.zeros(shape) if _is_moment(value) else copy.deepcopy(value)
-            for key, value in begin.items()
-        }
+    if name in params.empty:
+        shown = copy.deepcopy(dict(first.values))
+        shown |= {key: torch.zeros(params.empty[name]) for key in first.moments}
         return shown or nothing
     if name not in params.trained:
         return None
     optimizer, flat = params.share.optimizer, pieces[0].flat if pieces else None
     moments = _moments_here(params, name)
-    values = {key: value for key, value in begin.items() if torch.is_tensor(value)}
-    kinds = dict.fromkeys([*filter(lambda key: _is_moment(begin[key]), begin), *moments])
-    if flat is None:  # only the owners know what is kept once
-        none, of_cpu = ((), ()), torch.device("cpu")
-        known = {key: value for key, value in values.items() if key not in kinds}
-        scalars = {
-            key: ShardedValue(each.shape, *none, dtype=each.dtype, device=of_cpu)
-            for key, each in known.items()
-        }
-    else:
-        scalars = {
-            key: copy.deepcopy(value)
-            for key, value in begin.items()
-            if key not in kinds and not moments
-        }
-        scalars |= _scalars(optimizer, flat, moments)
-    state = {kind: _value(params, name, moments.get(kind), begin.get(kind)) for kind in kinds}
+    kinds = dict.fromkeys([*first.moments, *moments])
+    state: dict[str, Any] = {}
+    for key, value in first.values.items():
+        if flat is None and key not in kinds and torch.is_tensor(value):
+            # only the owners know what is kept once
+            cpu = torch.device("cpu")
+            state[key] = ShardedValue(value.shape, (), (), dtype=value.dtype, device=cpu)
+        elif flat is not None and key not in kinds and not moments:
+            state[key] = copy.deepcopy(value)
+    if flat is not None:
+        state |= _scalars(optimizer, flat, moments)
+    for kind in kinds:
+        state[kind] = _value(params, name, moments.get(kind), first.values.get(kind))
     if name in params.has_main:
         state[MAIN_PARAM] = _value(params, name, None if flat is None else flat.main)
     if optimizer.averages is not None:
         average = flat.average if flat is not None and optimizer.averages.has_begun else None
         state[AVERAGE] = _value(params, name, average, torch.full((1,), math.nan))
-    return {**scalars, **state} or nothing
+    return state or nothing
 
 
 def _value(
@@ -545,22 +522,26 @@ def _value(
     """One value of a param, as views of a tensor as long as the flat param, or with the value of
     `begin`."""
     share, pieces = params.share, params.pieces.get(name, [])
-    shown = torch.zeros(1, device=share.optimizer.device) if begin is None else begin
-    dtype, device = (
-        (shown.dtype, share.optimizer.device) if flat is None else (flat.dtype, flat.device)
-    )
     boxes = [piece.piece.in_global for piece in pieces]
+    device = share.optimizer.device
     if flat is None:
-        parts = [shown[:1].to(device).expand(box.numel).reshape(box.sizes).clone() for box in boxes]
+        shown = (torch.zeros(1) if begin is None else begin[:1]).to(device)
+        dtype = shown.dtype
+        parts = [shown.expand(box.numel).reshape(box.sizes).clone() for box in boxes]
     else:
+        dtype, device = flat.dtype, flat.device
         parts = [piece.view(flat.detach()) for piece in pieces]
     if params.is_whole and not isinstance(parts[0], LowPrecisionTensor):
         return parts[0]
-    shape, how = (
+    return ShardedValue(
         share.placements[name].global_shape,
-        {"writes": share.writes(name), "is_whole": params.is_whole},
+        boxes,
+        parts,
+        dtype=dtype,
+        device=device,
+        writes=share.writes(name),
+        is_whole=params.is_whole,
     )
-    return ShardedValue(shape, boxes, parts, dtype=dtype, device=device, **how)
 
 
 def is_unwritten(state: Mapping[str, Any]) -> bool:
@@ -600,8 +581,6 @@ def _scalars(
 
 
 _ValueKey: TypeAlias = tuple[int, str]  # number of a param, and what is kept of it
-#: What a rank holds of a sharded value: its whole shape, dtype, and the boxes in order.
-_Sharded: TypeAlias = tuple[tuple[int, ...], torch.dtype, tuple[Box, ...]]
 
 
 @torch.no_grad()
@@ -619,71 +598,38 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
         CheckpointError: params are cut over other ranks, too.
     """
     state = torch_state_dict(params)
-    states = {number: kinds for number, kinds in state["state"].items() if not is_unwritten(kinds)}
-    values = {
-        (number, kind): value for number, kinds in states.items() for kind, value in kinds.items()
-    }
+    values: dict[_ValueKey, Any] = {}
+    for number, kinds in state["state"].items():
+        if not is_unwritten(kinds):
+            values |= {(number, kind): value for kind, value in kinds.items()}
 
-    def describe() -> tuple[dict[_ValueKey, _Sharded], dict[_ValueKey, Any]]:
+    def describe() -> tuple[dict[_ValueKey, Held], dict[_ValueKey, Any]]:
         for placement in params.share.placements.values():
             if placement.dim is not None:
                 raise CheckpointError(
                     f"Invalid full_state_dict: {placement.name!r}, which is cut over other ranks, "
                     "too. Must be of params that every rank has whole. Call optimizer.save(folder)."
                 )
-        sharded = {key: value for key, value in values.items() if isinstance(value, ShardedValue)}
-        once = {key: value for key, value in values.items() if key not in sharded}
-        known = {key: value for key, value in sharded.items() if value.boxes}
-        described = {
-            key: (tuple(value.shape), value.dtype, value.boxes) for key, value in known.items()
-        }
-        return described, {
-            key: as_plain(value.detach()).cpu().clone() if torch.is_tensor(value) else value
-            for key, value in once.items()
-        }
+        held, once = {}, {}
+        for key, value in values.items():
+            if not isinstance(value, ShardedValue):
+                is_tensor = torch.is_tensor(value)
+                once[key] = as_plain(value.detach()).cpu().clone() if is_tensor else value
+            elif value.boxes:  # one that owns none has no dtype
+                held[key] = Held(tuple(value.shape), value.dtype, value.boxes)
+        return held, once
 
     by_rank = exchange_together(describe, params.data, "full_state_dict")
-    full = {key: value for _, once in reversed(by_rank) for key, value in once.items()}
-    for key in dict.fromkeys(key for sharded, _ in by_rank for key in sharded):
-        full[key] = _gather(values.get(key), [sharded.get(key) for sharded, _ in by_rank], params)
+    full: dict[_ValueKey, Any] = {}
+    for _, once in reversed(by_rank):
+        full |= once
+    for key in dict.fromkeys(key for held, _ in by_rank for key in held):
+        parts = values[key].parts if key in values else ()
+        of_ranks = [held.get(key) for held, _ in by_rank]
+        full[key] = gather_whole(parts, of_ranks, params.data, params.share.optimizer.device)
+    if params.data.rank != 0:
+        return {}
     by_number: dict[int, dict[str, Any]] = {}
     for (number, kind), value in sorted(full.items(), key=lambda item: item[0][0]):
         by_number.setdefault(number, {})[kind] = value
-    return (
-        {"state": by_number, "param_groups": state["param_groups"]} if params.data.rank == 0 else {}
-    )
-
-
-def _gather(
-    own: ShardedValue | None, by_rank: Sequence[_Sharded | None], params: TorchParams
-) -> Tensor | None:
-    """Collective: gathers one value, of which `by_rank` says what each rank holds, on the first
-    rank."""
-    group = params.data
-    device = torch.device("cpu") if "gloo" in group.backend else params.share.optimizer.device
-    mine = (
-        torch.cat([part.reshape(-1) for part in own.parts]).to(device)
-        if own is not None and own.parts
-        else None
-    )
-    if group.rank != 0:
-        if mine is not None:
-            dist.send(mine, dst=group.global_rank(0), group=group.handle)
-        return None
-    known = [local for local in by_rank if local is not None]
-    # one that owns none has no dtype
-    shape, dtype, _ = next((local for local in known if local[2]), known[0])
-    whole = torch.zeros(shape, dtype=dtype)
-    for rank, local in enumerate(by_rank):
-        boxes = local[2] if local is not None else ()
-        if not boxes:
-            continue
-        numels = [box.numel for box in boxes]
-        if rank == 0 and mine is not None:
-            flat = mine
-        else:
-            flat = torch.empty(sum(numels), dtype=dtype, device=device)
-            dist.recv(flat, src=group.global_rank(rank), group=group.handle)
-        for box, part in zip(boxes, torch.split(flat.cpu(), numels), strict=True):
-            whole[box.as_slices()] = part.view(box.sizes)
-    return whole
+    return {"state": by_number, "param_groups": state["param_groups"]}

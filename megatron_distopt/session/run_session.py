@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -124,6 +126,13 @@ class Session:
         self.host.loaded()
         self.note_loaded()
         self.host.gather_written()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Collective: around a load that replaces the state, or raises on all ranks."""
+        self.begin_load()
+        yield
+        self.end_load()
 
     def note_loaded(self) -> None:
         """The next step is the first of a start."""

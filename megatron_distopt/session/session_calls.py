@@ -64,9 +64,8 @@ class SessionCalls:
             RanksDisagreeError: on the others.
         """
         session = self.started()
-        session.begin_load()
-        session.host.read(Path(folder))
-        session.end_load()
+        with session.loading():
+            session.host.read(Path(folder))
         session.note_newest()
 
     def protect(self, step: int, state: Callable[[], Any] = lambda: None) -> None:

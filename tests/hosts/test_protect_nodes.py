@@ -51,7 +51,7 @@ _KILLS = [
     (Fault("kill", f"{_PROTECT}.protection:send_copy", 2, rank=1), {20}),
     (Fault("kill", f"{_PROTECT}.protection:receive_copy", 2, rank=2), {25}),
     (Fault("kill", f"{_PROTECT}.snapshots:Snapshot.commit", 3, rank=2), {30, 35}),
-    (Fault("kill", f"{_PROTECT}.restart:load_state", 1, rank=3), {30, 35}),
+    (Fault("kill", f"{_PROTECT}.restart:take_checked", 1, rank=3), {30, 35}),
     (Fault("kill", RESUMED, 1, rank=0), {30, 35}),
     (Fault("kill", UPDATE, 9, rank=1), {35, 40}),
     (
@@ -257,7 +257,9 @@ def test_node_when_it_loses_power_and_comes_back_then_its_neighbour_has_its_stat
     """Twice, the second time while it takes its state up again; then both nodes, after which only
     the disk has any."""
     stopped = tmp_path / "stopped"
-    attempts = [[Fault("stop", f"{_PROTECT}.restart:load_state", 1, rank=3, argument=str(stopped))]]
+    attempts = [
+        [Fault("stop", f"{_PROTECT}.restart:take_checked", 1, rank=3, argument=str(stopped))]
+    ]
     disk = f"{whole.plan.folder}/disk/5"
     job = Job(
         nodes, Plan(str(tmp_path / "run"), STEPS, PROTECT, attempts, load=disk, pause=0.2)

@@ -24,7 +24,7 @@ from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import Snapshot
 from megatron_distopt.comm import Group
 from megatron_distopt.comm.agree import default_store
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 
 #: Of one message.
 _PIECE_NBYTES = 16 << 20
@@ -44,19 +44,18 @@ class Lines:
     def to(self, other: int) -> Line:
         """Collective of the two, the first time."""
         if other not in self._lines:
-            self._lines[other] = Line(
-                self.nodes.group, other, f"megatron_distopt/{self.nodes.name}"
-            )
+            name = f"megatron_distopt/{self.nodes.name}"
+            self._lines[other] = Line(self.nodes.group, other, name)
         return self._lines[other]
 
     def connect_buddies(self) -> None:
         """Collective: makes those to the buddy and to the ranks that this one is the buddy of."""
-        own = self.nodes.group.rank
-        others = {*self.nodes.protected_by(own), self.nodes.buddy_of(own)} - {None}
-        for one, other in sorted(
-            (min(own, other), max(own, other)) for other in others if other is not None
-        ):
-            self.to(one + other - own)
+        own, buddy = self.nodes.group.rank, self.nodes.buddy_of(self.nodes.group.rank)
+        others = {*self.nodes.protected_by(own)}
+        if buddy is not None:
+            others.add(buddy)
+        for other in sorted(others, key=lambda other: (min(own, other), max(own, other))):
+            self.to(other)
 
 
 class Line:
@@ -113,20 +112,23 @@ def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
     length = line.receive_number()
     if not length:
         return
-    text = bytes(line.receive(torch.empty(length, dtype=torch.uint8)).numpy())
-    part, path = parsed(text.decode(), f"of rank {rank}"), snapshot.file(base, rank)
+    text = line.receive(torch.empty(length, dtype=torch.uint8))
+    part = parsed(bytes(text.numpy()).decode(), f"of rank {rank}")
+    path, record = snapshot.file(base, rank), part.files[0]
     try:
-        content = _room(path, part.files[0].nbytes)
+        content = _room(path, record.nbytes)
         line.send_number(1, _ANSWER)
         for start in range(0, content.numel(), _PIECE_NBYTES):
             line.receive(content[start : start + _PIECE_NBYTES])
-        if zlib.crc32(content.numpy().data) != part.files[0].crc32:
+        if zlib.crc32(content.numpy().data) != record.crc32:
             raise OSError("other bytes than were sent")
         snapshot.commit(base, rank, part)
     except OSError as error:
         line.send_number(0, _ANSWER)
-        got, rule = f"{error} for the copy of rank {rank}", f"take {part.files[0].nbytes} bytes"
-        raise CheckpointError(refusal(f"snapshot {path}", got, rule, "Free space there")) from error
+        raise CheckpointError(
+            f"Snapshot {path} of rank {rank} was not received: {error}. It needs {record.nbytes} "
+            "bytes. Free space there."
+        ) from error
     line.send_number(1, _ANSWER)
 
 

@@ -49,6 +49,8 @@ _STARTS_THERE = (
 )
 _LOADS_AGAIN = "the script loads weights once more after its start"
 _IN_MODULES = "scales of fp8 are in modules, and no snapshot has them"
+#: What the `train` of a Megatron calls its count of floating-point operations.
+_OPERATIONS = "num_floating_point_operations_so_far"
 #: Arguments of Megatrons' scripts that change from where a start goes on, or what it needs for
 #: that.
 _REFUSED = {
@@ -280,7 +282,7 @@ class ScriptRun:
             "model_parallel": _model_parallel(),
             "random": self._random,
             "on_disk": _newest_on_disk(self._args.load) if Group.of().rank == 0 else None,
-            "operations": _variable_of_callers("num_floating_point_operations_so_far"),
+            "operations": _operations_so_far(),
         }
 
 
@@ -310,10 +312,14 @@ def _model_parallel() -> tuple[int, int]:
     return mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
 
 
-def _variable_of_callers(name: str) -> Any:
-    """The local variable of that name of the nearest caller that has one; None where none has."""
-    found = (frame.f_locals for frame, _ in walk_stack(sys._getframe(1)))
-    return next((variables[name] for variables in found if name in variables), None)
+def _operations_so_far() -> Any:
+    """The floating-point operations that the host's `train` has counted; None where it counts none.
+
+    `train` keeps them in a local variable, adds them up by a formula that differs between versions,
+    and gives them to `save_checkpoint` alone, which no step calls.
+    """
+    found = (frame.f_locals.get(_OPERATIONS) for frame, _ in walk_stack(sys._getframe()))
+    return next((count for count in found if count is not None), None)
 
 
 # --- random states

@@ -278,10 +278,9 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
             self.load(folder)
             return
         if isinstance(state_dict, Mapping) and (HEAD in state_dict or FOLDER in state_dict):
-            session.begin_load()
-            model = session.host.whole()
-            load_state(lambda: loadable(model, state_dict), model, session.everyone)
-            session.end_load()
+            with session.loading():
+                model = session.host.whole()
+                load_state(lambda: loadable(model, state_dict), model, session.everyone)
             return
         session.wait_for_snapshot()
         check_is_there(self.ours(), "load")
