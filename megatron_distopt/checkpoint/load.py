@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,6 @@ def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
     load_state(lambda: loadable_checkpoint(folder, everyone.rank, everyone.size), model, everyone)
 
 
-@dataclass(frozen=True, eq=False)
-class CheckedLoad:
-    """A state that all ranks have found to be whole, one, and of their model."""
-
-    state: Loadable
-    plan: LoadPlan
-    model: WholeModel
-    everyone: Group
-    changed: Sequence[str]  # options that differ from those of the run, over all ranks
-
-
 def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> None:
     """Collective: reads this rank's shards; the params are not gathered yet.
 
@@ -83,26 +72,22 @@ def load_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Grou
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    take_checked(check_state(opened, model, everyone))
+    take_checked(check_state(opened, model, everyone), everyone)
 
 
-def check_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> CheckedLoad:
+def check_state(opened: Callable[[], Loadable], model: WholeModel, everyone: Group) -> LoadPlan:
     """Collective: the first half of `load_state`, which changes nothing."""
     names = names_of_all(model, everyone)
-    checked: list[tuple[Loadable, LoadPlan]] = []
+    plans: list[LoadPlan] = []
 
-    def check() -> tuple[dict[str, str], list[str]]:
+    def check() -> dict[str, str]:
         state = opened()
-        plan = plan_load(state, model, names)
-        state.verify(plan.reads)
-        checked.append((state, plan))
-        changed = [line for match in plan.groups for line in match.differences()]
-        return {"id of the save": state.manifest.save_id, **state.alike}, changed
+        plans.append(plan_load(state, model, names))
+        state.verify(plans[0].reads)
+        return {"id of the save": state.manifest.save_id, **state.alike}
 
-    alike, changed = zip(*exchange_together(check, everyone, "load"), strict=True)
-    state, plan = checked[0]
-    _check_alike(alike, state.where)
-    return CheckedLoad(state, plan, model, everyone, list(chain(*changed)))
+    _check_alike(exchange_together(check, everyone, "load"), plans[0].state.where)
+    return plans[0]
 
 
 def _check_alike(by_rank: Sequence[Mapping[str, str]], where: str) -> None:
@@ -119,14 +104,15 @@ def _check_alike(by_rank: Sequence[Mapping[str, str]], where: str) -> None:
                 )
 
 
-def take_checked(checked: CheckedLoad) -> None:
+def take_checked(plan: LoadPlan, everyone: Group) -> None:
     """Collective: the second half of `load_state`."""
-    state, everyone = checked.state, checked.everyone
-    optimizers = [share.optimizer for share in checked.model.shares]
-    raise_together(lambda: take_state(state, checked.plan, checked.model), everyone, "load")
-    if everyone.rank == 0:
-        tell(checked.changed)
-    note_averages(optimizers, are_loaded=state.manifest.has_averages, is_told=everyone.rank == 0)
+    is_told = everyone.rank == 0
+    changed = exchange([line for match in plan.groups for line in match.differences()], everyone)
+    raise_together(lambda: take_state(plan), everyone, "load")
+    if is_told:
+        tell(line for lines in changed for line in lines)
+    optimizers = [share.optimizer for share in plan.model.shares]
+    note_averages(optimizers, are_loaded=plan.state.manifest.has_averages, is_told=is_told)
 
 
 def note_averages(
@@ -162,7 +148,7 @@ def names_of_all(model: WholeModel, everyone: Group) -> set[str]:
 
 
 @torch.no_grad()
-def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
+def take_state(plan: LoadPlan) -> None:
     """Reads what was planned into the live state; the params are not gathered yet.
 
     In addition to the state, which is filled in place where it has the right dtype, at most one
@@ -172,17 +158,18 @@ def take_state(state: Loadable, plan: LoadPlan, model: WholeModel) -> None:
         CheckpointError: a file was removed or changed since it was verified; a part of the state is
             loaded then.
     """
-    manifest = state.manifest
-    reads = plan_reads(state, plan.saved, model) if separate(plan.groups) else plan.reads
-    fill_groups(plan.groups, state.read(reads))
-    for share in model.shares:
+    state = plan.state
+    separate(plan.groups)
+    # of flat params as they are cut now
+    fill_groups(plan.groups, state.read(plan_reads(state, plan.saved, plan.model)))
+    for share in plan.model.shares:
         for name, owned, options in owned_params(share.optimizer.inner):
             keys = plan.saved[share.placements[name].name].owned
             tensors = [(key, read(key)) for key in keys if (read := state.read_owned) is not None]
             take_owned(owned, options, tensors, state.where)
-    for optimizer in (share.optimizer for share in model.shares):
-        load_loss_scale(optimizer.loss_scale, manifest.loss_scale)
-        optimizer.num_skipped = manifest.num_skipped
+    for optimizer in (share.optimizer for share in plan.model.shares):
+        load_loss_scale(optimizer.loss_scale, state.manifest.loss_scale)
+        optimizer.num_skipped = state.manifest.num_skipped
         for flat in optimizer.flat_params if state.has_model_params else ():
             flat.write_model()
     anew = [name for name, saved in plan.saved.items() if saved.begins_anew]
@@ -242,20 +229,14 @@ def _read_from(
                 del tensor  # otherwise it stays in memory while the next one is read
 
 
-def separate(matches: Iterable[GroupMatch]) -> bool:
+def separate(matches: Iterable[GroupMatch]) -> None:
     """Cuts flat params whose params have different counts of updates or different moments in the
-    state to load.
-
-    No value changes. Reads that were planned before must be planned again where it returns that a
-    flat param was cut.
-    """
+    state to load. No value changes."""
     states: dict[ShardedOptimizer, dict[str, SavedState]] = {}
     for match in matches:
         states.setdefault(match.optimizer, {}).update(match.states)
-    before = sum(len(optimizer.flat_params) for optimizer in states)
     for optimizer, by_name in states.items():
         optimizer.separate(by_name.get)
-    return sum(len(optimizer.flat_params) for optimizer in states) > before
 
 
 def fill_groups(matches: Sequence[GroupMatch], tensors: Iterable[tuple[Read, Tensor]]) -> None:

@@ -145,8 +145,10 @@ class Loadable:
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """Everything that this rank reads."""
+    """Everything that this rank reads of a state."""
 
+    state: Loadable
+    model: WholeModel
     saved: Mapping[str, SavedParam]  # by the params' names in the whole model of the run
     groups: tuple[GroupMatch, ...]  # of the run, as far as something is saved for them
     reads: tuple[Read, ...]  # in the order of files and of the bytes in them
@@ -170,7 +172,7 @@ def plan_load(state: Loadable, model: WholeModel, names: Iterable[str]) -> LoadP
         for number in range(len(share.optimizer.plan.groups))
         if (match := _match_group(share, number, saved, resting, state, model)) is not None
     ]
-    return LoadPlan(saved, tuple(groups), plan_reads(state, saved, model))
+    return LoadPlan(state, model, saved, tuple(groups), plan_reads(state, saved, model))
 
 
 def plan_reads(

@@ -83,19 +83,15 @@ def _crc(body: object) -> int:
 
 def from_text(text: str, where: str) -> Manifest:
     """The inverse of `to_text`; `where` is the path of the file, for errors."""
-    manifest, what = parsed(text, where), f"manifest {where}"
+    manifest, what = _parsed(text, where), f"manifest {where}"
     check_groups((*manifest.groups, *manifest.resting), what)
     check_counts(manifest.loss_scale, manifest.num_skipped, what)
     return manifest
 
 
-def parsed(text: str, where: str) -> Manifest:
-    """`from_text` without a check of the values in param groups, for one that this save has written
-    and checked."""
-    what, damaged = (
-        f"Invalid manifest {where}",
-        "Load an earlier checkpoint; this one was damaged after it was written.",
-    )
+def _parsed(text: str, where: str) -> Manifest:
+    what = f"Invalid manifest {where}"
+    damaged = "Load an earlier checkpoint; this one was damaged after it was written."
     try:
         document = json.loads(text)
         format, version, body = document["format"], document["version"], document["body"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import commit, file_of, lock_file, new_save_id, withdraw
 from megatron_distopt.checkpoint.manifest import Manifest
-from megatron_distopt.checkpoint.manifest_text import check_counts, parsed, to_text
+from megatron_distopt.checkpoint.manifest_text import check_counts, from_text, to_text
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
     check_values,
@@ -182,7 +182,7 @@ class Saving:
         while True:
             # not there yet, or not complete
             with suppress(OSError, UnicodeDecodeError, CheckpointError):
-                return parsed(path.read_text(encoding="utf-8"), str(path))
+                return from_text(path.read_text(encoding="utf-8"), str(path))
             if failure.exists():
                 text = failure.read_text(encoding="utf-8", errors="replace")
                 raise CheckpointError(

@@ -145,10 +145,10 @@ class World:
             plan_load(state, each.model, names)
             for state, each in zip(states, self.ranks, strict=True)
         ]
-        for state, plan in zip(states, plans, strict=True):
-            state.verify(plan.reads)
-        for state, plan, each in zip(states, plans, self.ranks, strict=True):
-            take_state(state, plan, each.model)
+        for plan in plans:
+            plan.state.verify(plan.reads)
+        for plan in plans:
+            take_state(plan)
 
     def whole(self, kind: str) -> dict[str, Tensor]:
         """The tensors of one kind, put together from all ranks; what nobody owns is nan."""

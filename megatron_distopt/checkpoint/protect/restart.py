@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_distopt.checkpoint.folder import check_complete
-from megatron_distopt.checkpoint.load import CheckedLoad, check_state, loadable_files, take_checked
+from megatron_distopt.checkpoint.load import check_state, loadable_files, take_checked
+from megatron_distopt.checkpoint.load_plan import LoadPlan
 from megatron_distopt.checkpoint.manifest import Manifest, join
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import (
@@ -120,12 +121,12 @@ def restore(
             )
             key = key_of_state(nodes.group.rank if is_same else 0)
             opened = partial(loadable_files, folder, manifest)
-            checked = check_state(opened, model, nodes.group)
-            num_moved = _bring(base, copies, checked, key, lines)
+            plan = check_state(opened, model, nodes.group)
+            num_moved = _bring(base, copies, plan, key, lines)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, all ranks go further together
             passed_over.insert(0, str(error))
             continue
-        take_checked(checked)
+        take_checked(plan, nodes.group)
         state = raise_together(partial(_read_state, folder, manifest, key), nodes.group, "resume")
         text = (
             f"resumed at step {snapshot.step} from memory: {len(manifest.files)} files, "
@@ -174,7 +175,7 @@ def _whole_copies(base: Path, snapshot: Snapshot, here: Sequence[int], nodes: No
     return copies
 
 
-def _bring(base: Path, copies: Copies, checked: CheckedLoad, state: str, lines: Lines) -> int:
+def _bring(base: Path, copies: Copies, plan: LoadPlan, state: str, lines: Lines) -> int:
     """Collective: brings the files that a node needs and lacks there; returns how many they are.
 
     `state` is the key of the training state that this rank reads.
@@ -182,13 +183,13 @@ def _bring(base: Path, copies: Copies, checked: CheckedLoad, state: str, lines: 
     Raises:
         Exception: on all ranks: a node has no room.
     """
-    group, tensors = lines.nodes.group, checked.state.manifest.tensors
+    group, tensors = lines.nodes.group, plan.state.manifest.tensors
 
     def needed() -> set[int]:
         copies.snapshot.folder(base).mkdir(exist_ok=True)
-        keys = [state, *(key for saved in checked.plan.saved.values() for key in saved.owned)]
+        keys = [state, *(key for saved in plan.saved.values() for key in saved.owned)]
         read_whole = {chunk.file for key in keys for chunk in tensors[key].chunks}
-        return read_whole.union(read.chunk.file for read in checked.plan.reads)
+        return read_whole.union(read.chunk.file for read in plan.reads)
 
     moves = _moves(copies, exchange_together(needed, group, "resume"), lines.nodes)
     raise_together(lambda: _move(base, copies, moves, lines), group, "resume")

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.manifest import Manifest
-from megatron_distopt.checkpoint.manifest_text import parsed, to_text
+from megatron_distopt.checkpoint.manifest_text import from_text, to_text
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import Snapshot
 from megatron_distopt.comm import Group
@@ -113,7 +113,7 @@ def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
     if not length:
         return
     text = line.receive(torch.empty(length, dtype=torch.uint8))
-    part = parsed(bytes(text.numpy()).decode(), f"of rank {rank}")
+    part = from_text(bytes(text.numpy()).decode(), f"of rank {rank}")
     path, record = snapshot.file(base, rank), part.files[0]
     try:
         content = _room(path, record.nbytes)
