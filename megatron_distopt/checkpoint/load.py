@@ -52,6 +52,13 @@ from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")
+_AVERAGES_ANEW = (
+    "the state that was loaded has no averages of params; they begin anew from the main params"
+)
+_AVERAGES_LEFT_OUT = (
+    "the averages of params in the state that was loaded are left out; ema_decay would go on with "
+    "them"
+)
 
 
 def load_checkpoint(folder: Path, model: WholeModel, everyone: Group) -> None:
@@ -123,16 +130,8 @@ def note_averages(
     averages = [each.averages for each in optimizers if each.averages is not None]
     for each in averages:
         each.has_begun = are_loaded
-    if is_told and averages and not are_loaded:
-        _log.warning(
-            "the state that was loaded has no averages of params; they begin anew from the main "
-            "params"
-        )
-    elif is_told and are_loaded and not averages:
-        _log.warning(
-            "the averages of params in the state that was loaded are left out; ema_decay would go "
-            "on with them"
-        )
+    if is_told and are_loaded != bool(averages):
+        _log.warning(_AVERAGES_LEFT_OUT if are_loaded else _AVERAGES_ANEW)
 
 
 def names_of_all(model: WholeModel, everyone: Group) -> set[str]:

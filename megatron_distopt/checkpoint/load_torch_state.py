@@ -32,6 +32,7 @@ from megatron_distopt.checkpoint.manifest_text import check_counts
 from megatron_distopt.checkpoint.param_groups import (
     LOSS_SCALE,
     GroupRecord,
+    Options,
     Scalar,
     check_types,
     check_values,
@@ -76,7 +77,7 @@ class _GivenState:
     # with a value for each element, by kind; "main_param" is one of the kinds
     values: Mapping[str, Tensor]
     # what is kept once for the param, by key; the count of updates is one of them
-    scalars: Mapping[str, Any]
+    scalars: Options
 
     @property
     def moments(self) -> list[Tensor]:
@@ -88,7 +89,7 @@ class _GivenState:
 
 
 @torch.no_grad()
-def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
+def load_torch_state_dict(params: TorchParams, state_dict: Options) -> None:
     """Collective: loads a state in torch's format, after all ranks have checked theirs.
 
     Values are whole tensors, of which each rank takes what it owns, or sharded ones of this layout.
@@ -116,7 +117,7 @@ def load_torch_state_dict(params: TorchParams, state_dict: Mapping[str, Any]) ->
     optimizer.forget_deferred_check()
 
 
-def names_with_state(params: TorchParams, state_dict: Mapping[str, Any]) -> list[str]:
+def names_with_state(params: TorchParams, state_dict: Options) -> list[str]:
     """Names of params that have a state in a state dict; none where a load would refuse the form of
     the dict."""
     try:
@@ -126,7 +127,7 @@ def names_with_state(params: TorchParams, state_dict: Mapping[str, Any]) -> list
     return [name for name, entry in _entries(params, state_dict).items() if entry]
 
 
-def _entries(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _entries(params: TorchParams, state_dict: Options) -> dict[str, Options]:
     """The entry of each param, by its name here; empty where it has none."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     entries = (state_dict["state"].get(number) or {} for number in numbers)
@@ -138,7 +139,7 @@ def _entries(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, Ma
     return dict(zip(params.numbered, given, strict=True))
 
 
-def _loadable(params: TorchParams, state_dict: Mapping[str, Any]) -> Loadable:
+def _loadable(params: TorchParams, state_dict: Options) -> Loadable:
     """The state dict, checked. It is without the options, which go into the user's groups."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
@@ -182,7 +183,7 @@ def _loadable(params: TorchParams, state_dict: Mapping[str, Any]) -> Loadable:
     )
 
 
-def _given_states(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[str, _GivenState]:
+def _given_states(params: TorchParams, state_dict: Options) -> dict[str, _GivenState]:
     """What the state dict has for each param of the sharded step, by name."""
     entries = _entries(params, state_dict)
     scalars = _scalar_keys(entries, params)
@@ -195,7 +196,7 @@ def _given_states(params: TorchParams, state_dict: Mapping[str, Any]) -> dict[st
     return given
 
 
-def _check_form(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
+def _check_form(params: TorchParams, state_dict: Options) -> None:
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         got = ", ".join(map(str, list(state_dict)[:5])) or "nothing"
@@ -211,7 +212,7 @@ def _check_form(params: TorchParams, state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_options(params: TorchParams, groups: Sequence[Options]) -> None:
     records = [
         GroupRecord((), _options(params, *each)) for each in zip(groups, params.groups, strict=True)
     ]
@@ -230,9 +231,7 @@ def _check_options(params: TorchParams, groups: Sequence[Mapping[str, Any]]) -> 
             )
 
 
-def _options(
-    params: TorchParams, group: Mapping[str, Any], current: Mapping[str, Any]
-) -> dict[str, Any]:
+def _options(params: TorchParams, group: Options, current: Options) -> dict[str, Any]:
     """Those that a load takes: of None only what the group has already, see `torch_state_dict`."""
     others = (*not_options(params.share.optimizer), "param_names", CLASS)
     taken = dict[str, Any]()
@@ -243,7 +242,7 @@ def _options(
     return plain_options(taken)
 
 
-def _loss_scale_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _loss_scale_in(state_dict: Options) -> dict[str, Any]:
     """The loss scale and its counts; empty in a state of other software, which leaves those of the
     run as they are."""
     for group in state_dict["param_groups"]:
@@ -252,7 +251,7 @@ def _loss_scale_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) -> set[str]:
+def _scalar_keys(entries: Mapping[str, Options], params: TorchParams) -> set[str]:
     """Keys of what a param has once: numbers and texts, and tensors of one element where the param
     has more."""
     found = {STEP}
@@ -273,9 +272,7 @@ def _scalar_keys(entries: Mapping[str, Mapping[str, Any]], params: TorchParams) 
     return (found | known) - kept.union(*needed) - {MAIN_PARAM, AVERAGE}
 
 
-def _given(
-    params: TorchParams, name: str, entry: Mapping[str, Any], scalars: set[str]
-) -> _GivenState:
+def _given(params: TorchParams, name: str, entry: Options, scalars: set[str]) -> _GivenState:
     shape = params.share.placements[name].global_shape
     values: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -313,7 +310,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
-def _first_state(params: TorchParams, number: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+def _first_state(params: TorchParams, number: int, group: Options) -> Options:
     """What a param has after its first update with the options of a saved group; refuses the group
     of [Note: another class].
 
@@ -330,9 +327,7 @@ def _first_state(params: TorchParams, number: int, group: Mapping[str, Any]) -> 
     return first_state(optimizer, number, options).values
 
 
-def _check_kinds(
-    params: TorchParams, name: str, entry: Mapping[str, Any], begin: Mapping[str, Any]
-) -> None:
+def _check_kinds(params: TorchParams, name: str, entry: Options, begin: Options) -> None:
     """Checks that a param has what the inner optimizer keeps, or nothing."""
     found = {key for key, value in entry.items() if value is not None} - {MAIN_PARAM, AVERAGE}
     moments = {key for key in found if torch.is_tensor(entry[key]) and entry[key].dim()}
@@ -367,7 +362,7 @@ def _parts_of(value: Tensor) -> tuple[Sequence[Box], Sequence[Tensor]]:
 
 
 def _to_agree_on(
-    params: TorchParams, state_dict: Mapping[str, Any], given: Mapping[str, _GivenState]
+    params: TorchParams, state_dict: Options, given: Mapping[str, _GivenState]
 ) -> dict[str, str]:
     """What all ranks must be given alike that own a part of the same param, or have a param in the
     same group."""

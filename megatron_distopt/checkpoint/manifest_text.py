@@ -13,14 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from megatron_distopt.checkpoint.boxes import overlap
 from megatron_distopt.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
-from megatron_distopt.checkpoint.param_groups import (
-    check_groups,
-    group_from_json,
-    group_to_json,
-    known_dtype,
-)
+from megatron_distopt.checkpoint.param_groups import GroupRecord, Scalar, check_groups
 from megatron_distopt.errors import CheckpointError, DistOptError
 from megatron_distopt.layout import Box
 
@@ -61,19 +58,53 @@ def head_to_json(manifest: Manifest) -> dict[str, Any]:
         "inner": manifest.inner,
         "loss_scale": dict(manifest.loss_scale),
         "num_skipped": manifest.num_skipped,
-        "groups": [group_to_json(group) for group in manifest.groups],
-        "resting": [group_to_json(group) for group in manifest.resting],
+        "groups": [_group_to_json(group) for group in manifest.groups],
+        "resting": [_group_to_json(group) for group in manifest.resting],
     }
 
 
 def head_from_json(body: Mapping[str, Any]) -> Manifest:
     """The inverse of `head_to_json`; `check_groups` checks the values of the groups."""
     groups, resting = (
-        tuple(map(group_from_json, body.get(key, ()))) for key in ("groups", "resting")
+        tuple(map(_group_from_json, body.get(key, ()))) for key in ("groups", "resting")
     )
     scale = {str(key): float(value) for key, value in body["loss_scale"].items()}
     skipped, about = int(body["num_skipped"]), dict(body["about"])
     return Manifest("", (), {}, groups, str(body["inner"]), scale, skipped, about, resting=resting)
+
+
+def _group_to_json(group: GroupRecord) -> dict[str, Any]:
+    return {
+        "names": list(group.names),
+        "options": dict(group.options),
+        "step": group.step,
+        "scalars": {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()},
+        **({"unsaved": dict(group.unsaved)} if group.unsaved else {}),
+        **({"given": dict(group.given)} if group.given else {}),
+    }
+
+
+def _group_from_json(group: Mapping[str, Any]) -> GroupRecord:
+    """The inverse of `_group_to_json`; `check_groups` checks the values."""
+    scalars = {
+        str(key): Scalar(value, dtype and _known_dtype(dtype))
+        for key, (value, dtype) in group["scalars"].items()
+    }
+    return GroupRecord(
+        names=tuple(map(str, group["names"])),
+        options=dict(group["options"]),
+        step=group["step"],
+        scalars=scalars,
+        unsaved=dict(group.get("unsaved", {})),
+        given=dict(group.get("given", {})),
+    )
+
+
+def _known_dtype(name: str) -> str:
+    """Returns the name of a dtype; a ValueError where torch has no such dtype."""
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return name
 
 
 def _crc(body: object) -> int:
@@ -154,7 +185,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
     tensors = {
         str(key): TensorRecord(
             tuple(map(int, shape)),
-            known_dtype(dtype),
+            _known_dtype(dtype),
             tuple(
                 Chunk(
                     Box(tuple(map(int, offsets)), tuple(map(int, sizes))),

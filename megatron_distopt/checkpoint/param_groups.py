@@ -19,7 +19,6 @@ from megatron_distopt.optimizer.inner import (
     IMPLEMENTATION,
     NUMBERS,
     InnerChoice,
-    moments_of,
     python_number,
     state_of,
 )
@@ -55,9 +54,9 @@ class Scalar:
     @classmethod
     def of(cls, value: Any) -> Scalar:
         """Makes one from a tensor of one element, or from a Python value."""
-        return (
-            cls(value.item(), dtype_name(value.dtype)) if torch.is_tensor(value) else cls(value, "")
-        )
+        if torch.is_tensor(value):
+            return cls(value.item(), dtype_name(value.dtype))
+        return cls(value, "")
 
 
 @dataclass(frozen=True)
@@ -84,40 +83,15 @@ class GroupRecord:
 
 def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
     """Joins groups of equal meaning; ranks may number the same groups differently."""
-    joined: dict[str, tuple[GroupRecord, dict[str, None]]] = {}
+    first: dict[str, GroupRecord] = {}
+    names: dict[str, list[str]] = {}
     for group in groups:
-        _, names = joined.setdefault(group.meaning, (group, {}))
-        names.update(dict.fromkeys(group.names))
-    return tuple(replace(group, names=tuple(names)) for group, names in joined.values())
-
-
-def group_to_json(group: GroupRecord) -> dict[str, Any]:
-    return {
-        "names": list(group.names),
-        "options": dict(group.options),
-        "step": group.step,
-        "scalars": {key: [scalar.value, scalar.dtype] for key, scalar in group.scalars.items()},
-        **({"unsaved": dict(group.unsaved)} if group.unsaved else {}),
-        **({"given": dict(group.given)} if group.given else {}),
-    }
-
-
-def group_from_json(group: Options) -> GroupRecord:
-    """The inverse of `group_to_json`; `check_groups` checks the values."""
-    scalars = {
-        str(key): Scalar(value, dtype and known_dtype(dtype))
-        for key, (value, dtype) in group["scalars"].items()
-    }
-    unsaved = {str(key): str(value) for key, value in group.get("unsaved", {}).items()}
-    names, given = tuple(map(str, group["names"])), dict(group.get("given", {}))
-    return GroupRecord(names, dict(group["options"]), group["step"], scalars, unsaved, given)
-
-
-def known_dtype(name: str) -> str:
-    """Returns the name of a dtype; a ValueError where torch has no such dtype."""
-    if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
-    return name
+        first.setdefault(group.meaning, group)
+        names.setdefault(group.meaning, []).extend(group.names)
+    joined = []
+    for meaning, group in first.items():
+        joined.append(replace(group, names=tuple(dict.fromkeys(names[meaning]))))
+    return tuple(joined)
 
 
 def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
@@ -174,39 +148,42 @@ def _is_scalar(value: Any) -> bool:
 def _faults(group: GroupRecord) -> Iterator[tuple[str, object, str]]:
     """Key, value and rule of everything that is wrong."""
     for key, value in group.options.items():
-        if key in NUMBERS and not (
-            value is None or _is_number(value) or (key == "eps" and _is_pair_of_adafactor(value))
-        ):
-            yield key, value, "be a finite number"
-        elif key in _LISTS_OF_NUMBERS and not (
-            isinstance(value, list) and value and all(map(_is_number, value))
-        ):
-            yield key, value, "be a list of finite numbers"
-        elif _has_nan(value):
-            yield key, value, "not be nan"
-    if group.step is not None and not (type(group.step) is int and group.step >= 0):
-        yield "step", group.step, "be a whole number of at least 0"
+        rule = _broken_rule(key, value)
+        if rule is not None:
+            yield key, value, rule
+    step = group.step
+    if step is not None and (type(step) is not int or step < 0):
+        yield "step", step, "be a whole number of at least 0"
     for key, scalar in group.scalars.items():
         if not isinstance(scalar.value, (bool, int, float)):
             yield key, scalar.value, "be a number"
 
 
+def _broken_rule(key: str, value: object) -> str | None:
+    if key in _LISTS_OF_NUMBERS:
+        is_right = isinstance(value, list) and bool(value) and all(map(_is_number, value))
+        return None if is_right else "be a list of finite numbers"
+    if key not in NUMBERS:
+        return "not be nan" if _has_nan(value) else None
+    numbers = [value]
+    # Adafactor has two eps, and None for one that depends on the dtype.
+    if key == "eps" and isinstance(value, list) and len(value) == 2:
+        numbers = value
+    is_right = all(each is None or _is_number(each) for each in numbers)
+    return None if is_right else "be a finite number"
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_pair_of_adafactor(value: object) -> bool:
-    """Adafactor has two eps, and None for one that depends on the dtype."""
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(v is None or _is_number(v) for v in value)
-    )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value)
 
 
 def _has_nan(value: object) -> bool:
-    if isinstance(value, (dict, list)):
-        return any(map(_has_nan, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        return any(map(_has_nan, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_nan, value))
     return isinstance(value, float) and math.isnan(value)
 
 
@@ -283,30 +260,32 @@ def step_of(
 def not_options(optimizer: ShardedOptimizer) -> tuple[str, ...]:
     """`NOT_OPTIONS` of a run: whatever a class that is no Adam of ours counts in its param group is
     as its options."""
-    return (
-        NOT_OPTIONS
-        if optimizer.plan.choice.is_adam
-        else tuple(key for key in NOT_OPTIONS if key != "step")
-    )
+    if optimizer.plan.choice.is_adam:
+        return NOT_OPTIONS
+    return tuple(key for key in NOT_OPTIONS if key != "step")
 
 
 def options_of(
     group: Options, others: Collection[str] = NOT_OPTIONS
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The options that a file can keep, and the names of the types of the others."""
-    given = plain_options({key: value for key, value in group.items() if key not in others})
-    unsaved = {
-        key: type(group[key]).__name__ for key, value in given.items() if not _is_plain(value)
-    }
-    for key, type_name in unsaved.items():
-        _log.warning("param group option %r is a %s and is not saved", key, type_name)
-    return {key: value for key, value in given.items() if key not in unsaved}, unsaved
+    options = plain_options({key: value for key, value in group.items() if key not in others})
+    unsaved = {}
+    for key in [key for key, value in options.items() if not _is_plain(value)]:
+        unsaved[key] = type(group[key]).__name__
+        _log.warning("param group option %r is a %s and is not saved", key, unsaved[key])
+        del options[key]
+    return options, unsaved
 
 
 def given_otherwise(given: Options, options: Options) -> dict[str, Any]:
     """Of some options those that were given with another value; plain."""
-    plain = {key: plain_option(given[key]) for key in options if key in given}
-    return {key: value for key, value in plain.items() if value != options[key]}
+    otherwise = {}
+    for key in filter(given.__contains__, options):
+        value = plain_option(given[key])
+        if value != options[key]:
+            otherwise[key] = value
+    return otherwise
 
 
 def given_alike(saved: GroupRecord, given: Options) -> frozenset[str]:
@@ -317,17 +296,19 @@ def given_alike(saved: GroupRecord, given: Options) -> frozenset[str]:
     (['initial_lr', 'lr'], [])
     """
     alike = saved.given.keys() - given_otherwise(given, saved.given)
-    return frozenset(alike | {"initial_lr"} if "lr" in alike else alike)  # of torch's schedulers
+    if "lr" in alike:
+        alike.add("initial_lr")  # of torch's schedulers
+    return frozenset(alike)
 
 
 def plain_options(options: Options) -> dict[str, Any]:
     """Options as a file keeps them; those of a live group are without its params."""
     plain = {key: plain_option(value) for key, value in options.items() if key != "params"}
     for key in plain.keys() & {*NUMBERS, *_LISTS_OF_NUMBERS}:
-        value = plain[key]
-        plain[key] = (
-            list(map(python_number, value)) if isinstance(value, list) else python_number(value)
-        )
+        if isinstance(plain[key], list):
+            plain[key] = list(map(python_number, plain[key]))
+        else:
+            plain[key] = python_number(plain[key])
     return plain
 
 
@@ -342,7 +323,9 @@ def plain_option(value: Any) -> Any:
         return {key: plain_option(member) for key, member in value.items()}
     if isinstance(value, str):
         return str.__str__(value)  # str() of a member of an enum of texts would be its name
-    return list(map(plain_option, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return list(map(plain_option, value))
+    return value
 
 
 def differences(
@@ -357,10 +340,14 @@ def differences(
     >>> list(differences({"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": [0.9, 0.95]}))
     ['betas is [0.9, 0.95], of the checkpoint; this run was given [0.9, 0.99]']
     """
-    silent = (*NOT_OPTIONS, *writes, *(_SCHEDULED if "wd_mult" in current else ()))
-    all_ours, all_theirs = plain_options(current), plain_options(saved)
-    for key in sorted(all_ours.keys() & all_theirs.keys() - set(silent)):
-        ours, theirs = all_ours[key], all_theirs[key]
+    silent = {*NOT_OPTIONS, *writes}
+    if "wd_mult" in current:
+        silent.update(_SCHEDULED)
+    all_ours = plain_options(current)
+    all_theirs = plain_options(saved)
+    for key in sorted(all_ours.keys() & all_theirs.keys() - silent):
+        ours = all_ours[key]
+        theirs = all_theirs[key]
         if ours != theirs and key in kept:
             yield f"{key} is {ours}, of this run; the checkpoint has {theirs}"
         elif ours != theirs:
@@ -409,13 +396,8 @@ def as_kept(saved: Any, current: Any) -> Any:
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(member) for key, member in value.items())
+        has_names = all(isinstance(key, str) for key in value)
+        return has_names and all(map(_is_plain, value.values()))
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
-    moments = moments_of(optimizer.inner, flat.main)
-    state = state_of(optimizer.inner, flat.main)
-    return {key: Scalar.of(value) for key, value in state.items() if key not in moments}

@@ -21,12 +21,12 @@ from megatron_distopt.checkpoint.manifest import Manifest
 from megatron_distopt.checkpoint.manifest_text import check_counts, from_text, to_text
 from megatron_distopt.checkpoint.param_groups import (
     GroupRecord,
+    Scalar,
     check_values,
     given_otherwise,
     join_groups,
     not_options,
     options_of,
-    scalars_of,
     step_of,
 )
 from megatron_distopt.checkpoint.tensor_file import TensorWriter
@@ -40,7 +40,9 @@ from megatron_distopt.checkpoint.whole_model import (
 from megatron_distopt.comm import Group, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError, DistOptError, RanksDisagreeError
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer.main_params import by_group
+from megatron_distopt.optimizer.inner import moments_of, state_of
+from megatron_distopt.optimizer.main_params import FlatParam, by_group
+from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.version import VERSION
 
 #: Network file systems show the files of other machines with a delay.
@@ -122,7 +124,7 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
         options, unsaved = options_of(group, not_options(optimizer))
         for flat in members[number]:
             names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
-            scalars = scalars_of(optimizer, flat)
+            scalars = _scalars_of(optimizer, flat)
             step = step_of(optimizer, group, flat, scalars)
             given = given_otherwise(optimizer.plan.groups[number].options, options)
             yield GroupRecord(tuple(names), options, step, scalars, unsaved, given)
@@ -134,6 +136,12 @@ def _resting_of(share: Share) -> Iterator[GroupRecord]:
             share.optimizer.inner.param_groups[number], not_options(share.optimizer)
         )
         yield GroupRecord(names, options, unsaved=unsaved)
+
+
+def _scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
+    moments = moments_of(optimizer.inner, flat.main)
+    state = state_of(optimizer.inner, flat.main)
+    return {key: Scalar.of(value) for key, value in state.items() if key not in moments}
 
 
 @dataclass(frozen=True)

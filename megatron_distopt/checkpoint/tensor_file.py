@@ -193,12 +193,6 @@ class _Slice(io.RawIOBase):
     def __init__(self, file: io.FileIO, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def tell(self) -> int:
         return self._position
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_distopt.checkpoint.gather_whole import Held, gather_whole
 from megatron_distopt.checkpoint.load_plan import MOMENTS_OF_ADAM, class_of, needed_moments
-from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, not_options, step_of
+from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, Options, not_options, step_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import AccessError, CheckpointError
@@ -291,7 +291,7 @@ class TorchParams:
 class FirstState:
     """What a param of three elements has before its first update, see [Note: torch's format]."""
 
-    values: Mapping[str, Any]
+    values: Options
     options: Sequence[str] = ()  # of its group, with those that the class writes by itself
 
     @property
@@ -305,7 +305,7 @@ def moments_to_begin(optimizer: ShardedOptimizer, number: int) -> set[str]:
     return set(first_state(optimizer, number, optimizer.inner.param_groups[number]).moments)
 
 
-def first_state(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> FirstState:
+def first_state(optimizer: ShardedOptimizer, number: int, group: Options) -> FirstState:
     """The first state in a group that has these options. Where a class does not begin with zeros,
     a trial step says it."""
     has_owners = optimizer.plan.choice.updates_whole_params
@@ -330,7 +330,7 @@ def first_state(optimizer: ShardedOptimizer, number: int, group: Mapping[str, An
     return FirstState(state, tuple(trial.param_groups[0]))
 
 
-def _zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+def _zeros(optimizer: ShardedOptimizer, number: int, group: Options) -> dict[str, Any]:
     zeros = torch.zeros(3)
     if is_adam(optimizer, number):
         maxima = {"max_exp_avg_sq": zeros} if group.get("amsgrad") else {}
@@ -340,7 +340,7 @@ def _zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -
     return {"momentum_buffer": zeros} if has_momentum else {}
 
 
-def _begins_with_zeros(optimizer: ShardedOptimizer, number: int, group: Mapping[str, Any]) -> bool:
+def _begins_with_zeros(optimizer: ShardedOptimizer, number: int, group: Options) -> bool:
     updater = part_for(optimizer.inner, optimizer.inner.param_groups[number])
     if not (
         optimizer.plan.choice.is_adam
@@ -544,7 +544,7 @@ def _value(
     )
 
 
-def is_unwritten(state: Mapping[str, Any]) -> bool:
+def is_unwritten(state: Options) -> bool:
     """Whether all that is kept for each element of a param is nan, see [Note: torch's format]."""
     kept = [value for key, value in state.items() if key not in (MAIN_PARAM, AVERAGE)]
     values = [value for value in kept if torch.is_tensor(value) and value.dim()]

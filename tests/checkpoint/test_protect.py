@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,12 +16,7 @@ import torch.distributed as dist
 
 from megatron_distopt import distribute
 from megatron_distopt.checkpoint.protect import nodes as nodes_module
-from megatron_distopt.checkpoint.protect.nodes import (
-    Nodes,
-    check_space,
-    folder_of,
-    is_removed_at_logout,
-)
+from megatron_distopt.checkpoint.protect.nodes import Nodes, check_space, folder_of
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.comm import Group
@@ -590,17 +584,3 @@ def test_space_when_it_is_that_of_docker_then_says_what_to_type(
     check_space(tmp_path, 32 << 20, nodes)
     with pytest.raises(CheckpointError, match="--shm-size=4g"):
         check_space(tmp_path, 3 << 29, nodes)
-
-
-@pytest.mark.parametrize(
-    ("text", "is_removed"),
-    [("[Login]\n#RemoveIPC=no\n", True), ("RemoveIPC=no\n", False), ("RemoveIPC = yes\n", True)],
-)
-def test_logout_when_systemd_removes_memory_then_known(
-    text: str, is_removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    (tmp_path / "logind.conf").write_text(text)
-    assert is_removed_at_logout(tmp_path / "logind.conf") is is_removed
-    monkeypatch.setattr(os, "getuid", lambda: 0)
-    assert not is_removed_at_logout(tmp_path / "logind.conf")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import re
 import secrets
 import shutil
 import time
@@ -172,15 +171,3 @@ def check_space(folder: Path, nbytes: int, nodes: Nodes) -> None:
             )
 
     raise_together(check, nodes.group, "protect_folder")
-
-
-def is_removed_at_logout(logind: Path = Path("/etc/systemd/logind.conf")) -> bool:
-    """Whether systemd may remove what a user has in /dev/shm when the user's last session ends
-    (RemoveIPC)."""
-    if os.getuid() < 1000 or not logind.is_file():  # systemd spares users of the system
-        return False
-    text = logind.read_text(encoding="utf-8", errors="replace")
-    return (
-        re.search(r"^\s*RemoveIPC\s*=\s*(no|false|0|off)\b", text, re.IGNORECASE | re.MULTILINE)
-        is None
-    )

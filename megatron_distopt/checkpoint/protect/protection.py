@@ -27,13 +27,7 @@ from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.background import Staging, let_training_first, room_for
 from megatron_distopt.checkpoint.folder import new_save_id
 from megatron_distopt.checkpoint.manifest import Manifest
-from megatron_distopt.checkpoint.protect.nodes import (
-    LOCK,
-    check_space,
-    find_nodes,
-    is_removed_at_logout,
-    lock,
-)
+from megatron_distopt.checkpoint.protect.nodes import LOCK, check_space, find_nodes, lock
 from megatron_distopt.checkpoint.protect.restart import Resumed, restore
 from megatron_distopt.checkpoint.protect.script_end import came_to_its_end, note_sigterm
 from megatron_distopt.checkpoint.protect.snapshots import (
@@ -129,12 +123,7 @@ class Protection:
             if self.nodes.num_nodes == 1
             else f"the second copy lies on the next of {self.nodes.num_nodes} nodes"
         )
-        logout = (
-            "; systemd may remove it at a logout: write RemoveIPC=no into /etc/systemd/logind.conf"
-            if is_removed_at_logout()
-            else ""
-        )
-        return f"every {self._every} steps in {self.folder}; {copies}{logout}"
+        return f"every {self._every} steps in {self.folder}; {copies}"
 
     # --- a step, as its hook
 

@@ -99,7 +99,7 @@ def send_copy(line: Line, path: Path, part: Manifest | None) -> bool:
     content = torch.from_file(str(path), size=part.files[0].nbytes, dtype=torch.uint8)
     for start in range(0, content.numel(), _PIECE_NBYTES):
         line.send(content[start : start + _PIECE_NBYTES])
-    return bool(line.receive_number(_ANSWER))
+    return line.receive_number(_ANSWER) != 0
 
 
 def receive_copy(line: Line, snapshot: Snapshot, base: Path, rank: int) -> None:
