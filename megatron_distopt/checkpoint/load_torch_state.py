@@ -45,6 +45,7 @@ from megatron_distopt.checkpoint.torch_state import (
     MAIN_PARAM,
     STEP,
     ShardedValue,
+    StateDict,
     TorchParams,
     first_state,
     is_adam,
@@ -77,7 +78,7 @@ class _GivenState:
     # with a value for each element, by kind; "main_param" is one of the kinds
     values: Mapping[str, Tensor]
     # what is kept once for the param, by key; the count of updates is one of them
-    scalars: Options
+    scalars: StateDict
 
     @property
     def moments(self) -> list[Tensor]:
@@ -89,7 +90,7 @@ class _GivenState:
 
 
 @torch.no_grad()
-def load_torch_state_dict(params: TorchParams, state_dict: Options) -> None:
+def load_torch_state_dict(params: TorchParams, state_dict: StateDict) -> None:
     """Collective: loads a state in torch's format, after all ranks have checked theirs.
 
     Values are whole tensors, of which each rank takes what it owns, or sharded ones of this layout.
@@ -117,7 +118,7 @@ def load_torch_state_dict(params: TorchParams, state_dict: Options) -> None:
     optimizer.forget_deferred_check()
 
 
-def names_with_state(params: TorchParams, state_dict: Options) -> list[str]:
+def names_with_state(params: TorchParams, state_dict: StateDict) -> list[str]:
     """Names of params that have a state in a state dict; none where a load would refuse the form of
     the dict."""
     try:
@@ -127,7 +128,7 @@ def names_with_state(params: TorchParams, state_dict: Options) -> list[str]:
     return [name for name, entry in _entries(params, state_dict).items() if entry]
 
 
-def _entries(params: TorchParams, state_dict: Options) -> dict[str, Options]:
+def _entries(params: TorchParams, state_dict: StateDict) -> dict[str, StateDict]:
     """The entry of each param, by its name here; empty where it has none."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     entries = (state_dict["state"].get(number) or {} for number in numbers)
@@ -139,7 +140,7 @@ def _entries(params: TorchParams, state_dict: Options) -> dict[str, Options]:
     return dict(zip(params.numbered, given, strict=True))
 
 
-def _loadable(params: TorchParams, state_dict: Options) -> Loadable:
+def _loadable(params: TorchParams, state_dict: StateDict) -> Loadable:
     """The state dict, checked. It is without the options, which go into the user's groups."""
     _check_form(params, state_dict)
     _check_options(params, state_dict["param_groups"])
@@ -173,7 +174,7 @@ def _loadable(params: TorchParams, state_dict: Options) -> Loadable:
 
     inner = params.share.optimizer.plan.choice.name
     return Loadable(
-        Manifest("", (), tensors, tuple(records), inner, scale, num_skipped),
+        Manifest("", (), tensors, tuple(records), inner, scale, int(num_skipped)),
         "given as a state dict",
         read,
         alike=_to_agree_on(params, state_dict, states),
@@ -183,7 +184,7 @@ def _loadable(params: TorchParams, state_dict: Options) -> Loadable:
     )
 
 
-def _given_states(params: TorchParams, state_dict: Options) -> dict[str, _GivenState]:
+def _given_states(params: TorchParams, state_dict: StateDict) -> dict[str, _GivenState]:
     """What the state dict has for each param of the sharded step, by name."""
     entries = _entries(params, state_dict)
     scalars = _scalar_keys(entries, params)
@@ -196,7 +197,7 @@ def _given_states(params: TorchParams, state_dict: Options) -> dict[str, _GivenS
     return given
 
 
-def _check_form(params: TorchParams, state_dict: Options) -> None:
+def _check_form(params: TorchParams, state_dict: StateDict) -> None:
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         got = ", ".join(map(str, list(state_dict)[:5])) or "nothing"
@@ -242,7 +243,7 @@ def _options(params: TorchParams, group: Options, current: Options) -> dict[str,
     return plain_options(taken)
 
 
-def _loss_scale_in(state_dict: Options) -> dict[str, Any]:
+def _loss_scale_in(state_dict: StateDict) -> dict[str, Any]:
     """The loss scale and its counts; empty in a state of other software, which leaves those of the
     run as they are."""
     for group in state_dict["param_groups"]:
@@ -251,7 +252,7 @@ def _loss_scale_in(state_dict: Options) -> dict[str, Any]:
     return {}
 
 
-def _scalar_keys(entries: Mapping[str, Options], params: TorchParams) -> set[str]:
+def _scalar_keys(entries: Mapping[str, StateDict], params: TorchParams) -> set[str]:
     """Keys of what a param has once: numbers and texts, and tensors of one element where the param
     has more."""
     found = {STEP}
@@ -272,7 +273,7 @@ def _scalar_keys(entries: Mapping[str, Options], params: TorchParams) -> set[str
     return (found | known) - kept.union(*needed) - {MAIN_PARAM, AVERAGE}
 
 
-def _given(params: TorchParams, name: str, entry: Options, scalars: set[str]) -> _GivenState:
+def _given(params: TorchParams, name: str, entry: StateDict, scalars: set[str]) -> _GivenState:
     shape = params.share.placements[name].global_shape
     values: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -310,7 +311,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
-def _first_state(params: TorchParams, number: int, group: Options) -> Options:
+def _first_state(params: TorchParams, number: int, group: Options) -> StateDict:
     """What a param has after its first update with the options of a saved group; refuses the group
     of [Note: another class].
 
@@ -327,7 +328,7 @@ def _first_state(params: TorchParams, number: int, group: Options) -> Options:
     return first_state(optimizer, number, options).values
 
 
-def _check_kinds(params: TorchParams, name: str, entry: Options, begin: Options) -> None:
+def _check_kinds(params: TorchParams, name: str, entry: StateDict, begin: StateDict) -> None:
     """Checks that a param has what the inner optimizer keeps, or nothing."""
     found = {key for key, value in entry.items() if value is not None} - {MAIN_PARAM, AVERAGE}
     moments = {key for key in found if torch.is_tensor(entry[key]) and entry[key].dim()}
@@ -362,7 +363,7 @@ def _parts_of(value: Tensor) -> tuple[Sequence[Box], Sequence[Tensor]]:
 
 
 def _to_agree_on(
-    params: TorchParams, state_dict: Options, given: Mapping[str, _GivenState]
+    params: TorchParams, state_dict: StateDict, given: Mapping[str, _GivenState]
 ) -> dict[str, str]:
     """What all ranks must be given alike that own a part of the same param, or have a param in the
     same group."""

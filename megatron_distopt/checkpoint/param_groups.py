@@ -88,10 +88,10 @@ def join_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
     for group in groups:
         first.setdefault(group.meaning, group)
         names.setdefault(group.meaning, []).extend(group.names)
-    joined = []
-    for meaning, group in first.items():
-        joined.append(replace(group, names=tuple(dict.fromkeys(names[meaning]))))
-    return tuple(joined)
+    return tuple(
+        replace(group, names=tuple(dict.fromkeys(names[meaning])))
+        for meaning, group in first.items()
+    )
 
 
 def check_groups(groups: Sequence[GroupRecord], where: str) -> None:
@@ -346,8 +346,7 @@ def differences(
     all_ours = plain_options(current)
     all_theirs = plain_options(saved)
     for key in sorted(all_ours.keys() & all_theirs.keys() - silent):
-        ours = all_ours[key]
-        theirs = all_theirs[key]
+        ours, theirs = all_ours[key], all_theirs[key]
         if ours != theirs and key in kept:
             yield f"{key} is {ours}, of this run; the checkpoint has {theirs}"
         elif ours != theirs:

@@ -41,8 +41,7 @@ from megatron_distopt.comm import Group, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError, DistOptError, RanksDisagreeError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.inner import moments_of, state_of
-from megatron_distopt.optimizer.main_params import FlatParam, by_group
-from megatron_distopt.optimizer.sharded import ShardedOptimizer
+from megatron_distopt.optimizer.main_params import by_group
 from megatron_distopt.version import VERSION
 
 #: Network file systems show the files of other machines with a delay.
@@ -124,7 +123,9 @@ def _groups_of(share: Share) -> Iterator[GroupRecord]:
         options, unsaved = options_of(group, not_options(optimizer))
         for flat in members[number]:
             names = dict.fromkeys(share.placements[shard.name].name for shard in flat.plan.shards)
-            scalars = _scalars_of(optimizer, flat)
+            moments = moments_of(optimizer.inner, flat.main)
+            kept = state_of(optimizer.inner, flat.main).items()
+            scalars = {key: Scalar.of(value) for key, value in kept if key not in moments}
             step = step_of(optimizer, group, flat, scalars)
             given = given_otherwise(optimizer.plan.groups[number].options, options)
             yield GroupRecord(tuple(names), options, step, scalars, unsaved, given)
@@ -136,12 +137,6 @@ def _resting_of(share: Share) -> Iterator[GroupRecord]:
             share.optimizer.inner.param_groups[number], not_options(share.optimizer)
         )
         yield GroupRecord(names, options, unsaved=unsaved)
-
-
-def _scalars_of(optimizer: ShardedOptimizer, flat: FlatParam) -> dict[str, Scalar]:
-    moments = moments_of(optimizer.inner, flat.main)
-    state = state_of(optimizer.inner, flat.main)
-    return {key: Scalar.of(value) for key, value in state.items() if key not in moments}
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ from megatron_distopt.optimizer.owners.declared import undisturbed
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
+#: The state of all params, or of one.
+StateDict: TypeAlias = Mapping[str, Any]
 #: Keys of a param's state: the fp32 main param of a 16-bit param, and the count of updates.
 MAIN_PARAM, STEP = "main_param", "step"
 #: In the first param group: the class whose state it is, if its moments have the names of Adam's.
@@ -291,7 +293,7 @@ class TorchParams:
 class FirstState:
     """What a param of three elements has before its first update, see [Note: torch's format]."""
 
-    values: Options
+    values: StateDict
     options: Sequence[str] = ()  # of its group, with those that the class writes by itself
 
     @property
@@ -544,7 +546,7 @@ def _value(
     )
 
 
-def is_unwritten(state: Options) -> bool:
+def is_unwritten(state: StateDict) -> bool:
     """Whether all that is kept for each element of a param is nan, see [Note: torch's format]."""
     kept = [value for key, value in state.items() if key not in (MAIN_PARAM, AVERAGE)]
     values = [value for value in kept if torch.is_tensor(value) and value.dim()]
@@ -580,9 +582,6 @@ def _scalars(
     return found
 
 
-_ValueKey: TypeAlias = tuple[int, str]  # number of a param, and what is kept of it
-
-
 @torch.no_grad()
 def full_state_dict(params: TorchParams) -> dict[str, Any]:
     """Collective: the state of all params in whole tensors on the CPU of the data-parallel group's
@@ -598,12 +597,13 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
         CheckpointError: params are cut over other ranks, too.
     """
     state = torch_state_dict(params)
-    values: dict[_ValueKey, Any] = {}
+    # by the number of a param, and what is kept of it
+    values: dict[tuple[int, str], Any] = {}
     for number, kinds in state["state"].items():
         if not is_unwritten(kinds):
             values |= {(number, kind): value for kind, value in kinds.items()}
 
-    def describe() -> tuple[dict[_ValueKey, Held], dict[_ValueKey, Any]]:
+    def describe() -> tuple[dict[tuple[int, str], Held], dict[tuple[int, str], Any]]:
         for placement in params.share.placements.values():
             if placement.dim is not None:
                 raise CheckpointError(
@@ -620,7 +620,7 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
         return held, once
 
     by_rank = exchange_together(describe, params.data, "full_state_dict")
-    full: dict[_ValueKey, Any] = {}
+    full: dict[tuple[int, str], Any] = {}
     for _, once in reversed(by_rank):
         full |= once
     for key in dict.fromkeys(key for held, _ in by_rank for key in held):

@@ -50,10 +50,11 @@ class Lines:
 
     def connect_buddies(self) -> None:
         """Collective: makes those to the buddy and to the ranks that this one is the buddy of."""
-        own, buddy = self.nodes.group.rank, self.nodes.buddy_of(self.nodes.group.rank)
-        others = {*self.nodes.protected_by(own)}
+        own = self.nodes.group.rank
+        others = self.nodes.protected_by(own)
+        buddy = self.nodes.buddy_of(own)
         if buddy is not None:
-            others.add(buddy)
+            others.append(buddy)
         for other in sorted(others, key=lambda other: (min(own, other), max(own, other))):
             self.to(other)
 
