@@ -184,8 +184,10 @@ def loadable_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Loadable:
     """The checkpoint in a folder; each of the `size` processes that load verifies its part of the
     files."""
     manifest = read_manifest(folder)
-    verify = lambda reads: _verify_files(folder, manifest.files[rank::size])  # noqa: E731
-    return replace(loadable_files(folder, manifest), verify=verify)
+    return replace(
+        loadable_files(folder, manifest),
+        verify=lambda reads: _verify_files(folder, manifest.files[rank::size]),
+    )
 
 
 def loadable_files(folder: Path, manifest: Manifest) -> Loadable:

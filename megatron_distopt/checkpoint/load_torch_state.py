@@ -161,9 +161,8 @@ def _loadable(params: TorchParams, state_dict: StateDict) -> Loadable:
             chunks = tuple(Chunk(box, 0, number, 0) for number, box in enumerate(boxes))
             tensors[key] = TensorRecord(placement.global_shape, "float32", chunks)
         scalars = {key: Scalar.of(value) for key, value in state.scalars.items()}
-        has_begun = bool(state.moments)
-        step = state.step if has_begun else None
-        records.append(GroupRecord((placement.name,), {}, step, scalars if has_begun else {}))
+        record = GroupRecord((placement.name,), {}, state.step, scalars)
+        records.append(record if state.moments else GroupRecord(record.names, {}))
 
     def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
         """An fp32 model param is its own main param; it is left alone, as torch leaves it."""

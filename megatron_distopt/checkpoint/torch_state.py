@@ -201,8 +201,8 @@ class ShardedValue(Tensor):
             for name in ("planner", "metadata")
         )
         items = []
+        properties = metadata.TensorProperties(dtype=self.dtype)
         for chunk in self.__create_chunk_list__():
-            properties = metadata.TensorProperties(dtype=self.dtype)
             data = planner.TensorWriteData(chunk=chunk, properties=properties, size=self.size())
             index = metadata.MetadataIndex(fqn, chunk.offsets)
             items.append(
@@ -370,8 +370,7 @@ def torch_state_dict(params: TorchParams) -> dict[str, Any]:
         groups.append({**options, "params": list(range(start, start + len(names)))})
         start += len(names)
         if LOSS_SCALE in group:
-            counts = {**group[LOSS_SCALE], "num_skipped": optimizer.num_skipped}
-            groups[-1][LOSS_SCALE] = counts
+            groups[-1][LOSS_SCALE] = {**group[LOSS_SCALE], "num_skipped": optimizer.num_skipped}
     kinds, name = set(params.first[0].moments), class_of(optimizer.plan.choice.name)
     if name != "Adam" and kinds and kinds <= MOMENTS_OF_ADAM:
         groups[0][CLASS] = name

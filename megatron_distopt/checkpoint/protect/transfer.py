@@ -44,8 +44,9 @@ class Lines:
     def to(self, other: int) -> Line:
         """Collective of the two, the first time."""
         if other not in self._lines:
-            name = f"megatron_distopt/{self.nodes.name}"
-            self._lines[other] = Line(self.nodes.group, other, name)
+            self._lines[other] = Line(
+                self.nodes.group, other, f"megatron_distopt/{self.nodes.name}"
+            )
         return self._lines[other]
 
     def connect_buddies(self) -> None:

@@ -49,8 +49,6 @@ _STARTS_THERE = (
 )
 _LOADS_AGAIN = "the script loads weights once more after its start"
 _IN_MODULES = "scales of fp8 are in modules, and no snapshot has them"
-#: What the `train` of a Megatron calls its count of floating-point operations.
-_OPERATIONS = "num_floating_point_operations_so_far"
 #: Arguments of Megatrons' scripts that change from where a start goes on, or what it needs for
 #: that.
 _REFUSED = {
@@ -318,7 +316,8 @@ def _operations_so_far() -> Any:
     `train` keeps them in a local variable, adds them up by a formula that differs between versions,
     and gives them to `save_checkpoint` alone, which no step calls.
     """
-    found = (frame.f_locals.get(_OPERATIONS) for frame, _ in walk_stack(sys._getframe()))
+    name = "num_floating_point_operations_so_far"
+    found = (frame.f_locals.get(name) for frame, _ in walk_stack(sys._getframe()))
     return next((count for count in found if count is not None), None)
 
 
