@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from traceback import walk_stack
@@ -209,12 +210,12 @@ class Protection:
             keep_only(self.folder, [each for each in (self._kept, snapshot) if each is not None])
         copy, ready = self._copy(contribution, staging)
         copying = self._copying = _Copying(snapshot)
-        tasks = {
-            "send": lambda: self._send(snapshot, copy, ready),
-            "receive": lambda: self._receive(snapshot),
-        }
+        send = partial(self._send, snapshot, copy, ready)
         copying.threads = [
-            begin_thread(self._guarded, f"snapshot, {name}", copying, tasks[name]) for name in tasks
+            begin_thread(self._guarded, "snapshot, send", copying, send),
+            begin_thread(
+                self._guarded, "snapshot, receive", copying, partial(self._receive, snapshot)
+            ),
         ]
 
     def _contribution(
