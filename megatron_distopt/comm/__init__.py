@@ -10,12 +10,14 @@ from megatron_distopt.comm.agree import (
     meet,
     raise_together,
     show_presence,
+    two_that_differ,
 )
 from megatron_distopt.comm.alive import LifeSigns
 from megatron_distopt.comm.calls import meet_in_call
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
+    Tally,
     broadcast,
     described,
     gather_params,
@@ -45,6 +47,7 @@ __all__ = [
     "LifeSigns",
     "ProcessGroup",
     "Reduction",
+    "Tally",
     "allow_shared_memory",
     "available_backends",
     "broadcast",
@@ -67,4 +70,5 @@ __all__ = [
     "show_presence",
     "sum_over",
     "try_collectives",
+    "two_that_differ",
 ]

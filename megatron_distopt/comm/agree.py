@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +38,18 @@ class Field:
     what: str  # its name in the error, e.g. "param names".
     items: tuple[str, ...]  # in an order that matters
     remedy: str = ""  # what to do in addition to starting all ranks alike
+
+
+def two_that_differ(said: Sequence[Any]) -> tuple[int, int] | None:
+    """Of what ranks said, one that said something unusual and one that said the usual; None where
+    all said the same.
+
+    >>> two_that_differ(["a", "a", "b"]), two_that_differ(["a", "a"])
+    ((2, 0), None)
+    """
+    usual = max(dict.fromkeys(said), key=said.count)
+    odd = next((rank for rank, each in enumerate(said) if each != usual), None)
+    return None if odd is None else (odd, said.index(usual))
 
 
 def exchange(value: T, group: Group) -> list[T]:
@@ -115,28 +126,21 @@ def compare(fields: Sequence[Field], group: Group) -> None:
     )
     for index, field in enumerate(fields):
         column = [digest[index] for digest in digests]
-        if len(set(column)) > 1:
-            raise RanksDisagreeError(_difference(field, group, column))
-
-
-def _difference(field: Field, group: Group, digests: list[str]) -> str:
-    """Collective: writes the text of the error."""
-    items_by_rank = exchange(field.items, group)
-    usual_digest = Counter(digests).most_common(1)[0][0]
-    usual = digests.index(usual_digest)
-    odd_ranks = [rank for rank, digest in enumerate(digests) if digest != usual_digest]
-    odd = odd_ranks[0]
-    pairs = zip_longest(items_by_rank[odd], items_by_rank[usual], fillvalue="nothing")
-    differing = [(number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]]
-    number, (theirs, ours) = differing[0]
-    got = (
-        f"rank {group.global_rank(odd)} has {theirs} as number {number} "
-        f"where rank {group.global_rank(usual)} has {ours}"
-    )
-    rule = f"be the same on all {len(digests)} ranks"
-    numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
-    remedy = f"Start rank(s) {numbers} with the code and options of the others"
-    return refusal(field.what, got, rule, remedy + field.remedy)
+        two = two_that_differ(column)
+        if two is None:
+            continue
+        odd, usual = two
+        items = exchange(field.items, group)
+        pairs = enumerate(zip_longest(items[odd], items[usual], fillvalue="nothing"))
+        number, (theirs, ours) = next(each for each in pairs if each[1][0] != each[1][1])
+        odd_ranks = [rank for rank, digest in enumerate(column) if digest != column[usual]]
+        numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
+        raise RanksDisagreeError(
+            f"Invalid {field.what}: rank {group.global_rank(odd)} has {theirs} as number {number} "
+            f"where rank {group.global_rank(usual)} has {ours}. Must be the same on all "
+            f"{group.size} ranks. Start rank(s) {numbers} with the code and options of the "
+            f"others{field.remedy}."
+        )
 
 
 # --- before the first collective, ranks meet in torch's store, where a rank that does not come can

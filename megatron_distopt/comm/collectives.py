@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -308,6 +309,29 @@ def sum_over(tensor: Tensor, group: Group) -> None:
     if group.size > 1:
         with named_losses():
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group.handle)
+
+
+class Tally(NamedTuple):
+    """A number that ranks tell each other by the all-reduce of a step, with its square; or the sums
+    of both over ranks.
+
+    All ranks had the same number where the mean of the squares is the square of the mean. Numbers
+    are small, so that these sums are exact.
+
+    >>> Tally(2 + 3, 2**2 + 3**2).spread(2), Tally(3 + 3, 3**2 + 3**2).spread(2)
+    (1, 0)
+    """
+
+    number: Any  # a Python number, or a tensor of one element
+    squared: Any
+
+    @classmethod
+    def of(cls, number: float) -> Tally:
+        return cls(number, number**2)
+
+    def spread(self, num_ranks: int) -> Any:
+        """Of sums over so many ranks: above 0 where the numbers differ, and otherwise 0."""
+        return num_ranks * self.squared - self.number**2
 
 
 def try_collectives(
