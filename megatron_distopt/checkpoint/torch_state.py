@@ -23,7 +23,6 @@ from importlib import import_module
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from megatron_distopt.checkpoint.load_plan import MOMENTS_OF_ADAM, class_of, nee
 from megatron_distopt.checkpoint.param_groups import LOSS_SCALE, not_options, step_of
 from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, owned_pieces
 from megatron_distopt.comm import Group, exchange_together
+from megatron_distopt.comm.messages import Parcel, begin_travel
 from megatron_distopt.errors import AccessError, CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
@@ -668,7 +668,7 @@ def _gather(
     )
     if group.rank != 0:
         if mine is not None:
-            dist.send(mine, dst=group.global_rank(0), group=group.handle)
+            begin_travel([Parcel(0, mine)], [], 0, group).wait()
         return None
     known = [local for local in by_rank if local is not None]
     # one that owns none has no dtype
@@ -683,7 +683,7 @@ def _gather(
             flat = mine
         else:
             flat = torch.empty(sum(numels), dtype=dtype, device=device)
-            dist.recv(flat, src=group.global_rank(rank), group=group.handle)
+            begin_travel([], [Parcel(rank, flat)], 0, group).wait()
         for box, part in zip(boxes, torch.split(flat.cpu(), numels), strict=True):
             whole[box.as_slices()] = part.view(box.sizes)
     return whole

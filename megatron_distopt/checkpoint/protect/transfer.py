@@ -22,7 +22,7 @@ from megatron_distopt.checkpoint.manifest import Manifest, parsed, to_text
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import Snapshot
 from megatron_distopt.comm import Group
-from megatron_distopt.comm.agree import default_store
+from megatron_distopt.comm.groups import default_store
 from megatron_distopt.errors import CheckpointError, refusal
 
 #: Of one message.
