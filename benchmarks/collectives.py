@@ -27,7 +27,7 @@ from peers.script import conclude, parser_of
 from torch import Tensor
 
 from megatron_distopt.comm import Group, collectives, pairwise
-from megatron_distopt.comm.nodes import alone
+from megatron_distopt.comm.group_nodes import alone
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Below it nobody promises anything: latency counts there.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +53,7 @@ def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
     """Makes a stream that `new_stream` returned the current one of its device."""
     if stream is None:
         return nullcontext()
-    context: AbstractContextManager[Any] = _module(device).stream(stream)
-    return context
+    return cast(AbstractContextManager[Any], _module(device).stream(stream))
 
 
 def mark(device: torch.device) -> Callable[[], None]:
@@ -62,8 +61,7 @@ def mark(device: torch.device) -> Callable[[], None]:
     now."""
     if device.type == CPU:
         return lambda: None
-    wait: Callable[[], None] = current_stream(device).record_event().synchronize
-    return wait
+    return cast(Callable[[], None], current_stream(device).record_event().synchronize)
 
 
 def fence(device: torch.device) -> Callable[[], None]:

@@ -26,6 +26,7 @@ from megatron_distopt.comm.collectives import (
     sum_over,
 )
 from megatron_distopt.comm.communicator import Communicator
+from megatron_distopt.comm.group_nodes import allow_shared_memory
 from megatron_distopt.comm.groups import (
     Group,
     available_backends,
@@ -34,7 +35,6 @@ from megatron_distopt.comm.groups import (
     is_initialized,
 )
 from megatron_distopt.comm.meeting import meet, meet_in_call, show_presence
-from megatron_distopt.comm.nodes import allow_shared_memory
 from megatron_distopt.comm.trial import try_collectives
 
 __all__ = [

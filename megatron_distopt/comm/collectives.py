@@ -24,8 +24,8 @@ from torch.profiler import record_function
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import pairwise
+from megatron_distopt.comm.group_nodes import Members, alone, nodes_of
 from megatron_distopt.comm.groups import Group, backend_of, named_losses
-from megatron_distopt.comm.nodes import Members, alone, nodes_of
 from megatron_distopt.comm.pending import Pending, begin_in_turn, wait_for_turn
 from megatron_distopt.errors import ConfigError
 

@@ -37,9 +37,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron_distopt.comm.group_nodes import Members, alone, nodes_of
 from megatron_distopt.comm.groups import Group
 from megatron_distopt.comm.messages import Parcel, begin_travel
-from megatron_distopt.comm.nodes import Members, alone, nodes_of
 from megatron_distopt.comm.pending import Pending
 from megatron_distopt.comm.shared_memory import Lane, Received, chunks_of
 from megatron_distopt.device import CPU, fence, keep_for_current_stream, new_stream, on_stream
@@ -77,7 +77,12 @@ def reduce_scatter(
         _sum_in_memory(shares, plan, nodes.lane)
         return
     sent_dtype = dtype or bucket.dtype
-    chunks = _chunks_of_sums(shares, plan, sent_dtype)
+    num_copies = 1 if sent_dtype is bucket.dtype else 2  # what is sent is a copy as well
+    nbytes = SCRATCH_NBYTES // _NUM_HALVES
+    if plan.others or num_copies > 1:
+        nbytes = min(nbytes, len(plan.sources) * _NBYTES_EACH)
+    nbytes_each = sent_dtype.itemsize * len(plan.sources) * num_copies
+    chunks = chunks_of(shares.shape[1], nbytes_each, nbytes)
 
     def begin_chunks() -> Iterator[Pending]:
         for number, chunk in enumerate(chunks, start=_FIRST_SUM):
@@ -111,7 +116,7 @@ def all_gather(bucket: Tensor, group: Group, members: Members | None = None) -> 
     if not plan.sources:  # all are on this node
         _gather_in_memory(shares, plan, nodes.lane)
         return
-    nbytes = bucket.nbytes if plan.is_alone else _NBYTES_EACH
+    nbytes = _NBYTES_EACH if plan.others else bucket.nbytes
     chunks = chunks_of(shares.shape[1], bucket.itemsize, nbytes)
 
     def begin_chunks() -> Iterator[Pending]:
@@ -142,19 +147,15 @@ def _wait_in_order(chunks: Iterable[Pending]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Who adds up what, as one rank sees it, see [Note: leaders]. Other ranks are in the order of
-    the sum."""
+    """Who adds up what, as one rank sees it, see [Note: leaders]. Ranks are in the order of the
+    sum."""
 
     own: int  # this rank
-    led: Mapping[int, Sequence[int]]  # by rank of this node, this one last: the shares it leads
-    followed: Mapping[int, Sequence[int]]  # and the others
+    others: Sequence[int]  # of this node
+    led: Mapping[int, Sequence[int]]  # by rank of this node, the shares that it leads
+    followed: Mapping[int, Sequence[int]]  # by rank of this node, those that it does not lead
     owners: Sequence[int]  # ranks of other nodes whose shares this rank leads
     sources: Sequence[int]  # the leaders of this rank's share on other nodes
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the node has no other rank."""
-        return len(self.led) == 1
 
 
 @cache
@@ -175,16 +176,13 @@ def plan_of(members: Members, own: int) -> Plan:
     shares = range(len(place_of))
     led: dict[int, list[int]] = {}
     followed: dict[int, list[int]] = {}
-    for rank in (*_before(place_of[own], node), own):
+    for rank in node:
         led[rank] = [share for share in shares if leader(share, node) == rank]
         followed[rank] = [share for share in shares if leader(share, node) != rank]
-    return Plan(
-        own,
-        led,
-        followed,
-        owners=[share for share in led[own] if share not in node],
-        sources=[leader(own, ranks) for ranks in _before(number, members)],
-    )
+    others = _before(place_of[own], node)
+    owners = [share for share in led[own] if share not in node]
+    sources = [leader(own, ranks) for ranks in _before(number, members)]
+    return Plan(own, others, led, followed, owners, sources)
 
 
 def _before(place: int, ring: Sequence[T]) -> list[T]:
@@ -199,7 +197,7 @@ def _before(place: int, ring: Sequence[T]) -> list[T]:
 
 def _sum_in_memory(shares: Tensor, plan: Plan, lane: Lane | None) -> None:
     """Collective of a node: each rank has its sums in the shares that it leads."""
-    if lane is None or plan.is_alone:
+    if lane is None or not plan.others:
         return
     for chunk, received in lane.hand_over(shares, plan.followed):
         _add_up(shares[:, chunk], plan, received)
@@ -210,10 +208,8 @@ def _sum_by_messages(shares: Tensor, plan: Plan, group: Group) -> None:
     outgoing: list[Parcel] = []
     incoming: list[Parcel] = []
     received: Received = {}
-    for rank, led in plan.led.items():
-        if rank == plan.own:
-            continue
-        outgoing += [Parcel(rank, shares[share]) for share in led]
+    for rank in plan.others:
+        outgoing += [Parcel(rank, shares[share]) for share in plan.led[rank]]
         for share in plan.led[plan.own]:
             received[rank, share] = torch.empty_like(shares[share])
             incoming.append(Parcel(rank, received[rank, share]))
@@ -223,15 +219,14 @@ def _sum_by_messages(shares: Tensor, plan: Plan, group: Group) -> None:
 
 def _add_up(shares: Tensor, plan: Plan, received: Received) -> None:
     """Adds up the shares that this rank leads, with what it got from ranks of its node."""
-    others = [rank for rank in plan.led if rank != plan.own]
     for share in plan.led[plan.own]:
-        parts = [received[rank, share] for rank in others]
+        parts = [received[rank, share] for rank in plan.others]
         _sum_into(shares[share], parts)
 
 
 def _gather_in_memory(shares: Tensor, plan: Plan, lane: Lane | None) -> None:
     """Collective of a node: each rank has all shares, of which it had those that it leads."""
-    if lane is None or plan.is_alone:
+    if lane is None or not plan.others:
         return
     for chunk, received in lane.hand_over(shares, plan.led):
         rows = shares[:, chunk]
@@ -240,17 +235,6 @@ def _gather_in_memory(shares: Tensor, plan: Plan, lane: Lane | None) -> None:
 
 
 # --- between nodes
-
-
-def _chunks_of_sums(shares: Tensor, plan: Plan, dtype: torch.dtype) -> Iterator[slice]:
-    """What is under way at a time."""
-    num_peers = len(plan.sources)
-    num_copies = 1 if dtype is shares.dtype else 2  # what is sent is a copy as well
-    nbytes = SCRATCH_NBYTES // _NUM_HALVES
-    if not plan.is_alone or num_copies > 1:
-        nbytes = min(nbytes, num_peers * _NBYTES_EACH)
-    nbytes_each = dtype.itemsize * num_peers * num_copies
-    return chunks_of(shares.shape[1], nbytes_each, nbytes)
 
 
 def _begin_sum(

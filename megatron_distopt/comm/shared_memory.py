@@ -3,9 +3,9 @@
 [Note: shared memory] A message on one machine is copied twice by the kernel and wakes three
 threads, so with small buckets, or with more ranks than cores, messages gain little over gloo's own
 collectives. A segment is anonymous (memfd), found by process and file descriptor, recognised by a
-secret, and freed with its process; nodes.py finds out which ranks can map those of each other.
-Ranks in different network namespaces count as on different machines, so that a network between them
-can be simulated.
+secret, and freed with its process; group_nodes.py finds out which ranks can map those of each
+other. Ranks in different network namespaces count as on different machines, so that a network
+between them can be simulated.
 
 Each chunk is a *turn*: a rank writes its half, publishes it, and reads those of all others. The two
 halves alternate. A rank that has published a turn has read the turn before, so once all ranks have

@@ -126,7 +126,9 @@ class Box:
         >>> Box((0, 2), (4, 3)).permuted((1, 0))
         Box(offsets=(2, 0), sizes=(3, 4))
         """
-        return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
+        offsets = tuple(self.offsets[dim] for dim in dims)
+        sizes = tuple(self.sizes[dim] for dim in dims)
+        return Box(offsets, sizes)
 
     def as_slices(self) -> tuple[slice, ...]:
         return tuple(map(slice, self.offsets, self.stops))

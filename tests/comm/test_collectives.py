@@ -29,7 +29,7 @@ from megatron_distopt.comm import (
     reduce_grads,
     try_collectives,
 )
-from megatron_distopt.comm.nodes import alone
+from megatron_distopt.comm.group_nodes import alone
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.layout import ParamSpec, lay_out
 from tests.support.refusals import assert_says

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm import Group, allow_shared_memory, nodes, pairwise, shared_memory
+from megatron_distopt.comm import Group, allow_shared_memory, group_nodes, pairwise, shared_memory
 from megatron_distopt.comm.collectives import reduce_scatter
 from megatron_distopt.errors import RanksDisagreeError
 from tests.support.refusals import assert_mentions
@@ -93,7 +93,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
                 patch.setattr(pairwise, "SCRATCH_NBYTES", nbytes)
                 patch.setattr(shared_memory, "SHARED_NBYTES", nbytes)
                 _cases(rank, numel, f"{way}, {name}", found)
-    found["kept"] = len(nodes._nodes)
+    found["kept"] = len(group_nodes._nodes)
     found["overlapped"] = _overlapped(Group.of(), rank)
     found["refused"] = _refused(Group.of())
     found["permitted"] = _permitted(rank)
@@ -123,7 +123,7 @@ def _cases(rank: int, numel: int, name: str, found: dict[str, Any]) -> None:
 
 
 def _way_of(group: Group) -> str:
-    return "messages" if len(nodes.nodes_of(group).in_memory) > 1 else "memory"
+    return "messages" if len(group_nodes.nodes_of(group).in_memory) > 1 else "memory"
 
 
 def _apart(rank: int) -> dict[str, tuple[str, bool]]:
@@ -226,7 +226,7 @@ def _raced(rank: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "SHARED_NBYTES", 64)
         group = Group.of(dist.new_group())
-        lane, right = nodes.nodes_of(group).lane, []
+        lane, right = group_nodes.nodes_of(group).lane, []
         assert lane is not None
         wait_for = lane._wait_for
         for number in range(6):

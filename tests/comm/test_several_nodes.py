@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_distopt.comm import Group, Reduction, allow_shared_memory, pairwise, shared_memory
 from megatron_distopt.comm.collectives import all_gather, reduce_scatter
-from megatron_distopt.comm.nodes import nodes_of
+from megatron_distopt.comm.group_nodes import nodes_of
 from tests.support.spawn import run_ranks
 
 RANKS = 5

@@ -35,7 +35,7 @@ import socket
 import torch.distributed as dist
 
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.nodes import nodes_of
+from megatron_distopt.comm.group_nodes import nodes_of
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -228,7 +228,7 @@ def test_grads_when_nodes_add_up_their_own_then_a_fork_of_2023_trains_repeats_an
         file = tmp_path / f"{number}.json"
         ended = _on_all(nodes, [*words, str(file), *more])
         assert ended.status == (0, 0), ended.output
-        told = "bfloat16 as messages" if form == "bfloat16" else "fp32 between 2 node(s) of 2+2"
+        told = "bfloat16" if form == "bfloat16" else "fp32 between 2 node(s) of 2+2"
         assert f"grads in {told}" in ended.output
         curves.append(_read(file))
     assert curves[1] == curves[2]

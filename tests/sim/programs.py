@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.checkpoint.tensor_file import TensorReader
-from megatron_distopt.comm import Group, nodes, shared_memory
+from megatron_distopt.comm import Group, group_nodes, shared_memory
 from megatron_distopt.device import on_stream
 from megatron_distopt.errors import DistOptError
 from tests.support.models import Params, exact_grads
@@ -241,7 +241,7 @@ def _two_nodes(device: str) -> Iterator[Any]:
         mock.patch.dict(os.environ, variables),
     ):
         if device == "cpu":
-            nodes.nodes_of(Group.of(handle))
+            group_nodes.nodes_of(Group.of(handle))
         yield handle
 
 
