@@ -19,7 +19,7 @@ CPU = "cpu"
 
 
 def _module(device: torch.device) -> Any:
-    return getattr(torch, device.type)
+    return getattr(torch, device.type, None)
 
 
 @cache  # every gradient asks, and torch asks the driver
@@ -99,6 +99,5 @@ def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 def empty_cache(device: torch.device) -> None:
     """Gives memory that torch keeps for later back to the device, where torch keeps any."""
-    module: Any = getattr(torch, device.type, None)
-    if hasattr(module, "empty_cache"):
-        module.empty_cache()
+    if hasattr(_module(device), "empty_cache"):
+        _module(device).empty_cache()
