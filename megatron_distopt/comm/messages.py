@@ -29,7 +29,11 @@ class Parcel:
 
 
 def begin_travel(
-    outgoing: Sequence[Parcel], incoming: Sequence[Parcel], number: int, group: Group
+    outgoing: Sequence[Parcel],
+    incoming: Sequence[Parcel],
+    number: int,
+    group: Group,
+    and_then: Callable[[], None] | None = None,
 ) -> Pending:
     """Begins to send and to receive; every parcel that leaves a rank must be expected by the other
     one.
@@ -39,6 +43,7 @@ def begin_travel(
         incoming: their tensors are filled.
         number: the same on both ranks; no two that are under way between a pair may have the same.
         group: of the ranks; all of them begin in the same order of numbers.
+        and_then: called by the wait, when all have arrived.
 
     Raises:
         RanksDisagreeError: a rank at the other end has ended before.
@@ -46,15 +51,15 @@ def begin_travel(
     ways: list[tuple[Any, Parcel]] = [(dist.irecv, parcel) for parcel in incoming]
     ways += [(dist.isend, parcel) for parcel in outgoing]
     if not ways:
-        return Pending()
+        return Pending((), and_then)
     if backend_of(ways[0][1].tensor.device, group) == _TAGGED_OVER:
         tag = _FIRST_TAG + number
-        return Pending([_begun(begin, parcel, tag, group) for begin, parcel in ways])
+        return Pending([_begun(begin, parcel, tag, group) for begin, parcel in ways], and_then)
     operations = [
         dist.P2POp(begin, parcel.tensor, group.global_rank(parcel.rank), group.own_handle)
         for begin, parcel in ways
     ]
-    return Pending([work.wait for work in dist.batch_isend_irecv(operations)])
+    return Pending([work.wait for work in dist.batch_isend_irecv(operations)], and_then)
 
 
 def _begun(

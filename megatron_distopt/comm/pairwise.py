@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TypeVar
 
@@ -124,8 +124,8 @@ def all_gather(bucket: Tensor, group: Group, members: Members | None = None) -> 
             rows = shares[:, chunk]
             outgoing = [Parcel(rank, rows[plan.own]) for rank in plan.sources]
             incoming = [Parcel(owner, rows[owner]) for owner in plan.owners]
-            travel = begin_travel(outgoing, incoming, number, group)
-            yield replace(travel, and_then=partial(_gather_in_memory, rows, plan, nodes.lane))
+            and_then = partial(_gather_in_memory, rows, plan, nodes.lane)
+            yield begin_travel(outgoing, incoming, number, group, and_then)
 
     _wait_in_order(begin_chunks())
 
@@ -245,7 +245,6 @@ def _begin_sum(
     own = shares[plan.own]
     outgoing = [Parcel(owner, shares[owner].to(dtype)) for owner in plan.owners]
     incoming = [Parcel(rank, torch.empty_like(own, dtype=dtype)) for rank in plan.sources]
-    travel = begin_travel(outgoing, incoming, number, group)
 
     @torch.no_grad()
     def add_up() -> None:
@@ -254,7 +253,7 @@ def _begin_sum(
             keep_for_current_stream(parcel.tensor)
         _sum_into(own, [parcel.tensor for parcel in incoming])
 
-    return replace(travel, and_then=add_up)
+    return begin_travel(outgoing, incoming, number, group, add_up)
 
 
 def _sum_into(own: Tensor, parts: Sequence[Tensor]) -> None:

@@ -63,7 +63,8 @@ class Span:
         return Span(self.start + distance, self.stop + distance)
 
     def intersect(self, other: Span) -> Span | None:
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        start = max(self.start, other.start)
+        stop = min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
     def as_slice(self) -> slice:
