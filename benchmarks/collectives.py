@@ -27,6 +27,7 @@ from peers.script import conclude, parser_of
 from torch import Tensor
 
 from megatron_distopt.comm import Group, collectives, pairwise
+from megatron_distopt.comm.group_nodes import alone
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Below it nobody promises anything: latency counts there.
@@ -46,7 +47,7 @@ def between_pairs(collective: Callable[..., None], *, messages: bool = False) ->
     """Ours, in the memory that ranks share or by messages."""
 
     def act(bucket: Tensor, shard: Tensor, group: Group) -> None:
-        collective(bucket, group, pairwise.alone(group) if messages else None)
+        collective(bucket, group, alone(group) if messages else None)
 
     return act
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
@@ -106,7 +106,12 @@ def _remembers_given(config: type[_Config]) -> type[_Config]:
 
     @wraps(original)
     def __init__(self: _Config, **given: Any) -> None:
-        _check_names(given)
+        for name in given:
+            if name not in OPTIONS and name != "explicit":
+                close = nearest(name, OPTIONS)
+                listed = "help(megatron_distopt.DistOptConfig) lists them."
+                meant = f"Did you mean {close}?" if close else listed
+                raise ConfigError(f"There is no option {name!r}. {meant}")
         original(self, **given)
         names = frozenset(given)
         # `dataclasses.replace` gives all options: those that it changed are not the default
@@ -382,22 +387,9 @@ DistOptConfig.__doc__ = "\n\n".join(
 )
 
 
-def _check_names(names: Iterable[str]) -> None:
-    for name in names:
-        if name not in OPTIONS and name != "explicit":
-            close = nearest(name, OPTIONS)
-            meant = (
-                f"Did you mean {close}?"
-                if close
-                else "help(megatron_distopt.DistOptConfig) lists them."
-            )
-            raise ConfigError(f"There is no option {name!r}. {meant}")
-
-
 def with_options(config: DistOptConfig, options: Mapping[str, Any]) -> DistOptConfig:
     """Returns `config` with options that a function took as keywords; they count as given by
     code."""
-    _check_names(options)
     return dataclasses.replace(config, explicit=config.explicit.union(options), **options)
 
 
@@ -463,12 +455,11 @@ def switch_from(environ: Mapping[str, str]) -> Switch:
     """Reads the environment variable MEGATRON_DISTOPT; yes, true and on stand for 1, and no, false
     and off for 0."""
     value = environ.get("MEGATRON_DISTOPT", Switch.ON.value).lower()
-    if value in YES_OR_NO:
-        return Switch.ON if YES_OR_NO[value] else Switch.OFF
-    choices = [each.value for each in Switch]
-    if value not in choices:
-        raise ConfigError(f"MEGATRON_DISTOPT is {value!r}. It must be one of {', '.join(choices)}.")
-    return Switch(value)
+    if value == Switch.REQUIRE.value:
+        return Switch.REQUIRE
+    if value not in YES_OR_NO:
+        raise ConfigError(f"MEGATRON_DISTOPT is {value!r}. It must be one of 0, 1, require.")
+    return Switch.ON if YES_OR_NO[value] else Switch.OFF
 
 
 def fixes_from(environ: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ CPU = "cpu"
 
 
 def _module(device: torch.device) -> Any:
-    return getattr(torch, device.type)
+    return getattr(torch, device.type, None)
 
 
 @cache  # every gradient asks, and torch asks the driver
@@ -53,8 +53,7 @@ def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
     """Makes a stream that `new_stream` returned the current one of its device."""
     if stream is None:
         return nullcontext()
-    context: AbstractContextManager[Any] = _module(device).stream(stream)
-    return context
+    return cast(AbstractContextManager[Any], _module(device).stream(stream))
 
 
 def mark(device: torch.device) -> Callable[[], None]:
@@ -62,8 +61,7 @@ def mark(device: torch.device) -> Callable[[], None]:
     now."""
     if device.type == CPU:
         return lambda: None
-    wait: Callable[[], None] = current_stream(device).record_event().synchronize
-    return wait
+    return cast(Callable[[], None], current_stream(device).record_event().synchronize)
 
 
 def fence(device: torch.device) -> Callable[[], None]:
@@ -101,6 +99,5 @@ def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 def empty_cache(device: torch.device) -> None:
     """Gives memory that torch keeps for later back to the device, where torch keeps any."""
-    module: Any = getattr(torch, device.type, None)
-    if hasattr(module, "empty_cache"):
-        module.empty_cache()
+    if hasattr(_module(device), "empty_cache"):
+        _module(device).empty_cache()

@@ -12,8 +12,7 @@ their grads do, so that kernels move both in full vectors.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,20 +22,26 @@ from torch.nn import Parameter
 
 from megatron_distopt.buffers.sharded_buffer import ShardedBuffer, view_of
 from megatron_distopt.errors import InvariantError
-from megatron_distopt.layout import BufferLayout, Span
+from megatron_distopt.layout import (
+    BufferLayout,
+    FlatParamPlan,
+    Span,
+    owned_shards,
+    plan_flat_params,
+)
 from megatron_distopt.layout.buckets import VECTOR_NUMEL
 
 
 @dataclass(frozen=True)
-class _PackedPiece:
-    """What one rank owns of one param."""
+class _Run:
+    """Neighbours of the minority in the shards of one rank, and where they are packed."""
 
-    name: str
-    number: int  # of the param's slot
     rank: int
-    in_param: Span
-    in_buffer: Span
-    in_part: Span  # where its values lie in the rank's packed part
+    flat: FlatParamPlan[bool]
+    start: int  # in the rank's packed part
+
+    def in_part(self, in_buffer: Span) -> Span:
+        return in_buffer.relative_to(self.flat.in_buffer.start).moved_by(self.start)
 
 
 @dataclass(frozen=True)
@@ -55,27 +60,16 @@ class CompactBuffer(ShardedBuffer):
         self._check_numel("param", self.param, self.layout.num_shards * self.part_numel)
 
     @cached_property
-    def _pieces(self) -> tuple[_PackedPiece, ...]:
-        return _plan_pieces(self.layout, self.params.keys())
+    def _runs(self) -> tuple[_Run, ...]:
+        return _plan_runs(self.layout, self.params.keys())
 
     def param_of(self, in_buffer: Span) -> Tensor:
         """The packed elements of a flat param; neighbours in the grad buffer are neighbours
         here."""
-        inside = [
-            piece
-            for piece in self._own()
-            if piece.in_buffer.intersect(in_buffer) == piece.in_buffer
-        ]
-        packed = Span(inside[0].in_part.start, inside[-1].in_part.stop)
-        # none of the majority in between
-        has_all_slots = inside[-1].number - inside[0].number == len(inside) - 1
-        if packed.numel != in_buffer.numel or not has_all_slots:
-            numel = sum(piece.in_part.numel for piece in inside)
-            raise InvariantError(
-                f"Invalid packed flat param: {numel} elements. Must hold the flat param's "
-                f"{in_buffer.numel}. Report it."
-            )
-        return view_of(self._part_of(self.rank).detach(), packed)
+        for run in self._runs:
+            if run.rank == self.rank and run.flat.in_buffer.intersect(in_buffer) == in_buffer:
+                return view_of(self._part_of(self.rank).detach(), run.in_part(in_buffer))
+        raise InvariantError(f"No packed params of this rank hold {in_buffer}. Report it.")
 
     @cached_property
     def gathers(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -85,23 +79,27 @@ class CompactBuffer(ShardedBuffer):
     @torch.no_grad()
     def publish(self) -> None:
         """After the all-gather: copies every rank's values into the params."""
-        for piece in self._pieces:
-            self._in_param(piece).copy_(view_of(self._part_of(piece.rank), piece.in_part))
+        for run in self._runs:
+            for in_param, packed in self._stretches(run):
+                in_param.copy_(packed)
 
     @torch.no_grad()
     def collect(self) -> None:
         """After the params were changed: copies what this rank owns of them."""
-        for piece in self._own():
-            view_of(self._part_of(self.rank), piece.in_part).copy_(self._in_param(piece))
+        for run in self._runs:
+            if run.rank == self.rank:
+                for in_param, packed in self._stretches(run):
+                    packed.copy_(in_param)
 
-    def _own(self) -> list[_PackedPiece]:
-        return [piece for piece in self._pieces if piece.rank == self.rank]
+    def _stretches(self, run: _Run) -> Iterator[tuple[Tensor, Tensor]]:
+        """The stretches of params in a run, and their packed values."""
+        part = self._part_of(run.rank)
+        for shard in run.flat.shards:
+            param = self.params[shard.name].detach().view(-1)
+            yield view_of(param, shard.in_param), view_of(part, run.in_part(shard.in_buffer))
 
     def _part_of(self, rank: int) -> Tensor:
         return view_of(self.param, Span(0, self.part_numel).moved_by(rank * self.part_numel))
-
-    def _in_param(self, piece: _PackedPiece) -> Tensor:
-        return self.params[piece.name].detach().view(-1)[piece.in_param.as_slice()]
 
 
 @torch.no_grad()
@@ -113,7 +111,8 @@ def pack_params(
     """
     for param in params.values():
         param.data = param.data.contiguous()  # the pieces are stretches of the flattened param
-    part_numel = max(piece.in_part.stop for piece in _plan_pieces(layout, params.keys()))
+    runs = _plan_runs(layout, params.keys())
+    part_numel = max(run.start + run.flat.in_buffer.numel for run in runs)
     part_numel += -part_numel % VECTOR_NUMEL
     first = next(iter(params.values()))
     packed = torch.zeros(layout.num_shards * part_numel, dtype=first.dtype, device=first.device)
@@ -122,25 +121,14 @@ def pack_params(
     return buffer
 
 
-def _plan_pieces(layout: BufferLayout, names: Collection[str]) -> tuple[_PackedPiece, ...]:
-    """The pieces of all ranks, in buffer order. The cost is O(pieces), whatever the number of
-    ranks."""
-    filled: Counter[int] = Counter()
-    pieces = []
-    owned_of: dict[tuple[int, int], Span] = {}  # by number of the slot and rank
-    for number, slot in enumerate(layout.slots):
-        bucket = layout.buckets[slot.bucket]
-        for rank in bucket.holders(slot.in_buffer, layout.num_shards) if slot.name in names else ():
-            owned = slot.in_buffer.intersect(bucket.shard(rank, layout.num_shards)) or Span(0, 0)
-            before = owned_of.get((number - 1, rank))
-            if before is not None and layout.slots[number - 1].bucket == slot.bucket:
-                # padding is a part, see [Note: flat main params]
-                filled[rank] += owned.start - before.stop
-            else:
-                filled[rank] += (owned.start - filled[rank]) % VECTOR_NUMEL
-            in_part = Span(0, owned.numel).moved_by(filled[rank])
-            in_param = owned.relative_to(slot.in_buffer.start)
-            pieces.append(_PackedPiece(slot.name, number, rank, in_param, owned, in_part))
-            filled[rank] += owned.numel
-            owned_of[number, rank] = owned
-    return tuple(pieces)
+def _plan_runs(layout: BufferLayout, names: Collection[str]) -> tuple[_Run, ...]:
+    """The runs of all ranks, each as many elements behind a multiple of 8 as its grads are."""
+    runs: list[_Run] = []
+    for rank in range(layout.num_shards):
+        filled = 0
+        shards = owned_shards(layout, rank)
+        for flat in plan_flat_params(shards, lambda name: True if name in names else None):
+            filled += (flat.in_buffer.start - filled) % VECTOR_NUMEL
+            runs.append(_Run(rank, flat, filled))
+            filled += flat.in_buffer.numel
+    return tuple(runs)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_distopt.comm import Group, gather_to_first
+from megatron_distopt.comm import Group
+from megatron_distopt.comm.messages import Parcel, begin_travel
 from megatron_distopt.layout import Box
 
 
@@ -35,21 +36,23 @@ def gather_whole(
         by_rank: what each rank has, None where that is nothing; one of them has something.
         device: that the group's backend carries, unless it carries the CPU.
     """
+    carried = torch.device("cpu") if "gloo" in group.backend else device
+    mine = torch.cat([part.reshape(-1) for part in parts]).to(carried) if parts else None
+    if group.rank != 0:
+        if mine is not None:
+            begin_travel([Parcel(0, mine)], [], 0, group).wait()
+        return None
     known = [held for held in by_rank if held is not None]
     whole = torch.zeros(known[0].shape, dtype=known[0].dtype)
-    most = max(sum(held.numels) for held in known)
-    carried = torch.device("cpu") if "gloo" in group.backend else device
-    sent = torch.zeros(most, dtype=whole.dtype, device=carried)
-    if parts:
-        values = torch.cat([part.reshape(-1) for part in parts])
-        sent[: values.numel()] = values.to(carried)
-    gathered = gather_to_first(sent, group)
-    if gathered is None:
-        return None
-    for held, of_rank in zip(by_rank, torch.split(gathered.cpu(), most), strict=True):
+    for rank, held in enumerate(
+        by_rank
+    ):  # one rank after the other, so that one value is in flight
         if held is None:
             continue
-        parts_of_rank = torch.split(of_rank[: sum(held.numels)], held.numels)
-        for box, part in zip(held.boxes, parts_of_rank, strict=True):
+        flat = mine
+        if rank != 0 or flat is None:
+            flat = torch.empty(sum(held.numels), dtype=whole.dtype, device=carried)
+            begin_travel([], [Parcel(rank, flat)], 0, group).wait()
+        for box, part in zip(held.boxes, torch.split(flat.cpu(), held.numels), strict=True):
             whole[box.as_slices()] = part.view(box.sizes)
     return whole

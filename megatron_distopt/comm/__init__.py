@@ -7,15 +7,14 @@ from megatron_distopt.comm.agree import (
     compare,
     exchange,
     exchange_together,
-    meet,
     raise_together,
-    show_presence,
+    two_that_differ,
 )
 from megatron_distopt.comm.alive import LifeSigns
-from megatron_distopt.comm.calls import meet_in_call
 from megatron_distopt.comm.collectives import (
     AS_THEY_ARE,
     Reduction,
+    Tally,
     broadcast,
     described,
     gather_params,
@@ -25,17 +24,18 @@ from megatron_distopt.comm.collectives import (
     share_initial,
     shares_memory,
     sum_over,
-    try_collectives,
 )
 from megatron_distopt.comm.communicator import Communicator
+from megatron_distopt.comm.group_nodes import allow_shared_memory
 from megatron_distopt.comm.groups import (
     Group,
     available_backends,
-    carrier_of,
+    backend_of,
     default_backend,
     is_initialized,
 )
-from megatron_distopt.comm.shared_memory import allow_shared_memory
+from megatron_distopt.comm.meeting import meet, meet_in_call, show_presence
+from megatron_distopt.comm.trial import try_collectives
 
 __all__ = [
     "AS_THEY_ARE",
@@ -45,10 +45,11 @@ __all__ = [
     "LifeSigns",
     "ProcessGroup",
     "Reduction",
+    "Tally",
     "allow_shared_memory",
     "available_backends",
+    "backend_of",
     "broadcast",
-    "carrier_of",
     "compare",
     "default_backend",
     "described",
@@ -67,4 +68,5 @@ __all__ = [
     "show_presence",
     "sum_over",
     "try_collectives",
+    "two_that_differ",
 ]

@@ -2,29 +2,21 @@
 
 Each costs a few small exchanges of objects, which ranks of one job send each other; none is read
 from a file.
-
-[Note: who is missing] A collective would wait for such a rank until torch's time limit, and then
-not say why. So every rank writes two things into the store: that the package is loaded
-(`show_presence`, as soon as there is a store), and whether it builds our optimizer (`meet`). A rank
-that has the package and is slow is waited for; one that has shown nothing, although the waiting
-rank did so when the store was made, runs without the package and is named much sooner."""
+"""
 
 from __future__ import annotations
 
-import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from hashlib import sha256
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_distopt.comm.groups import Group, is_initialized, named_losses
-from megatron_distopt.errors import RanksDisagreeError, refusal
+from megatron_distopt.comm.groups import Group, named_losses
+from megatron_distopt.errors import RanksDisagreeError
 
 T = TypeVar("T")
 
@@ -41,6 +33,20 @@ class Field:
     remedy: str = ""  # what to do in addition to starting all ranks alike
 
 
+def two_that_differ(said: Sequence[Any]) -> tuple[int, int] | None:
+    """Of what ranks said, one that said something unusual and one that said the usual; None where
+    all said the same.
+
+    >>> two_that_differ(["a", "a", "b"]), two_that_differ(["a", "a"])
+    ((2, 0), None)
+    """
+    usual, _ = Counter(said).most_common(1)[0]
+    for rank, each in enumerate(said):
+        if each != usual:
+            return rank, said.index(usual)
+    return None
+
+
 def exchange(value: T, group: Group) -> list[T]:
     """Collective: returns every rank's value, by rank of the group.
 
@@ -55,12 +61,10 @@ def exchange(value: T, group: Group) -> list[T]:
         dist.all_gather_object(received, (_TAG, value), group=group.handle)
     for rank, record in enumerate(received):
         if not (isinstance(record, tuple) and len(record) == 2 and record[0] == _TAG):
-            rule, remedy = (
-                f"run it on all {group.size} ranks",
-                "Start every rank with the same flags and variables",
+            raise RanksDisagreeError(
+                f"Rank {group.global_rank(rank)} does not run megatron_distopt here. Run it on all "
+                f"{group.size} ranks: start every rank with the same flags and variables."
             )
-            got = f"rank {group.global_rank(rank)} does not run megatron_distopt here"
-            raise RanksDisagreeError(refusal("start-up", got, rule, remedy))
     return [record[1] for record in received]
 
 
@@ -96,9 +100,10 @@ def exchange_together(check: Callable[[], T], group: Group, what: str = "start-u
         raise own
     for rank, (text, _) in enumerate(records):
         if text:
-            rule, remedy = f"pass on all {group.size} ranks", "Mend what that rank reports"
-            got = f"rank {group.global_rank(rank)} refused with «{text}»"
-            raise RanksDisagreeError(refusal(what, got, rule, remedy))
+            raise RanksDisagreeError(
+                f"Invalid {what}: rank {group.global_rank(rank)} refused with «{text}». Must pass "
+                f"on all {group.size} ranks. Mend what that rank reports."
+            )
     # there are values where nothing was raised
     return [value for _, value in records]  # type: ignore[misc]
 
@@ -115,186 +120,18 @@ def compare(fields: Sequence[Field], group: Group) -> None:
     )
     for index, field in enumerate(fields):
         column = [digest[index] for digest in digests]
-        if len(set(column)) > 1:
-            raise RanksDisagreeError(_difference(field, group, column))
-
-
-def _difference(field: Field, group: Group, digests: list[str]) -> str:
-    """Collective: writes the text of the error."""
-    items_by_rank = exchange(field.items, group)
-    usual_digest = Counter(digests).most_common(1)[0][0]
-    usual = digests.index(usual_digest)
-    odd_ranks = [rank for rank, digest in enumerate(digests) if digest != usual_digest]
-    odd = odd_ranks[0]
-    pairs = zip_longest(items_by_rank[odd], items_by_rank[usual], fillvalue="nothing")
-    differing = [(number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]]
-    number, (theirs, ours) = differing[0]
-    got = (
-        f"rank {group.global_rank(odd)} has {theirs} as number {number} "
-        f"where rank {group.global_rank(usual)} has {ours}"
-    )
-    rule = f"be the same on all {len(digests)} ranks"
-    numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
-    remedy = f"Start rank(s) {numbers} with the code and options of the others"
-    return refusal(field.what, got, rule, remedy + field.remedy)
-
-
-# --- before the first collective, ranks meet in torch's store, where a rank that does not come can
-# be named
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-#: How long a rank that has loaded the package is waited for: as long as a collective over NCCL
-#: waits by default.
-SECONDS_TO_MEET = 600.0
-#: How long a rank is waited for that has shown nothing of the package.
-SECONDS_TO_SHOW = 40.0
-#: Between two looks at who is missing; doubled after each, because every look asks the one process
-#: that has the store.
-SECONDS_TO_LOOK = 2.5
-
-KEY, _HERE, _LOADED = "megatron_distopt", "here", "loaded"
-
-
-def show_presence(why_not: str = "") -> Callable[[], None]:
-    """Tells the other ranks that the package is loaded, now or when
-    `torch.distributed.init_process_group` returns.
-
-    Returns:
-        A function that puts `init_process_group` back.
-    """
-    if not dist.is_available():
-        return lambda: None
-    if is_initialized():
-        _write_presence(why_not)
-    original = dist.init_process_group
-
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        _write_presence(why_not)
-
-    dist.init_process_group = init_process_group
-
-    def undo() -> None:
-        if dist.init_process_group is init_process_group:
-            dist.init_process_group = original
-
-    return undo
-
-
-def _write_presence(why_not: str) -> None:
-    default_store().set(_presence_of(dist.get_rank()), why_not or _LOADED)
-
-
-def _presence_of(global_rank: int) -> str:
-    return f"{KEY}/presence of {global_rank}"
-
-
-def meet(group: Group, why_not: str = "") -> None:
-    """Waits until every rank of the group has said that it builds our optimizer.
-
-    Args:
-        group: the ranks that have to come.
-        why_not: why this rank does not build it; the others raise, and this one goes on at once.
-
-    Raises:
-        RanksDisagreeError: a rank does not build it, or did not come.
-    """
-    store, keys = default_store(), _keys_of(group)
-    store.set(keys[group.rank], why_not or _HERE)
-    if why_not or group.size == 1:
-        return
-
-    def look(seconds: float) -> None:
-        _refuse(_reasons(store, keys, group, seconds), group)
-
-    wait_for(store, keys, look)
-    answers = {rank: answer.decode() for rank, answer in enumerate(store.multi_get(keys))}
-    _refuse({rank: answer for rank, answer in answers.items() if answer != _HERE}, group)
-
-
-def default_store() -> Store:
-    """Through which all ranks of the job can leave words for each other."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def _keys_of(group: Group) -> list[str]:
-    """One for each rank, and others at each meeting of the same ranks.
-
-    Meetings are counted in the store: a process may join process groups one after the other, with
-    other ranks.
-    """
-    ranks = [group.global_rank(rank) for rank in range(group.size)]
-    name = f"{KEY}/meeting of {short_digest(ranks)}"
-    counter = f"{name}/{ranks[group.rank]}"
-    number = default_store().add(counter, 1)
-    return [f"{name}/{number}/{rank}" for rank in ranks]
-
-
-def short_digest(ranks: Sequence[int]) -> str:
-    """A name for these ranks that is short, however many they are."""
-    return sha256(str(ranks).encode()).hexdigest()[:16]
-
-
-def wait_for(store: Store, keys: Sequence[str], look: Callable[[float], None]) -> None:
-    """Waits until all keys are in the store; meanwhile `look` is called with the seconds so far,
-    and may raise."""
-    began, pause = time.monotonic(), SECONDS_TO_LOOK
-    while True:
-        try:
-            store.wait(list(keys), timedelta(seconds=pause))
-            return
-        except RuntimeError:  # the time is up
-            look(time.monotonic() - began)
-            pause = min(2 * pause, SECONDS_TO_SHOW / 4)
-
-
-def _missing(store: Store, keys: Sequence[str], ranks: Sequence[int]) -> list[int]:
-    """The ranks whose keys are not there, by halves: few are missing, and every question costs a
-    message."""
-    if store.check([keys[rank] for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return list(ranks)
-    half = len(ranks) // 2
-    return _missing(store, keys, ranks[:half]) + _missing(store, keys, ranks[half:])
-
-
-def _reasons(store: Store, keys: Sequence[str], group: Group, seconds: float) -> dict[int, str]:
-    """Why ranks are waited for no longer, by rank; the others may still come. See [Note: who is
-    missing]."""
-
-    def presence_of(rank: int) -> str:
-        return value_in(store, _presence_of(group.global_rank(rank)))
-
-    late = absent = ""
-    if seconds >= SECONDS_TO_MEET:
-        late = absent = f"not here after {seconds:.0f} seconds"
-    if seconds >= SECONDS_TO_SHOW and presence_of(group.rank):
-        absent = "not loaded"
-    reason_of = {_LOADED: late, "": absent}
-    reasons: dict[int, str] = {}
-    for rank in _missing(store, keys, range(group.size)):
-        presence = presence_of(rank)
-        if reason := reason_of.get(presence, presence):
-            reasons[rank] = reason
-    return reasons
-
-
-def value_in(store: Store, key: str) -> str:
-    """What the store has under a key; empty where it has none."""
-    return store.get(key).decode() if store.check([key]) else ""
-
-
-def _refuse(reasons: dict[int, str], group: Group) -> None:
-    if reasons:
-        named = ", ".join(
-            f"rank {group.global_rank(rank)} ({reason})" for rank, reason in reasons.items()
-        )
-        rule = f"be used on all {group.size} ranks or on none"
-        remedy = "Start every rank with the package installed and with the same flags and variables"
+        two = two_that_differ(column)
+        if two is None:
+            continue
+        odd, usual = two
+        items = exchange(field.items, group)
+        pairs = enumerate(zip_longest(items[odd], items[usual], fillvalue="nothing"))
+        number, (theirs, ours) = next(each for each in pairs if each[1][0] != each[1][1])
+        odd_ranks = [rank for rank, digest in enumerate(column) if digest != column[usual]]
+        numbers = ", ".join(str(group.global_rank(rank)) for rank in odd_ranks)
         raise RanksDisagreeError(
-            refusal("start-up", f"megatron_distopt is not used on {named}", rule, remedy)
+            f"Invalid {field.what}: rank {group.global_rank(odd)} has {theirs} as number {number} "
+            f"where rank {group.global_rank(usual)} has {ours}. Must be the same on all "
+            f"{group.size} ranks. Start rank(s) {numbers} with the code and options of the "
+            f"others{field.remedy}."
         )

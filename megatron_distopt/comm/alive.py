@@ -22,8 +22,8 @@ from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
-from megatron_distopt.comm.agree import default_store, exchange_together
-from megatron_distopt.comm.groups import Group
+from megatron_distopt.comm.agree import exchange_together
+from megatron_distopt.comm.groups import Group, default_store
 
 if dist.is_available():
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore

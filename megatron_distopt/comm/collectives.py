@@ -1,6 +1,6 @@
 """The collectives, each in place: a shard is a view of its bucket.
 
-[Note: carrier of a collective] A backend's own collectives are used, except for tensors on the CPU
+[Note: backend of a collective] A backend's own collectives are used, except for tensors on the CPU
 over gloo, whose own are slow: those go between pairs of ranks (pairwise.py). They do so at every
 size, so that a gradient is added up in the same order in every bucket.
 
@@ -11,27 +11,23 @@ the division, to the bit; for any other number it would round twice, so the buck
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import pairwise
-from megatron_distopt.comm.agree import exchange
-from megatron_distopt.comm.groups import FAKE, Group, carrier_of, named_losses
-from megatron_distopt.comm.pending import Done, Pending, begin_in_turn, wait_for_turn
-from megatron_distopt.comm.shared_memory import nodes_of
-from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.stand_ins import code_of
+from megatron_distopt.comm.group_nodes import Members, alone, nodes_of
+from megatron_distopt.comm.groups import Group, backend_of, named_losses
+from megatron_distopt.comm.pending import Pending, begin_in_turn, wait_for_turn
+from megatron_distopt.errors import ConfigError
 
 #: Functions of torch.distributed, which other code may have replaced by the time they are called.
 #: torch 2.13 renamed them; the old names warn there, and older releases have only those.
@@ -40,13 +36,10 @@ REDUCE_SCATTER, ALL_GATHER = (
     if hasattr(dist, "reduce_scatter_single")
     else ("reduce_scatter_tensor", "all_gather_into_tensor")
 )
-#: The same on all ranks, see [Note: carrier of a collective].
+#: The same on all ranks, see [Note: backend of a collective].
 _PAIRWISE_OVER = "gloo"
 #: Backends whose launches cost the CPU and the device something, and which average by themselves.
 _LIKE_NCCL = ("nccl",)
-#: Of torchrun: the number of a rank, its number on its node, and how many ranks that has.
-_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_by_launcher: WeakKeyDictionary[ProcessGroup, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class Reduction:
     # loss scale than their average.
     divide_by: int = 1
     # in which fp32 grads are communicated, see [Note: sum in a reduce dtype] in pairwise.py; None
-    # for their own dtype. float32 is about what is sent between nodes, see [Note: carriers] there
+    # for their own dtype. float32 is about what is sent between nodes, see [Note: leaders] there
     reduce_dtype: torch.dtype | None = None
 
     @property
@@ -74,8 +67,11 @@ AS_THEY_ARE = Reduction()
 def shares_memory(device: torch.device, group: Group) -> bool:
     """Whether ranks read each other's memory instead of sending messages; after the first
     collective of the group."""
-    is_pairwise_there = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
-    return is_pairwise_there and len(nodes_of(group).members) == 1
+    return _is_pairwise(device, group) and len(nodes_of(group).in_memory) == 1
+
+
+def _is_pairwise(device: torch.device, group: Group) -> bool:
+    return group.size > 1 and backend_of(device, group) == _PAIRWISE_OVER
 
 
 def check_debug_level(device: torch.device, group: Group, how: Reduction) -> None:
@@ -84,8 +80,9 @@ def check_debug_level(device: torch.device, group: Group, how: Reduction) -> Non
 
     A thread sends them at other times on other ranks, so that the numbers differ.
     """
-    is_pairwise = group.size > 1 and carrier_of(device, group) == _PAIRWISE_OVER
-    has_messages = is_pairwise and (how.reduce_dtype or not shares_memory(device, group))
+    if not _is_pairwise(device, group):
+        return
+    has_messages = how.reduce_dtype or not shares_memory(device, group)
     if has_messages and dist.get_debug_level().name == "DETAIL":  # type: ignore[attr-defined]
         raise ConfigError(
             "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch cannot tell overlapped messages "
@@ -97,18 +94,17 @@ def check_debug_level(device: torch.device, group: Group, how: Reduction) -> Non
 def described(device: torch.device, group: Group, how: Reduction = AS_THEY_ARE) -> str:
     """Describes how buckets on a device are communicated in a group; after the group's first
     collective."""
-    carrier, is_shared = carrier_of(device, group), shares_memory(device, group)
+    backend, is_shared = backend_of(device, group), shares_memory(device, group)
     short = ""
     if how.is_by_node:
-        sizes = [str(len(each)) for each in _members(device, group, how) or ()]
+        sizes = [str(len(each)) for each in members_of(device, group, how) or ()]
         short = f", grads in fp32 between {len(sizes)} node(s) of {'+'.join(sizes)}"
     elif how.reduce_dtype is not None:
-        short = f", grads in {dtype_name(how.reduce_dtype)}" + is_shared * " as messages"
-    if carrier != _PAIRWISE_OVER:
-        return carrier + short
-    return (
-        f"{carrier}, from pair to pair {'in shared memory' if is_shared else 'as messages'}{short}"
-    )
+        way = " as messages" if is_shared else ""
+        short = f", grads in {dtype_name(how.reduce_dtype)}{way}"
+    if backend == _PAIRWISE_OVER:
+        backend += f", from pair to pair {'in shared memory' if is_shared else 'as messages'}"
+    return backend + short
 
 
 def reduce_scatter(
@@ -132,55 +128,45 @@ def reduce_scatter(
     """
     op = _operation(bucket, group, how)
     if group.size == 1:
-        return Done()
+        return Pending()
     dtype = how.reduce_dtype or bucket.dtype
-    members = _members(bucket.device, group, how)
-    if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
+    members = members_of(bucket.device, group, how)
+    if _is_pairwise(bucket.device, group):
+        act = partial(pairwise.reduce_scatter, bucket, group, members, dtype)
         if overlapped:
-            act = partial(pairwise.reduce_scatter, bucket, group, members, dtype)
-            return begin_in_turn(act, group)
+            return _begin_pairwise(act, group)
         wait_for_turn(group)
-        pairwise.reduce_scatter(bucket, group, members, dtype)
-        return Done()
+        act()
+        return Pending()
     if members is None or len(members) == 1:
-        return (
-            getattr(dist, REDUCE_SCATTER)(
-                shard, bucket, op=op, group=group.handle, async_op=overlapped
-            )
-            or Done()
-        )
+        function = getattr(dist, REDUCE_SCATTER)
+        work = function(shard, bucket, op=op, group=group.handle, async_op=overlapped)
+        return _pending(work)
     pending = pairwise.begin_reduce_scatter(bucket, group, members, dtype)
     if overlapped:
         return pending
     pending.wait()
-    return Done()  # nothing is added up twice
+    return Pending()  # nothing is added up twice
 
 
-def _members(device: torch.device, group: Group, how: Reduction) -> Sequence[Sequence[int]] | None:
+def _begin_pairwise(act: Callable[[], None], group: Group) -> Pending:
+    """Begins a collective between pairs of ranks in the thread of the group."""
+    nodes_of(group)  # in this thread, because it is a collective of the backend's
+    return begin_in_turn(act, group)
+
+
+def _pending(work: dist.Work | None) -> Pending:
+    return Pending() if work is None else Pending([work.wait], is_completed=work.is_completed)
+
+
+def members_of(device: torch.device, group: Group, how: Reduction) -> Members | None:
     """The ranks of each node, which add up first; none where nobody knows, and None without a
     reduce dtype."""
     if how.reduce_dtype is None:
         return None
-    nodes = (
-        nodes_of(group).members
-        if carrier_of(device, group) == _PAIRWISE_OVER
-        else _nodes_by_launcher(group)
-    )
-    return nodes if len(nodes) > 1 or how.is_by_node else pairwise.alone(group)
-
-
-def _nodes_by_launcher(group: Group) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a group by node as torchrun says, none where it does not; collective at the
-    group's first call."""
-    if group.own_handle not in _by_launcher:
-        said = exchange([os.environ.get(name, "") for name in _VARIABLES], group)
-        nodes: dict[tuple[int, int], list[int]] = {}
-        if all(each.isdecimal() for of_rank in said for each in of_rank):
-            for number, (rank, local_rank, size) in enumerate(said):
-                nodes.setdefault((int(rank) - int(local_rank), int(size)), []).append(number)
-        is_right = all(len(ranks) <= size for (_, size), ranks in nodes.items())
-        _by_launcher[group.own_handle] = tuple(map(tuple, nodes.values())) if is_right else ()
-    return _by_launcher[group.own_handle]
+    nodes = nodes_of(group)
+    members = nodes.in_memory if _is_pairwise(device, group) else nodes.members
+    return members if len(members) > 1 or how.is_by_node else alone(group)
 
 
 def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.RedOpType:
@@ -189,7 +175,7 @@ def _operation(bucket: Tensor, group: Group, how: Reduction) -> dist.ReduceOp.Re
     if how.divide_by == 1:
         return dist.ReduceOp.SUM
     is_exact = how.divide_by == group.size and group.size.bit_count() == 1
-    if how.reduce_dtype is None and is_exact and carrier_of(bucket.device, group) in _LIKE_NCCL:
+    if how.reduce_dtype is None and is_exact and backend_of(bucket.device, group) in _LIKE_NCCL:
         return dist.ReduceOp.AVG  # see [Note: average in the collective]; the same on all ranks
     bucket.div_(how.divide_by)
     return dist.ReduceOp.SUM
@@ -201,23 +187,22 @@ def all_gather(bucket: Tensor, shard: Tensor, group: Group, *, overlapped: bool 
     Args: as of `reduce_scatter`.
     """
     if group.size == 1:
-        return Done()
-    if carrier_of(bucket.device, group) == _PAIRWISE_OVER:
+        return Pending()
+    if _is_pairwise(bucket.device, group):
         if overlapped:
-            return begin_in_turn(partial(pairwise.all_gather, bucket, group), group)
+            return _begin_pairwise(partial(pairwise.all_gather, bucket, group), group)
         wait_for_turn(group)
         pairwise.all_gather(bucket, group)
-        return Done()
-    return (
-        getattr(dist, ALL_GATHER)(bucket, shard, group=group.handle, async_op=overlapped) or Done()
-    )
+        return Pending()
+    function = getattr(dist, ALL_GATHER)
+    return _pending(function(bucket, shard, group=group.handle, async_op=overlapped))
 
 
 @contextmanager
 def coalesced(tensor: Tensor, group: Group) -> Iterator[None]:
     """Makes one launch of the collectives of one kind that are called meanwhile, where the backend
     gains from that."""
-    if group.size > 1 and carrier_of(tensor.device, group) in _LIKE_NCCL:
+    if group.size > 1 and backend_of(tensor.device, group) in _LIKE_NCCL:
         with dist.distributed_c10d._coalescing_manager(group.handle):
             yield
     else:
@@ -310,115 +295,27 @@ def sum_over(tensor: Tensor, group: Group) -> None:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group.handle)
 
 
-def try_collectives(
-    device: torch.device,
-    group: Group,
-    how: Reduction = AS_THEY_ARE,
-    *,
-    dtypes: Iterable[torch.dtype] = (),
-    sums: Iterable[torch.dtype] = (),
-) -> None:
-    """Collective: tries what training needs on a number or two a rank, before it needs them.
+class Tally(NamedTuple):
+    """A number that ranks tell each other by the all-reduce of a step, with its square; or the sums
+    of both over ranks.
 
-    Args:
-        device: of the tensors.
-        group: of the ranks that take part.
-        how: as of `reduce_scatter`.
-        dtypes: of grads and params, which are reduce-scattered, all-gathered and shared.
-        sums: dtypes of what is summed by `sum_over`.
+    All ranks had the same number where the mean of the squares is the square of the mean. Numbers
+    are small, so that these sums are exact.
 
-    Raises:
-        ConfigError: the backend does not have one of them, or it, or what other code has put into
-            the place of a function of torch's, gives a wrong result.
+    >>> Tally(2 + 3, 2**2 + 3**2).spread(2), Tally(3 + 3, 3**2 + 3**2).spread(2)
+    (1, 0)
     """
-    if group.size == 1 or device.type == "meta":
-        return
-    if how.is_by_node and not _members(device, group, how):
-        raise ConfigError(
-            refusal(
-                "reduce_dtype",
-                "float32",
-                "know the nodes of ranks",
-                "Start with torchrun, set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or leave it out",
-            )
-        )
-    if carrier_of(device, group) == FAKE:
-        return
-    try:
-        # All of them before one is judged: a rank that stopped would leave the others in the next.
-        trials = list(_trials(device, group, how, dtypes, sums))
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise _missing(device, group, reason) from error
-    for name, what, got, wanted in trials:
-        if got != wanted:
-            reason = f"{what} over {group.size} ranks gave {got}, and not {wanted}"
-            raise _replaced(name, reason) or _missing(device, group, f"{name} of {reason}")
 
+    number: Any  # a Python number, or a tensor of one element
+    squared: Any
 
-def _trials(
-    device: torch.device,
-    group: Group,
-    how: Reduction,
-    dtypes: Iterable[torch.dtype],
-    sums: Iterable[torch.dtype],
-) -> Iterator[tuple[str, str, list[float], list[float]]]:
-    """Collective: names the function and what it was given, and has what came out and should
-    have."""
-    marks = [float(rank % 251) for rank in range(group.size)]  # which every dtype holds
-    yield "all_gather_object", "objects", exchange(marks[group.rank], group), marks
-    for dtype in dtypes:
-        # Two ranks give to each shard, so that 16 bits hold the sum.
-        numbers = torch.zeros(group.size, dtype=dtype, device=device)
-        numbers[[group.rank, (group.rank + 1) % group.size]] = float(how.divide_by)
-        shard = numbers[group.rank : group.rank + 1]
-        # fp32 grads alone have a reduce dtype; a division in 16 bits rounds.
-        reduce_scatter(
-            numbers, shard, group, how if dtype is torch.float32 else Reduction(how.divide_by)
-        )
-        yield REDUCE_SCATTER, dtype_name(dtype), shard.float().round().tolist(), [2.0]
-        numbers.fill_(-1.0)[group.rank] = marks[group.rank]
-        all_gather(numbers, shard, group)
-        yield ALL_GATHER, dtype_name(dtype), numbers.tolist(), marks
-        share_initial([shard], group, device)
-        yield "broadcast", dtype_name(dtype), shard.tolist(), marks[:1]
-    for dtype in sums:
-        # Whole numbers that a shorter dtype rounds; 4,096 ranks add them up exactly.
-        large = 2.0**-12 / torch.finfo(dtype).eps
-        number = torch.tensor([large + group.rank], dtype=dtype, device=device)
-        sum_over(number, group)
-        total = large * group.size + sum(range(group.size))
-        yield "all_reduce", dtype_name(dtype), number.tolist(), [total]
+    @classmethod
+    def of(cls, number: float) -> Tally:
+        return cls(number, number**2)
 
-
-def _replaced(name: str, reason: str) -> ConfigError | None:
-    """The refusal of what other code has put into the place of a function of torch's, if it has."""
-    place, function = f"torch.distributed.{name}", getattr(dist, name)
-    module, file = next(code_of(function))
-    if module.partition(".")[0] == "torch":
-        return None
-    spare = f"torch.distributed.distributed_c10d.{name}"
-    torchs = f"{place}.__wrapped__" if hasattr(function, "__wrapped__") else spare
-    return ConfigError(
-        refusal(
-            place,
-            f"it was replaced by {module} ({file}), and {reason}",
-            "communicate as torch's own",
-            f"Type this before the optimizer is built: import torch; {place} = {torchs}",
-        )
-    )
-
-
-def _missing(device: torch.device, group: Group, reason: str) -> ConfigError:
-    return ConfigError(
-        refusal(
-            "backend",
-            f"{carrier_of(device, group)} on {device.type} ({reason})",
-            "carry reduce-scatters, all-gathers and broadcasts of the model's tensors, and sums",
-            "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group "
-            "another backend",
-        )
-    )
+    def spread(self, num_ranks: int) -> Any:
+        """Of sums over so many ranks: above 0 where the numbers differ, and otherwise 0."""
+        return num_ranks * self.squared - self.number**2
 
 
 #: Begins the name of every range, so that a timeline can be searched for them.

@@ -48,7 +48,7 @@ from megatron_distopt.comm.pending import Pending
 from megatron_distopt.device import CPU, current_stream, fence, wait_for_streams
 from megatron_distopt.errors import LayoutError
 
-#: By group, the communicator that launched the last overlapped bucket of grads in it.
+#: By group, the communicator that reduced the last bucket of grads in it.
 _last_launcher: WeakKeyDictionary[ProcessGroup, ReferenceType[Communicator]] = WeakKeyDictionary()
 
 
@@ -255,9 +255,6 @@ class Communicator:
         #: was for a read.
         self._met: list[int] = []
         self._is_met_by_reads = False
-        #: By identity of a buffer, what makes a stream wait until another one has copied this
-        #: step's params to their places.
-        self._published: dict[int, Callable[[], None]] = {}
         if overlap_grads and group.size > 1:
             # One that was abandoned in the middle of a step must not block this one; the same on
             # all ranks.
@@ -361,13 +358,12 @@ class Communicator:
 
     def _launch(self, number: int) -> None:
         if self.group.size > 1:
-            self._check_alone()
-            _last_launcher[self.group.own_handle] = ref(self)
+            self._claim_group()
         transfer = self._grads.transfers[number]
         wait_for_streams(self._streams.pop(number, ()), transfer.whole.device)
         self._grads.launch(number)
 
-    def _check_alone(self) -> None:
+    def _claim_group(self) -> None:
         """Refuses to reduce while another communicator has buckets under way in the group.
 
         Ranks that launched the buckets of two optimizers in different orders would add those of one
@@ -381,6 +377,7 @@ class Communicator:
                 "the second one process_group=torch.distributed.new_group(), or write "
                 "overlap_grad_reduce=False for both."
             )
+        _last_launcher[self.group.own_handle] = ref(self)
 
     def defer(self, name: str) -> None:
         """Notes that a gradient is changed after backward: from now on its bucket is launched by
@@ -409,7 +406,7 @@ class Communicator:
             self._finish_launches()
         else:
             if self.group.size > 1:
-                self._check_alone()
+                self._claim_group()
             for buffer in self._grad_buffers if added is None else added:
                 reduce_grads(buffer, self.group, self._how)
 
@@ -442,7 +439,6 @@ class Communicator:
         if not self._params.is_agreed:
             self._params.agree(self._met if self._met and self._is_met_by_reads else None)
         self._met, self._is_met_by_reads = [], False
-        self._published.clear()
         for number in self._params.order:
             self._params.launch(number)
 
@@ -462,34 +458,23 @@ class Communicator:
         """Waits for buckets that are under way.
 
         On a device the current stream waits, and not the CPU. A bucket stays in `under_way` until
-        its gather has ended, so that a read on another stream waits as well; one whose params were
-        copied to their places stays until `finish_params`, because the copy may not have ended
-        then.
+        its gather has ended, so that a read on another stream waits as well. Where params were
+        copied to their places on a device, the copy stays until `finish_params`.
         """
-        transfers, under_way, order = (
-            self._params.transfers,
-            self._params.under_way,
-            self._params.order,
-        )
+        under_way, order = self._params.under_way, self._params.order
         for number in sorted(under_way.keys() & numbers, key=order.index):
             pending = under_way[number]
             self._params.wait([number])
-            buffer = transfers[number].buffer
             if number not in self._met:
                 self._met.append(number)
-                if all(
-                    other in self._met for other in under_way if transfers[other].buffer is buffer
-                ):
-                    # packed params are copied to their places (buffers/compact.py)
-                    buffer.publish()
-                    if isinstance(buffer, CompactBuffer) and buffer.param.device.type != CPU:
-                        self._published[id(buffer)] = fence(buffer.param.device)
-            wait_for_copy = self._published.get(id(buffer))
-            if wait_for_copy is not None:
-                wait_for_copy()
-            elif getattr(pending, "is_completed", lambda: True)():  # one that cannot tell has ended
-                # Not before: an error of the gather is raised at every wait. Publishing may have
-                # removed it already.
+                buffer = self._params.transfers[number].buffer
+                buffer.publish()
+                if isinstance(buffer, CompactBuffer) and buffer.param.device.type != CPU:
+                    pending = Pending([fence(buffer.param.device)], is_completed=lambda: False)
+                    under_way[number] = pending
+            # Not before: an error of the gather is raised at every wait. Publishing may have
+            # removed it already.
+            if pending.is_completed():
                 under_way.pop(number, None)
 
     def finish_params(self) -> None:

@@ -1,8 +1,8 @@
-"""Process groups as the rest of the package sees them, and messages between two of their ranks."""
+"""Process groups as the rest of the package sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,10 +10,9 @@ from threading import Event
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
-from megatron_distopt.errors import ConfigError, InvariantError, RanksDisagreeError, refusal
+from megatron_distopt.errors import ConfigError, InvariantError, RanksDisagreeError
 
 _PROBED_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 _were_used = Event()
@@ -71,20 +70,16 @@ class Group:
                 for a time, or this process is not in it.
         """
         if not is_initialized():
-            remedy = (
-                "Call torch.distributed.init_process_group first, or start with torchrun or "
-                "deepspeed"
-            )
             raise ConfigError(
-                refusal("process group", "torch.distributed is not initialised", "exist", remedy)
+                "torch.distributed is not initialised. Call "
+                "torch.distributed.init_process_group first, or start with torchrun or deepspeed."
             )
         # torch would take None for all ranks
-        if getattr(handle, "group", handle) is None and handle is not None:
-            found, remedy = (
-                f"{type(handle).__name__} without a group",
-                "Make the process groups again before this call",
+        if handle is not None and getattr(handle, "group", handle) is None:
+            raise ConfigError(
+                f"The process group is a {type(handle).__name__} without a group. Make the process "
+                "groups again before this call."
             )
-            raise ConfigError(refusal("process group", found, "exist", remedy))
         rank = dist.get_rank(handle)
         if rank < 0:
             raise ConfigError(
@@ -109,11 +104,7 @@ class Group:
         """
         handle = self.handle or dist.group.WORLD
         if handle is None:
-            raise InvariantError(
-                refusal(
-                    "process group", "none", "be there until the last collective", "Report this"
-                )
-            )
+            raise InvariantError("torch.distributed ended before the last collective. Report this.")
         return handle
 
     @property
@@ -127,7 +118,7 @@ class Group:
         return float(limit.total_seconds())
 
     @cached_property
-    def carriers(self) -> tuple[str, dict[str, str]]:
+    def backends(self) -> tuple[str, dict[str, str]]:
         """The configuration of the backend, and its parts by device type."""
         try:
             config = dist.get_backend_config(self.handle)
@@ -147,18 +138,16 @@ class Group:
         try:
             return str(dist.get_backend(self.handle))
         except (TypeError, ValueError) as error:
-            rule, remedy = (
-                "be one of torch.distributed",
-                "Call the framework's patch of torch.distributed before this",
-            )
             raise ConfigError(
-                refusal("process group", type(self.handle).__name__, rule, remedy)
+                f"torch.distributed does not know the process group, a "
+                f"{type(self.handle).__name__}. Call the framework's patch of torch.distributed "
+                "before this."
             ) from error
 
 
-def carrier_of(device: torch.device, group: Group) -> str:
+def backend_of(device: torch.device, group: Group) -> str:
     """The backend that moves tensors of a device in a group."""
-    config, by_device = group.carriers
+    config, by_device = group.backends
     return by_device.get(device.type, config)
 
 
@@ -178,67 +167,12 @@ def named_losses(rank: int | None = None) -> Iterator[None]:
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         lost = "lost" if rank is None else f"lost rank {rank}"
-        rule, remedy = (
-            "be called by every rank of its group",
-            "Look for the rank whose error is the first one",
-        )
         raise RanksDisagreeError(
-            refusal("collective", f"{lost} ({reason})", rule, remedy)
+            f"A collective {lost} ({reason}). Every rank of its group must call it. Look for the "
+            "rank whose error is the first one."
         ) from error
 
 
-# --- messages: matched by sender and tag, and independent of the collectives around them
-
-
-def others(group: Group) -> list[int]:
-    """The other ranks, downwards from the one before this rank, around the ring."""
-    return [(group.rank - distance) % group.size for distance in range(1, group.size)]
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message under way."""
-
-    work: dist.Work  # torch's
-    rank: int  # at its other end, of all ranks
-
-    def wait(self) -> None:
-        """Waits until it has ended.
-
-        Raises:
-            RanksDisagreeError: another rank ended, or did not come within the group's time limit.
-        """
-        with named_losses(self.rank):
-            self.work.wait()
-
-
-def receive(into: Tensor, rank: int, tag: int, group: Group) -> Message:
-    """Begins to receive from a rank of the group; raises as `Message.wait` where that rank has
-    ended before."""
-    return _begun(dist.irecv, into, group.global_rank(rank), tag, group)
-
-
-def send(tensor: Tensor, rank: int, tag: int, group: Group) -> Message:
-    """Begins to send to a rank of the group; raises as `receive`."""
-    return _begun(dist.isend, tensor, group.global_rank(rank), tag, group)
-
-
-def _begun(
-    begin: Callable[..., dist.Work | None], tensor: Tensor, rank: int, tag: int, group: Group
-) -> Message:
-    with named_losses(rank):
-        work = begin(tensor, rank, group.handle, tag)
-    if work is None:  # torch's way to say that this process is not in the group
-        rule = "hold every rank that communicates in it"
-        raise InvariantError(refusal("process group", "without this rank", rule, "Report this"))
-    return Message(work, rank)
-
-
-def swap(mine: Tensor, tag: int, group: Group) -> list[Tensor]:
-    """Collective: returns every rank's tensor, by rank; all of the same shape."""
-    parts = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
-    received = [receive(parts[rank], rank, tag, group) for rank in others(group)]
-    sent = [send(mine, rank, tag, group) for rank in others(group)]
-    for message in (*received, *sent):
-        message.wait()
-    return parts
+def default_store() -> Store:
+    """Through which all ranks of the job can leave words for each other."""
+    return dist.distributed_c10d._get_default_store()

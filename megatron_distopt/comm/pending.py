@@ -31,11 +31,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from threading import Event, Lock
 from time import sleep
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,28 +56,26 @@ _SECONDS_AFTER_AN_EXCEPTION, _SECONDS_AT_END, _SECONDS_TO_GIVE_UP = 5.0, 60.0, 5
 _SECONDS_FOR_GLOO = 0.1
 
 
-class Pending(Protocol):
-    """A collective that is under way."""
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """What is under way: a collective, messages, or nothing at all."""
 
-    def wait(self) -> object:
-        """Waits until its result is there, and raises what went wrong in it."""
-
-
-class _InThread:
-    """A collective that a thread of this process carries out."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    waits: Sequence[Callable[[], object]] = ()  # waits for a part of it, and raises what went wrong
+    and_then: Callable[[], None] | None = None  # called when all parts are there
+    #: Whether the device has carried it out; asked after `wait`.
+    is_completed: Callable[[], bool] = lambda: True
 
     def wait(self) -> None:
-        self._future.result()
+        """Waits until the result is there: the CPU over gloo, the current stream of the device
+        elsewhere.
 
-
-class Done:
-    """A collective of one rank, for which there is nothing to do."""
-
-    def wait(self) -> None:
-        pass
+        Raises:
+            RanksDisagreeError: another rank ended, or did not come within the group's time limit.
+        """
+        for wait_for in self.waits:
+            wait_for()
+        if self.and_then is not None:
+            self.and_then()
 
 
 def begin_in_turn(act: Callable[[], None], group: Group) -> Pending:
@@ -90,7 +88,7 @@ def begin_in_turn(act: Callable[[], None], group: Group) -> Pending:
             thread = ThreadPoolExecutor(1, name, lambda: torch.set_num_threads(num_threads))
             _threads[group.own_handle] = thread
     # Without gradients, because the caller's mode is that of its own thread.
-    return _InThread(thread.submit(torch.no_grad()(act)))
+    return Pending([thread.submit(torch.no_grad()(act)).result])
 
 
 def wait_for_turn(group: Group) -> None:
@@ -102,7 +100,7 @@ def wait_for_turn(group: Group) -> None:
         thread.submit(int).result()
 
 
-def settle() -> None:
+def drain() -> None:
     """Waits for what is under way in all groups; an error in it is raised where that collective is
     waited for."""
     for thread in list(_threads.values()):
@@ -143,7 +141,7 @@ def _end() -> None:
 # A process that was forked has the executors and not their threads. So what is under way ends
 # before: in the child a param that was being gathered can be read, and what waits for it dropped.
 # Where processes are never forked, there is nothing to register.
-getattr(os, "register_at_fork", lambda **_: None)(before=settle, after_in_child=_threads.clear)
+getattr(os, "register_at_fork", lambda **_: None)(before=drain, after_in_child=_threads.clear)
 # Before Python joins the threads; `atexit` would be after that. Processes of `multiprocessing` call
 # it, too.
 threading._register_atexit(_end)  # type: ignore[attr-defined]

@@ -13,8 +13,9 @@ from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import SUPPORTED_DTYPES, dtype_name
 from megatron_distopt.comm import Field, Group, compare, exchange, raise_together
-from megatron_distopt.comm.collectives import Reduction, check_debug_level, try_collectives
-from megatron_distopt.comm.shared_memory import allow_shared_memory
+from megatron_distopt.comm.collectives import Reduction, check_debug_level
+from megatron_distopt.comm.group_nodes import allow_shared_memory
+from megatron_distopt.comm.trial import try_collectives
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError

@@ -163,16 +163,20 @@ class BufferLayout:
     @cached_property
     def places(self) -> dict[str, int]:
         """By name, where each param begins if nothing is padded for ranks and buckets."""
-        starts = [slot.in_buffer.start for slot in self.slots]
         unit = next(
             unit
             for unit in (BLOCK_NUMEL, ALIGNMENT_NUMEL, 1)
-            if not any(start % unit for start in starts)
+            if not any(start % unit for start in self.starts)
         )
         places = accumulate(
             (_round_up(slot.in_buffer.numel, unit) for slot in self.slots), initial=0
         )
         return dict(zip((slot.name for slot in self.slots), places, strict=False))
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each slot begins."""
+        return [slot.in_buffer.start for slot in self.slots]
 
     @cached_property
     def slot_of(self) -> dict[str, ParamSlot]:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout.buckets import ParamSpec
-from megatron_distopt.layout.spans import Box, Span, boxes
+from megatron_distopt.layout.spans import Box, Span, stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ class MatrixSpec:
                 f"{self} has no matrices: dim is 0 or 1, and rows, columns, sizes and repeats are "
                 "at least 1. Give the sizes of the param's own parts."
             )
-        length = (self.rows, self.cols)[self.dim]
-        if self.sizes and sum(self.sizes) * self.repeats != length:
+        if self.sizes and sum(self.sizes) * self.repeats != self._length:
             raise LayoutError(
-                f"Matrices of {self.repeats} times {self.sizes} do not add up to the {length} "
-                f"{('rows', 'columns')[self.dim]} of the param. Give the sizes of all its parts."
+                f"Matrices of {self.repeats} times {self.sizes} do not add up to the "
+                f"{self._length} {('rows', 'columns')[self.dim]} of the param. Give the sizes of "
+                "all its parts."
             )
 
     @property
@@ -105,8 +105,17 @@ class MatrixSpec:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        lengths = [size * self.repeats for size in self.sizes] or [(self.rows, self.cols)[self.dim]]
-        return tuple((each, self.cols) if self.dim == 0 else (self.rows, each) for each in lengths)
+        lengths = [size * self.repeats for size in self.sizes] or [self._length]
+        return tuple(self._shape(length) for length in lengths)
+
+    @property
+    def _length(self) -> int:
+        """Of the dimension that is cut."""
+        return self.rows if self.dim == 0 else self.cols
+
+    def _shape(self, length: int) -> tuple[int, int]:
+        """Of a part with so many rows or columns."""
+        return (length, self.cols) if self.dim == 0 else (self.rows, length)
 
     def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of a matrix over all tensor-parallel ranks, from those of this rank."""
@@ -133,22 +142,19 @@ class MatrixSpec:
         >>> dict((each.matrix, each.in_param) for each in spec.pieces(Span(4, 9)))
         {0: Span(start=4, stop=6), 1: Span(start=6, stop=9)}
         """
-        sizes = (self.sizes or ((self.rows, self.cols)[self.dim],)) * self.repeats
-        bands = [
-            (number % (len(self.sizes) or 1), band)
-            for number, band in enumerate(_one_after_the_other(sizes))
-        ]
-        start = in_param.start
-        for box in boxes((self.rows, self.cols), in_param):
-            stretch = Span(start, start + box.numel)
-            start = stretch.stop
-            for number, band in bands:
-                rows, cols = (
-                    (band, Span(0, self.cols)) if self.dim == 0 else (Span(0, self.rows), band)
+        parts = _one_after_the_other((self.sizes or (self._length,)) * self.repeats)
+        for stretch, box in stretches((self.rows, self.cols), in_param):
+            for number, part in enumerate(parts):
+                offsets = (part.start, 0) if self.dim == 0 else (0, part.start)
+                inside = box.intersect(Box(offsets, self._shape(part.numel)))
+                if inside is None:
+                    continue
+                yield MatrixPiece(
+                    number % max(len(self.sizes), 1),
+                    stretch,
+                    box.sizes,
+                    inside.relative_to(box.offsets),
                 )
-                inside = box.intersect(Box((rows.start, cols.start), (rows.numel, cols.numel)))
-                if inside is not None:
-                    yield MatrixPiece(number, stretch, box.sizes, inside.relative_to(box.offsets))
 
     @classmethod
     def of(cls, param: ParamSpec) -> MatrixSpec:

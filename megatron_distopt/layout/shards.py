@@ -12,14 +12,14 @@ bucket does not."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Generic, TypeVar
 
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.layout.buckets import Bucket, BufferLayout
+from megatron_distopt.layout.buckets import BufferLayout
 from megatron_distopt.layout.spans import Span
 
 Key = TypeVar("Key", bound=Hashable)
@@ -52,26 +52,18 @@ def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
             f"Rank {rank} has none of the {layout.num_shards} shards. Give the rank inside the "
             "data-parallel group."
         )
-    starts = [slot.in_buffer.start for slot in layout.slots]
-    return tuple(
-        shard
-        for bucket in layout.buckets
-        for shard in _owned_in_bucket(layout, starts, bucket, rank)
-    )
-
-
-def _owned_in_bucket(
-    layout: BufferLayout, starts: list[int], bucket: Bucket, rank: int
-) -> Iterator[ParamShard]:
-    shard = bucket.shard(rank, layout.num_shards)
-    for index in range(max(bisect_right(starts, shard.start) - 1, 0), len(starts)):
-        slot = layout.slots[index]
-        if slot.in_buffer.start >= shard.stop:
-            return
-        owned = slot.in_buffer.intersect(shard)
-        if owned is not None:
-            origins = slot.in_buffer.start, 0, bucket.in_buffer.start, shard.start
-            yield ParamShard(slot.name, rank, bucket.index, *map(owned.relative_to, origins))
+    found: list[ParamShard] = []
+    for bucket in layout.buckets:
+        shard = bucket.shard(rank, layout.num_shards)
+        first = max(bisect_right(layout.starts, shard.start) - 1, 0)
+        end = bisect_left(layout.starts, shard.stop)
+        for slot in layout.slots[first:end]:
+            owned = slot.in_buffer.intersect(shard)
+            if owned is not None:
+                origins = slot.in_buffer.start, 0, bucket.in_buffer.start, shard.start
+                spans = map(owned.relative_to, origins)
+                found.append(ParamShard(slot.name, rank, bucket.index, *spans))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

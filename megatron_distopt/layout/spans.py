@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add, sub
 
 from megatron_distopt.errors import LayoutError
 
@@ -62,7 +63,8 @@ class Span:
         return Span(self.start + distance, self.stop + distance)
 
     def intersect(self, other: Span) -> Span | None:
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        start = max(self.start, other.start)
+        stop = min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
     def as_slice(self) -> slice:
@@ -101,22 +103,17 @@ class Box:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(map(add, self.offsets, self.sizes))
 
     def intersect(self, other: Box) -> Box | None:
         offsets = tuple(map(max, self.offsets, other.offsets))
         stops = tuple(map(min, self.stops, other.stops))
-        if any(offset >= stop for offset, stop in zip(offsets, stops, strict=True)):
-            return None
-        return Box(
-            offsets, tuple(stop - offset for offset, stop in zip(offsets, stops, strict=True))
-        )
+        sizes = tuple(map(sub, stops, offsets))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        return Box(
-            tuple(offset - start for offset, start in zip(self.offsets, origin, strict=True)),
-            self.sizes,
-        )
+        pairs = zip(self.offsets, origin, strict=True)
+        return Box(tuple(offset - start for offset, start in pairs), self.sizes)
 
     def moved_by(self, distance: int, dim: int) -> Box:
         """The same extent, `distance` elements further along one dimension."""
@@ -130,12 +127,12 @@ class Box:
         >>> Box((0, 2), (4, 3)).permuted((1, 0))
         Box(offsets=(2, 0), sizes=(3, 4))
         """
-        return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
+        offsets = tuple(self.offsets[dim] for dim in dims)
+        sizes = tuple(self.sizes[dim] for dim in dims)
+        return Box(offsets, sizes)
 
     def as_slices(self) -> tuple[slice, ...]:
-        return tuple(
-            slice(offset, stop) for offset, stop in zip(self.offsets, self.stops, strict=True)
-        )
+        return tuple(map(slice, self.offsets, self.stops))
 
 
 def boxes(shape: Sequence[int], span: Span) -> tuple[Box, ...]:
@@ -158,24 +155,36 @@ def _boxes(shape: tuple[int, ...], span: Span) -> Iterator[Box]:
     if not shape:
         yield Box((), ())
         return
-    row_numel = math.prod(shape[1:])
-    first_whole, last_whole = -(-span.start // row_numel), span.stop // row_numel
+    rest = shape[1:]
+    row_numel = math.prod(rest)
+    first_whole = -(-span.start // row_numel)
+    last_whole = span.stop // row_numel
     if first_whole > last_whole:  # inside one row
-        yield from _in_row(shape, last_whole, span)
+        yield from _in_row(rest, last_whole, span)
         return
-    if span.start < first_whole * row_numel:
-        yield from _in_row(shape, first_whole - 1, Span(span.start, first_whole * row_numel))
+    start_of_whole = first_whole * row_numel
+    stop_of_whole = last_whole * row_numel
+    if span.start < start_of_whole:
+        yield from _in_row(rest, first_whole - 1, Span(span.start, start_of_whole))
     if first_whole < last_whole:
-        rest = shape[1:]
-        yield Box((first_whole, *(0 for _ in rest)), (last_whole - first_whole, *rest))
-    if last_whole * row_numel < span.stop:
-        yield from _in_row(shape, last_whole, Span(last_whole * row_numel, span.stop))
+        origin = (0,) * len(rest)
+        yield Box((first_whole, *origin), (last_whole - first_whole, *rest))
+    if stop_of_whole < span.stop:
+        yield from _in_row(rest, last_whole, Span(stop_of_whole, span.stop))
 
 
-def _in_row(shape: tuple[int, ...], row: int, span: Span) -> Iterator[Box]:
-    in_row = span.relative_to(row * math.prod(shape[1:]))
-    for box in _boxes(shape[1:], in_row):
+def _in_row(row_shape: tuple[int, ...], row: int, span: Span) -> Iterator[Box]:
+    row_start = row * math.prod(row_shape)
+    for box in _boxes(row_shape, span.relative_to(row_start)):
         yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+def stretches(shape: Sequence[int], in_param: Span) -> Iterator[tuple[Span, Box]]:
+    """Cuts a stretch of a flattened param into boxes, each with its own stretch."""
+    start = in_param.start
+    for box in boxes(shape, in_param):
+        yield Span(start, start + box.numel), box
+        start += box.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,17 +260,15 @@ class Placement:
                 replace(piece, in_global=piece.in_global.permuted(back), dims=back)
                 for piece in lying.pieces(in_param)
             )
-        found, start = list[Piece](), in_param.start
-        for box in boxes(self.shape, in_param):
-            stretch = Span(start, start + box.numel)
-            start = stretch.stop
+        found: list[Piece] = []
+        for stretch, box in stretches(self.shape, in_param):
             for band, distance in self._bands():
                 inside = box.intersect(band)
-                if inside is not None:
-                    in_global = inside if self.dim is None else inside.moved_by(distance, self.dim)
-                    found.append(
-                        Piece(in_global, stretch, box.sizes, inside.relative_to(box.offsets))
-                    )
+                if inside is None:
+                    continue
+                in_global = inside if self.dim is None else inside.moved_by(distance, self.dim)
+                in_box = inside.relative_to(box.offsets)
+                found.append(Piece(in_global, stretch, box.sizes, in_box))
         return tuple(found)
 
     def _bands(self) -> tuple[tuple[Box, int], ...]:

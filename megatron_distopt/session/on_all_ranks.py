@@ -13,7 +13,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def on_all_ranks(method: Method) -> Method:
     """Makes a collective method tell a rank that is alone in it, see [Note: a call on one rank] in
-    comm/calls.py."""
+    comm/meeting.py."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_distopt.comm import (
     Field,
     Group,
-    carrier_of,
+    backend_of,
     compare,
     exchange,
     meet,
@@ -98,7 +98,7 @@ def meetings(rank: int, size: int) -> dict[str, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in seconds.items():
-            patch.setattr(f"megatron_distopt.comm.agree.{name}", value)
+            patch.setattr(f"megatron_distopt.comm.meeting.{name}", value)
         case("nobody knows why", lambda: meet(everyone) if time.sleep(2.6) is None else None)
         case("all come, nobody has shown anything", lambda: meet(everyone))
         undo = show_presence() if not odd else bool
@@ -156,7 +156,7 @@ def _known(function: Callable[..., Any]) -> Callable[..., Any]:
 def _remake() -> dict[str, Any]:
     wrapped = _Remade(dist.new_group())
     found: dict[str, Any] = {
-        "unknown group": raised(lambda: carrier_of(torch.device("cpu"), Group(wrapped, 0, SIZE)))
+        "unknown group": raised(lambda: backend_of(torch.device("cpu"), Group(wrapped, 0, SIZE)))
     }
     with ExitStack() as stack:
         for name in ("get_rank", "get_world_size", "get_backend", "all_gather_object"):
@@ -165,7 +165,7 @@ def _remake() -> dict[str, Any]:
         for _ in range(2):
             group = Group.of(wrapped)
             found["remade"].append(
-                (carrier_of(torch.device("cpu"), group), exchange(group.rank, group))
+                (backend_of(torch.device("cpu"), group), exchange(group.rank, group))
             )
             dist.destroy_process_group(wrapped.group)
             wrapped.group = None
@@ -227,7 +227,7 @@ def test_exchange_when_a_rank_is_in_a_foreign_one_then_the_others_name_it(
     assert (foreign, first) == (NOTHING, last)
     assert first[0] == "RanksDisagreeError"
     assert_mentions(
-        first[1], "rank 1 does not run megatron_distopt here", "the same flags and variables"
+        first[1], "Rank 1 does not run megatron_distopt here", "the same flags and variables"
     )
 
 
@@ -293,9 +293,9 @@ def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(
 
 def _names(rank: int, reason: str, size: int = SIZE) -> str:
     return (
-        f"Invalid start-up: megatron_distopt is not used on rank {rank} ({reason}). Must be used "
-        f"on all {size} ranks or on none. Start every rank with the package installed and with the "
-        "same flags and variables."
+        f"megatron_distopt is not used on rank {rank} ({reason}). It must be used on all {size} "
+        "ranks or on none. Start every rank with the package installed and with the same flags and "
+        "variables."
     )
 
 

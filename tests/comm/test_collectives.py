@@ -29,6 +29,7 @@ from megatron_distopt.comm import (
     reduce_grads,
     try_collectives,
 )
+from megatron_distopt.comm.group_nodes import alone
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.layout import ParamSpec, lay_out
 from tests.support.refusals import assert_says
@@ -173,7 +174,7 @@ def _in_16_bits(rank: int) -> dict[str, Any]:
                 bucket, how = _random(rank, numel), Reduction(reduce_dtype=dtype)
                 shard = bucket.view(RANKS, -1)[rank]
                 if way == "backend's own":
-                    nodes = pairwise.alone(group)
+                    nodes = alone(group)
                     pairwise.begin_reduce_scatter(bucket, group, nodes, dtype).wait()
                 else:
                     collectives.reduce_scatter(
@@ -183,8 +184,7 @@ def _in_16_bits(rank: int) -> dict[str, Any]:
     return found
 
 
-RULE = (
-    "Must carry reduce-scatters, all-gathers and broadcasts of the model's tensors, and sums. "
+REMEDY = (
     "Write --distributed-backend nccl on GPUs, gloo on CPUs, or give init_process_group another "
     "backend."
 )
@@ -387,7 +387,9 @@ def test_backend_when_a_collective_fails_then_refused_before_anything_is_moved(
 ) -> None:
     for each in found:
         assert_says(
-            each["tried"][name], f"ConfigError: Invalid backend: gloo on cpu ({reason}). {RULE}"
+            each["tried"][name],
+            "ConfigError: The backend gloo does not carry reduce-scatters, all-gathers, broadcasts "
+            f"and sums of tensors on cpu: {reason}. {REMEDY}",
         )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm import Group, pairwise, shared_memory
+from megatron_distopt.comm import Group, allow_shared_memory, group_nodes, pairwise, shared_memory
 from megatron_distopt.comm.collectives import reduce_scatter
 from megatron_distopt.errors import RanksDisagreeError
 from tests.support.refusals import assert_mentions
@@ -93,7 +93,7 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
                 patch.setattr(pairwise, "SCRATCH_NBYTES", nbytes)
                 patch.setattr(shared_memory, "SHARED_NBYTES", nbytes)
                 _cases(rank, numel, f"{way}, {name}", found)
-    found["kept"] = len(shared_memory._nodes)
+    found["kept"] = len(group_nodes._nodes)
     found["overlapped"] = _overlapped(Group.of(), rank)
     found["refused"] = _refused(Group.of())
     found["permitted"] = _permitted(rank)
@@ -123,23 +123,23 @@ def _cases(rank: int, numel: int, name: str, found: dict[str, Any]) -> None:
 
 
 def _way_of(group: Group) -> str:
-    return "messages" if len(shared_memory.nodes_of(group).members) > 1 else "memory"
+    return "messages" if len(group_nodes.nodes_of(group).in_memory) > 1 else "memory"
 
 
 def _apart(rank: int) -> dict[str, tuple[str, bool]]:
     """The way that is taken where one rank alone cannot share memory, and whether the sum is
     right."""
     faults: dict[str, tuple[str, Callable[..., Any]]] = {
-        "network": ("_network", lambda: 1),
-        "descriptors": ("_new_segment", lambda secret: -1),
-        "permission": ("_segment_of", _forbidden),
-        "secret": ("_new_segment", lambda secret: _NEW_SEGMENT(secret ^ 1)),
-        "file size": ("_new_segment", _within_a_limit),
-        "address space": ("_Segment", SimpleNamespace(mapped=_without_address_space)),
+        "network": ("network_namespace", lambda: 1),
+        "descriptors": ("new_segment", lambda secret: -1),
+        "permission": ("segment_of", _forbidden),
+        "secret": ("new_segment", lambda secret: _NEW_SEGMENT(secret ^ 1)),
+        "file size": ("new_segment", _within_a_limit),
+        "address space": ("mmap", SimpleNamespace(mmap=_without_address_space)),
     }
     found = {}
     group = Group.of(dist.new_group())
-    shared_memory.allow_shared_memory(group, rank != 1)
+    allow_shared_memory(group, rank != 1)
     right = _reduced(group, MEMBERS[RANKS], 100, torch.float32, pairwise.reduce_scatter)
     found["option"] = _way_of(group), right
     for name, (attribute, replacement) in faults.items():
@@ -157,7 +157,7 @@ def _permitted(rank: int) -> list[tuple[str, bool]]:
     under way meanwhile."""
     group, found = Group.of(dist.new_group()), []
     for is_allowed in (True, False, True):
-        shared_memory.allow_shared_memory(group, is_allowed)
+        allow_shared_memory(group, is_allowed)
         bucket = _bucket(rank, RANKS * 50_000, torch.float32)
         own = bucket.view(RANKS, -1)[rank]
         wanted = _sum_in_order(
@@ -169,14 +169,14 @@ def _permitted(rank: int) -> list[tuple[str, bool]]:
         )
         pending = reduce_scatter(bucket, own, group, overlapped=True)
         time.sleep(0.02 * rank)
-        shared_memory.allow_shared_memory(group, not is_allowed)
+        allow_shared_memory(group, not is_allowed)
         pending.wait()
-        shared_memory.allow_shared_memory(group, is_allowed)
+        allow_shared_memory(group, is_allowed)
         found.append((_way_of(group), torch.equal(own, wanted)))
     return found
 
 
-_NEW_SEGMENT, _SEGMENT = shared_memory._new_segment, shared_memory._Segment
+_NEW_SEGMENT = shared_memory.new_segment
 
 
 def _within_a_limit(secret: int) -> int:
@@ -189,14 +189,8 @@ def _within_a_limit(secret: int) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def _without_address_space(descriptor: int, process: int) -> Any:
+def _without_address_space(*about: int) -> Any:
     """What mmap raises where a size is no more than this process may map."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "mmap", SimpleNamespace(mmap=_refusing))
-        return _SEGMENT.mapped(descriptor, process)
-
-
-def _refusing(*about: int) -> Any:
     raise MemoryError(about)
 
 
@@ -221,10 +215,9 @@ def _overlapped(group: Group, rank: int) -> bool:
     return all(torch.equal(own, wanted) for _, own, wanted in pending)
 
 
-def _late_read(read: Callable[..., Tensor], seconds: float, rank: int) -> Tensor:
-    half = read(rank)
+def _wait_late(wait_for: Callable[[int], None], seconds: float, rank: int) -> None:
+    wait_for(rank)
     time.sleep(seconds)
-    return half
 
 
 def _raced(rank: int) -> list[bool]:
@@ -233,18 +226,18 @@ def _raced(rank: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "SHARED_NBYTES", 64)
         group = Group.of(dist.new_group())
-        reads = [(lane, lane.read) for lane in shared_memory.nodes_of(group).lanes]
-        right = []
+        lane, right = group_nodes.nodes_of(group).lane, []
+        assert lane is not None
+        wait_for = lane._wait_for
         for number in range(6):
             late = number % RANKS == rank
-            for lane, read in reads:
-                patch.setattr(lane, "read", partial(_late_read, read, late * 2e-3))
+            patch.setattr(lane, "_wait_for", partial(_wait_late, wait_for, late * 2e-3))
             time.sleep(late * 5e-3)
             right.append(
                 _reduced(group, MEMBERS[RANKS], 16, torch.float32, pairwise.reduce_scatter)
             )
             right.append(_gathered(group, MEMBERS[RANKS], 64, torch.float32))
-    return [*right, len(reads) == 2]
+    return right
 
 
 def _refused(group: Group) -> str:
@@ -301,7 +294,7 @@ def test_pairwise_when_one_rank_cannot_share_memory_then_all_take_messages(
 def test_pairwise_when_one_rank_is_late_in_turn_then_nobody_reads_too_early_or_writes_too_soon(
     found: list[dict[str, Any]],
 ) -> None:
-    assert [each["raced"] for each in found] == [[True] * 13] * RANKS
+    assert [each["raced"] for each in found] == [[True] * 12] * RANKS
 
 
 def test_begin_when_several_are_under_way_then_each_is_right(found: list[dict[str, Any]]) -> None:
@@ -318,7 +311,7 @@ def _lost(rank: int, size: int, how: str, file: str) -> None:
     handle = dist.new_group(timeout=timedelta(seconds=1))
     group, store = Group.of(handle), dist.distributed_c10d._get_default_store()
     bucket = torch.ones(2 * 8)
-    shared_memory.allow_shared_memory(group, how != "gone")
+    allow_shared_memory(group, how != "gone")
     pairwise.reduce_scatter(bucket, group)
     if rank == 1:
         if how in ("ended", "gone"):

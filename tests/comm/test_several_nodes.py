@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_distopt.comm import Group, Reduction, pairwise, shared_memory
+from megatron_distopt.comm import Group, Reduction, allow_shared_memory, pairwise, shared_memory
 from megatron_distopt.comm.collectives import all_gather, reduce_scatter
-from megatron_distopt.comm.shared_memory import nodes_of
+from megatron_distopt.comm.group_nodes import nodes_of
 from tests.support.spawn import run_ranks
 
 RANKS = 5
@@ -51,8 +51,8 @@ def _group(
     own = next(node for node in members if rank in node)
     with pytest.MonkeyPatch.context() as patch:
         if is_simulated:
-            patch.setattr(shared_memory, "_network", lambda: members.index(own))
-        shared_memory.allow_shared_memory(group, is_allowed)
+            patch.setattr(shared_memory, "network_namespace", lambda: members.index(own))
+        allow_shared_memory(group, is_allowed)
         nodes_of(group)
     return group
 
@@ -79,9 +79,9 @@ def _reference(members: Members, numel: int, owner: int, dtype: torch.dtype) -> 
     home = next(node for node in members if owner in node)
     sums = {}
     for node in members:
-        carrier = owner if node is home else node[home.index(owner) % len(node)]
+        leader = owner if node is home else node[home.index(owner) % len(node)]
         total = _in_order(
-            [_values(rank, numel * sum(map(len, members))) for rank in _ring(node, carrier)]
+            [_values(rank, numel * sum(map(len, members))) for rank in _ring(node, leader)]
         )
         sums[node] = total if node is home else total.to(dtype).float()
     return _in_order([sums[node] for node in _ring(members, home)])
@@ -115,16 +115,16 @@ def _bytes(group: Group, rank: int) -> dict[str, float]:
     """Bytes an element that this rank sends to other nodes for gradients and bf16 params."""
     found, numel = {}, 1280 * group.size
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        sent, original = [0], pairwise.send
+        sent, original = [0], pairwise.begin_travel
 
         def counted(
-            tensor: Tensor, *args: Any, sent: list[int] = sent, original: Any = original
+            outgoing: Any, *args: Any, sent: list[int] = sent, original: Any = original
         ) -> Any:
-            sent[0] += tensor.numel() * tensor.element_size()
-            return original(tensor, *args)
+            sent[0] += sum(parcel.tensor.nbytes for parcel in outgoing)
+            return original(outgoing, *args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pairwise, "send", counted)
+            patch.setattr(pairwise, "begin_travel", counted)
             bucket = _values(rank, numel)
             shard = bucket.view(group.size, -1)[group.rank]
             reduce_scatter(bucket, shard, group, Reduction(reduce_dtype=dtype))
@@ -138,7 +138,7 @@ def _bytes(group: Group, rank: int) -> dict[str, float]:
 def about(group: Group, members: Members, rank: int, *, is_counted: bool) -> dict[str, Any]:
     """Collective: what a group does whose ranks are on these nodes."""
     found: dict[str, Any] = {
-        "members": nodes_of(group).members,
+        "members": nodes_of(group).in_memory,
         "sums": _sums(group, members, rank),
     }
     if is_counted:
@@ -177,7 +177,7 @@ def _all(rank: int, size: int) -> dict[str, Any]:
     group = _group(NODES["2+2"], rank, is_allowed=rank != 1)
     if group is not None:
         found["one forbids"] = {
-            "members": nodes_of(group).members,
+            "members": nodes_of(group).in_memory,
             "sums": _sums(group, ((0,), (1,), (2, 3)), rank),
         }
     return found

@@ -427,7 +427,7 @@ def save_a_param(user: User) -> None:
 
 
 def make_other_calls(user: User) -> None:
-    with mock.patch("megatron_distopt.comm.agree.SECONDS_TO_LOOK", 0.2):
+    with mock.patch("megatron_distopt.comm.meeting.SECONDS_TO_LOOK", 0.2):
         if dist.get_rank() == 0:
             user.optimizer.save_parameter_state("never_written")
         else:

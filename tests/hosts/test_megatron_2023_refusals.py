@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import megatron_distopt
 from megatron_distopt import DistOptConfig
-from megatron_distopt.comm import agree
+from megatron_distopt.comm import meeting
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron_2023.translate import choose_for
 from tests.hosts.test_promise_2023 import AdamW
@@ -459,7 +459,7 @@ def run_all(rank: int, size: int) -> dict[str, Refused]:
     )
     # Last of all: no collective is possible any more where one rank has left.
     off = mock.patch.dict(os.environ, {"MEGATRON_DISTOPT": "0"} if rank == 1 else {})
-    with off, mock.patch.object(agree, "SECONDS_TO_LOOK", 0.25):
+    with off, mock.patch.object(meeting, "SECONDS_TO_LOOK", 0.25):
         found["off on one rank"] = at.train(apart=True)
     return found
 

@@ -572,6 +572,6 @@ def test_distribute_when_process_group_is_missing_then_says_how_to_start() -> No
         distribute(Linear(2, 2), CONFIG)
     assert_says(
         str(caught.value),
-        "Invalid process group: torch.distributed is not initialised. Must exist. "
+        "torch.distributed is not initialised. "
         "Call torch.distributed.init_process_group first, or start with torchrun or deepspeed.",
     )

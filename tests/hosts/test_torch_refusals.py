@@ -697,7 +697,7 @@ def _backward_in_no_sync(model: Any, optimizer: Any) -> None:
 
 
 def _make_other_calls(model: Any, optimizer: Any) -> None:
-    with mock.patch("megatron_distopt.comm.agree.SECONDS_TO_LOOK", 0.2):
+    with mock.patch("megatron_distopt.comm.meeting.SECONDS_TO_LOOK", 0.2):
         if dist.get_rank() == 0:
             optimizer.save("never_written")
         else:

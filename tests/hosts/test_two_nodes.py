@@ -35,7 +35,7 @@ import socket
 import torch.distributed as dist
 
 from megatron_distopt.comm.groups import Group
-from megatron_distopt.comm.shared_memory import nodes_of
+from megatron_distopt.comm.group_nodes import nodes_of
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -44,7 +44,7 @@ between = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
 boot_id = open("/proc/sys/kernel/random/boot_id").read().strip()
 lines = [f"host {rank} {socket.gethostname()} {boot_id}"]
 for name, handle in (("all", None), ("inside", inside), ("between", between)):
-    is_split = len(nodes_of(Group.of(handle)).members) > 1
+    is_split = len(nodes_of(Group.of(handle)).in_memory) > 1
     lines.append(f"{name} {rank} {'messages' if is_split else 'memory'}")
 # At once: other ranks write to the same pipe.
 os.write(1, "".join(f"{line}\\n" for line in lines).encode())
@@ -228,7 +228,7 @@ def test_grads_when_nodes_add_up_their_own_then_a_fork_of_2023_trains_repeats_an
         file = tmp_path / f"{number}.json"
         ended = _on_all(nodes, [*words, str(file), *more])
         assert ended.status == (0, 0), ended.output
-        told = "bfloat16 as messages" if form == "bfloat16" else "fp32 between 2 node(s) of 2+2"
+        told = "bfloat16" if form == "bfloat16" else "fp32 between 2 node(s) of 2+2"
         assert f"grads in {told}" in ended.output
         curves.append(_read(file))
     assert curves[1] == curves[2]

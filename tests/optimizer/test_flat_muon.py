@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, move_into_buffer
-from megatron_distopt.comm import Group, gather_params, pairwise
+from megatron_distopt.comm import Group, gather_params, messages
 from megatron_distopt.layout import MatrixSpec, ParamSpec, lay_out, plan_owners
 from megatron_distopt.optimizer.main_params import FlatParamKey, build_flat_params, main_grads
 from megatron_distopt.optimizer.owners import exchange
@@ -127,10 +127,10 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
         sent += sum(parcel.tensor.nbytes for parcel in outgoing)
         return begin(outgoing, *rest)
 
-    messages_over = "none" if case.by_backend else pairwise._MESSAGES_OVER
+    messages_over = "none" if case.by_backend else messages._TAGGED_OVER
     with (
         mock.patch.object(exchange, "begin_travel", counted),
-        mock.patch.object(pairwise, "_MESSAGES_OVER", messages_over),
+        mock.patch.object(messages, "_TAGGED_OVER", messages_over),
     ):
         for step in range(1, 1 + NUM_STEPS):
             for name, each in _grads(step).items():

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.checkpoint.tensor_file import TensorReader
-from megatron_distopt.comm import Group, shared_memory
+from megatron_distopt.comm import Group, group_nodes, shared_memory
 from megatron_distopt.device import on_stream
 from megatron_distopt.errors import DistOptError
 from tests.support.models import Params, exact_grads
@@ -237,11 +237,11 @@ def _two_nodes(device: str) -> Iterator[Any]:
     }
     handle = dist.new_group()
     with (
-        mock.patch.object(shared_memory, "_network", lambda: node),
+        mock.patch.object(shared_memory, "network_namespace", lambda: node),
         mock.patch.dict(os.environ, variables),
     ):
         if device == "cpu":
-            shared_memory.nodes_of(Group.of(handle))
+            group_nodes.nodes_of(Group.of(handle))
         yield handle
 
 

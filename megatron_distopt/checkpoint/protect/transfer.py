@@ -23,7 +23,7 @@ from megatron_distopt.checkpoint.manifest_text import from_text, to_text
 from megatron_distopt.checkpoint.protect.nodes import Nodes
 from megatron_distopt.checkpoint.protect.snapshots import Snapshot
 from megatron_distopt.comm import Group
-from megatron_distopt.comm.agree import default_store
+from megatron_distopt.comm.groups import default_store
 from megatron_distopt.errors import CheckpointError
 
 #: Of one message.

@@ -33,7 +33,7 @@ from megatron_distopt.buffers import (
     view_like,
     view_of,
 )
-from megatron_distopt.comm import Communicator, sum_over
+from megatron_distopt.comm import Communicator, Tally, sum_over
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, DistOptError, LayoutError
 from megatron_distopt.hosts.torch.cpp_calls import before_cpp_calls
@@ -347,7 +347,7 @@ class Grads:
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
         sum_over(sums, self._data)
         local, total, squares = sums.tolist()
-        if self._data.size * squares != total**2:
+        if Tally(total, squares).spread(self._data.size):
             self._complain(
                 "Gradients were cleared on some ranks after they were summed, by step(), "
                 "clip_grad_norm_ or full_grad. Clear gradients before, or on all ranks alike."

@@ -83,7 +83,7 @@ class GroupOptions:
         self._resets = f"{what} for {some_of(names)} ({history:08x} with all before)"
         self._crc = None
 
-    def checksum(self, salt: int, modulus: int) -> int:
+    def checksum(self, salt: object, modulus: int) -> int:
         """The same on all ranks that have the same options; others that have the same have not with
         another salt.
 
@@ -99,7 +99,7 @@ class GroupOptions:
                 zlib.crc32(repr(sorted(self.described().items())).encode()),
                 stamps,
             )
-        return zlib.crc32(b"%d %d" % (self._crc, salt)) % modulus
+        return zlib.crc32(repr((self._crc, salt)).encode()) % modulus
 
     def described(self) -> dict[str, str]:
         """All options as texts that ranks can compare."""

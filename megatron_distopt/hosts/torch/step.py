@@ -9,16 +9,16 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.protect.protection import Protection
-from megatron_distopt.comm import exchange, raise_together, sum_over
+from megatron_distopt.comm import Tally, exchange, raise_together, sum_over, two_that_differ
 from megatron_distopt.errors import ConfigError, LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.deferred import Notice
@@ -45,40 +45,25 @@ _HOOKED = (
 
 @dataclass(frozen=True)
 class Census:
-    """What a rank says of itself, see [Note: census], or the sums of what ranks have said.
+    """What ranks have said of themselves, see [Note: census], in sums over them."""
 
-    Of a number that must be the same on all ranks they also sum the square: it is where the mean of
-    the squares is the square of the mean.
-    """
-
-    round: int  # of gradients
-    round_squared: int
-    num_complaints: int  # that this rank has to raise
-    num_newcomers: int  # params that may begin to train
-    num_begun: int  # module buffers that training has begun to change
-    num_apart: int  # above 0 where ranks with the same params differ in what follows
-    kept: int  # a mark of the gradients that were not cleared
-    kept_squared: int
-    options: int  # a mark of what else must be alike
-    options_squared: int
-
-    def pack(self) -> list[int]:
-        return list(vars(self).values())
+    round: Tally  # of gradients
+    num_complaints: float  # that ranks have to raise
+    num_newcomers: float  # params that may begin to train
+    num_begun: float  # module buffers that training has begun to change
+    num_apart: float  # above 0 where ranks with the same params differ in what follows
+    alike: Tally  # a mark of what ranks with the same params must have alike
 
     @classmethod
-    def unpack(cls, numbers: Iterable[float]) -> Census:
-        return cls(*map(int, numbers))
-
-    def is_one_round(self, num_ranks: int) -> bool:
-        """Whether these sums over so many ranks are those of ranks in one round of gradients."""
-        return num_ranks * self.round_squared == self.round**2
+    def unpack(cls, sums: Sequence[float]) -> Census:
+        number, squared, complaints, newcomers, begun, apart, *alike = sums
+        return cls(Tally(number, squared), complaints, newcomers, begun, apart, Tally(*alike))
 
 
 #: Numbers of a census, and those at its beginning that are summed over all ranks; ranks with the
 #: same params sum the others. In a tensor it is followed by whether the rank has a gradient, for
 #: each param.
-CENSUS_NUMEL = len(fields(Census))
-_COMMON_NUMEL = [each.name for each in fields(Census)].index("kept")
+CENSUS_NUMEL, _COMMON_NUMEL = 8, 6
 
 
 @dataclass(kw_only=True, eq=False)
@@ -175,21 +160,18 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     number = (2 * grads.num_rounds + is_dropped) % _MODULUS
     # The sum of squares over 4,096 ranks is exact.
     modulus = 2**20 if model.sharded.stats_dtype is torch.float64 else _MODULUS
-    options = model.params.options.checksum(grads.num_rounds + grads.sum_of_hooked, modulus)
-    census = Census(
-        round=number,
-        round_squared=number**2,
-        num_complaints=len(grads.complaints),
-        num_newcomers=len(model.newcomers()) if model.waiting else 0,
-        num_begun=0 if model.module_buffers is None else len(model.module_buffers.begun()),
-        num_apart=0,
-        kept=grads.kept,
-        kept_squared=grads.kept**2,
-        options=options,
-        options_squared=options**2,
-    )
-    numbers = torch.tensor([*census.pack(), *grads.present], dtype=model.sharded.stats_dtype)
-    return numbers.to(model.device, non_blocking=True)
+    salt = grads.num_rounds, grads.sum_of_hooked, grads.kept
+    numbers = [  # in the order of the fields of a census
+        *Tally.of(number),
+        len(grads.complaints),
+        len(model.newcomers()) if model.waiting else 0,
+        0 if model.module_buffers is None else len(model.module_buffers.begun()),
+        0,
+        *Tally.of(model.params.options.checksum(salt, modulus)),
+        *grads.present,
+    ]
+    census = torch.tensor(numbers, dtype=model.sharded.stats_dtype)
+    return census.to(model.device, non_blocking=True)
 
 
 def _notice(model: ShardedModel, census: Tensor) -> Notice:
@@ -203,7 +185,7 @@ def _notice(model: ShardedModel, census: Tensor) -> Notice:
         sum_over(flags, model.data)
         census[_COMMON_NUMEL:] = flags
         # on the device, for which nobody waits
-        census[_COMMON_NUMEL - 1] = _apart(model, *flags[: CENSUS_NUMEL - _COMMON_NUMEL])
+        census[_COMMON_NUMEL - 1] = Tally(flags[0], flags[1]).spread(model.data.size)
         common = census[:_COMMON_NUMEL]
     return Notice(common, census[:CENSUS_NUMEL], partial(_act_on, model))
 
@@ -212,10 +194,9 @@ def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
     """Does what the ranks have told each other; collective where something is not as in every other
     step. `sums` are those of the census."""
     census = Census.unpack(sums)
-    if not census.is_one_round(model.everyone.size):
+    if census.round.spread(model.everyone.size):
         _raise_rounds(model)
-    alike = census.kept, census.kept_squared, census.options, census.options_squared
-    if census.num_apart or _apart(model, *alike):
+    if census.num_apart or census.alike.spread(model.data.size):
         raise_together(partial(_check_alike, model), model.everyone, "step")
     if census.num_complaints:
         raise_together(model.grads.raise_complaint, model.everyone, "step")
@@ -225,31 +206,26 @@ def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
         model.grow(model.newcomers())
 
 
-def _apart(
-    model: ShardedModel, kept: Any, kept_squared: Any, options: Any, options_squared: Any
-) -> Any:
-    """Above 0 where ranks with the same params have kept other gradients or have other options,
-    from the sums of these numbers of a census: neither difference is ever below 0."""
-    return model.data.size * (kept_squared + options_squared) - kept**2 - options**2
-
-
 def _check_alike(model: ShardedModel) -> None:
     """Collective: raises on all ranks that have the same params where they differ."""
-    alike = {**model.params.options.described(), _HOOKED: str(model.grads.sum_of_hooked)}
-    kept, said = zip(*exchange((model.grads.kept, alike), model.data), strict=True)
-    if len(set(kept)) > 1:
-        odd, other = map(model.data.global_rank, _two_that_differ(kept))
+    data = model.data
+    options = {**model.params.options.described(), _HOOKED: str(model.grads.sum_of_hooked)}
+    told = exchange((model.grads.kept, options), data)
+    two = two_that_differ([kept for kept, _ in told])
+    if two is not None:
+        odd, other = map(data.global_rank, two)
         raise RanksDisagreeError(
             f"Gradients were cleared on rank {odd} otherwise than on rank {other} after they were "
             "summed. Call optimizer.zero_grad() on all ranks, or on none."
         )
-    for option in {key: None for of_rank in said for key in of_rank}:
-        values = [of_rank.get(option, "nothing") for of_rank in said]
-        if len(set(values)) > 1:
-            odd, other = _two_that_differ(values)
+    for option in {key: None for _, of_rank in told for key in of_rank}:
+        values = [of_rank.get(option, "nothing") for _, of_rank in told]
+        two = two_that_differ(values)
+        if two is not None:
+            odd, other = two
             raise RanksDisagreeError(
-                f"The {option} is {values[odd]} on rank {model.data.global_rank(odd)} and "
-                f"{values[other]} on rank {model.data.global_rank(other)}. Set it alike on all "
+                f"The {option} is {values[odd]} on rank {data.global_rank(odd)} and "
+                f"{values[other]} on rank {data.global_rank(other)}. Set it alike on all "
                 "ranks, each of which updates a part of the model: average what it is computed "
                 "from, such as a loss, over ranks by torch.distributed.all_reduce."
             )
@@ -263,15 +239,8 @@ def announce_drop(model: ShardedModel) -> None:
     """
     census = census_of(model, is_dropped=True)
     sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
-    if not Census.unpack(census[:CENSUS_NUMEL].tolist()).is_one_round(model.everyone.size):
+    if Census.unpack(census[:CENSUS_NUMEL].tolist()).round.spread(model.everyone.size):
         _raise_rounds(model, is_dropped=True)
-
-
-def _two_that_differ(said: Sequence[Any]) -> tuple[int, int]:
-    """Of what ranks said, a rank that said something unusual and one that said the usual; there are
-    both."""
-    usual = max(dict.fromkeys(said), key=said.count)
-    return next(rank for rank, each in enumerate(said) if each != usual), said.index(usual)
 
 
 def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
@@ -279,7 +248,8 @@ def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
     group = model.everyone
     said = exchange((model.grads.num_rounds, is_dropped), group)
     numbers = [number for number, _ in said]
-    if len(set(numbers)) == 1:
+    two = two_that_differ(numbers)
+    if two is None:
         ranks = ", ".join(
             str(group.global_rank(rank)) for rank, (_, dropped) in enumerate(said) if dropped
         )
@@ -288,7 +258,7 @@ def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
             f"of gradients (gradients were cleared on rank {ranks or 'none'}). Call step(), "
             "zero_grad() and clip_grad_norm_() on all ranks alike."
         )
-    odd, usual = _two_that_differ(numbers)
+    odd, usual = two
     raise RanksDisagreeError(
         f"In a step, rank {group.global_rank(odd)} is in round {numbers[odd] + 1} of gradients "
         f"where rank {group.global_rank(usual)} is in {numbers[usual] + 1}. Call step() on all "

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
-from megatron_distopt.comm.pairwise import Parcel, UnderWay, begin_travel
+from megatron_distopt.comm.messages import Parcel, begin_travel
+from megatron_distopt.comm.pending import Pending
 from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan, Span, Travel, plan_owners
 from megatron_distopt.optimizer.main_params import FlatParam
@@ -123,7 +124,7 @@ class _Arriving:
 
     owner: MatrixOwner | None  # None where this rank owns no block of the round
     blocks: Sequence[Tensor]  # one for each of the values
-    under_way: Sequence[UnderWay]
+    under_way: Sequence[Pending]
 
 
 class _Exchange:
@@ -148,7 +149,7 @@ class _Exchange:
         coming = self._begin(0)
         for owner in self._staying:
             self._update(owner, [each.of(owner.in_buffer) for each in self._values])
-        returning: list[tuple[UnderWay, Tensor]] = []  # with the memory that is being sent
+        returning: list[tuple[Pending, Tensor]] = []  # with the memory that is being sent
         for number in range(self._buffer.plan.num_rounds):
             arrived, coming = coming, self._begin(number + 1)
             for under_way in arrived.under_way:
@@ -164,7 +165,7 @@ class _Exchange:
     def _begin(self, number: int) -> _Arriving:
         """Sends this rank's pieces of the round, and receives those of the block that it owns."""
         owner = self._owned.get(number)
-        blocks, under_way = list[Tensor](), list[UnderWay]()
+        blocks, under_way = list[Tensor](), list[Pending]()
         for index, values in enumerate(self._values):
             numel, dtype = (
                 (0, None) if owner is None else (owner.in_buffer.numel, values.dtype_of(owner.name))
@@ -180,7 +181,7 @@ class _Exchange:
             blocks.append(block)
         return _Arriving(owner, blocks, under_way)
 
-    def _send_back(self, number: int, arrived: _Arriving) -> UnderWay:
+    def _send_back(self, number: int, arrived: _Arriving) -> Pending:
         """The way of `_begin`, backwards, for the first of the values."""
         block, values = arrived.blocks[0], self._values[0]
         own = self._own_piece(arrived.owner, block, values)

@@ -89,9 +89,8 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
         meet_in_call("save", everyone)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_distopt.comm.agree.SECONDS_TO_LOOK", SECONDS)
-        patch.setattr("megatron_distopt.comm.calls.SECONDS_TO_LOOK", SECONDS)
-        patch.setattr("megatron_distopt.comm.calls.default_store", lambda: store)
+        patch.setattr("megatron_distopt.comm.meeting.SECONDS_TO_LOOK", SECONDS)
+        patch.setattr("megatron_distopt.comm.meeting.default_store", lambda: store)
         case("all", lambda: [meet_in_call("save", everyone) for _ in range(20)])
         case("late", late)
         case("other", lambda: meet_in_call("load" if rank == 1 else "save", everyone))

@@ -1,0 +1,78 @@
+"""Tensors that go from some ranks of a group to some others, each between one pair, beside the
+collectives of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_distopt.comm.groups import Group, backend_of, named_losses
+from megatron_distopt.comm.pending import Pending
+from megatron_distopt.errors import InvariantError
+
+#: Where a message is matched by its tag and names the rank that was lost.
+_TAGGED_OVER = "gloo"
+#: The first tag, far from those of other messages in the same group.
+_FIRST_TAG = 1 << 26
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """A tensor and the rank of the group at its other end."""
+
+    rank: int  # that it goes to, or comes from
+    tensor: Tensor  # 1-D, contiguous, with at least one element
+
+
+def begin_travel(
+    outgoing: Sequence[Parcel],
+    incoming: Sequence[Parcel],
+    number: int,
+    group: Group,
+    and_then: Callable[[], None] | None = None,
+) -> Pending:
+    """Begins to send and to receive; every parcel that leaves a rank must be expected by the other
+    one.
+
+    Args:
+        outgoing: their tensors must not be changed until all has been waited for.
+        incoming: their tensors are filled.
+        number: the same on both ranks; no two that are under way between a pair may have the same.
+        group: of the ranks; all of them begin in the same order of numbers.
+        and_then: called by the wait, when all have arrived.
+
+    Raises:
+        RanksDisagreeError: a rank at the other end has ended before.
+    """
+    ways: list[tuple[Any, Parcel]] = [(dist.irecv, parcel) for parcel in incoming]
+    ways += [(dist.isend, parcel) for parcel in outgoing]
+    if not ways:
+        return Pending((), and_then)
+    if backend_of(ways[0][1].tensor.device, group) == _TAGGED_OVER:
+        tag = _FIRST_TAG + number
+        return Pending([_begun(begin, parcel, tag, group) for begin, parcel in ways], and_then)
+    operations = [
+        dist.P2POp(begin, parcel.tensor, group.global_rank(parcel.rank), group.own_handle)
+        for begin, parcel in ways
+    ]
+    return Pending([work.wait for work in dist.batch_isend_irecv(operations)], and_then)
+
+
+def _begun(
+    begin: Callable[..., dist.Work | None], parcel: Parcel, tag: int, group: Group
+) -> Callable[[], None]:
+    rank = group.global_rank(parcel.rank)
+    with named_losses(rank):
+        work = begin(parcel.tensor, rank, group.handle, tag)
+    if work is None:  # torch's way to say that this process is not in the group
+        raise InvariantError("The process group does not hold this rank. Report this.")
+
+    def wait() -> None:
+        with named_losses(rank):
+            work.wait()
+
+    return wait
