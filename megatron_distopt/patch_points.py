@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import zip_longest
 from types import ModuleType
@@ -94,25 +95,46 @@ class PatchPoint:
         return f"{self.module}.{self.attribute}"
 
 
-#: What ends the replacements in the script that trains.
-script_undos: list[Undo] = []
 #: Repairs of the host that are in force, which the block at the start of a run lists.
 repairs: list[object] = []
 
 
-def leave_script() -> None:
-    """Puts the functions of the script back."""
-    while script_undos:
-        script_undos[-1]()
-        script_undos.pop()
+class Undos:
+    """Puts back what was replaced: all of it, or nothing where other code has replaced some of it
+    since."""
+
+    def __init__(self) -> None:
+        self._checks: list[Undo] = []
+        self._stack = ExitStack()
+
+    def add(self, undo: Undo) -> None:
+        self._stack.callback(undo)
+
+    def replace(self, owner: Any, name: str, ours: object) -> None:
+        """Assigns to an attribute of a module or a class of the host."""
+        before = getattr(owner, name)
+
+        def check() -> None:
+            if getattr(owner, name) is not ours:
+                raise HostMismatchError(
+                    f"{owner.__name__}.{name} was replaced by other code since. Undo that "
+                    "replacement first."
+                )
+
+        self._checks.append(check)
+        setattr(owner, name, ours)
+        self.add(partial(setattr, owner, name, before))
+
+    def undo(self) -> None:
+        """Raises HostMismatchError before anything is put back. A second call does nothing."""
+        for check in self._checks:
+            check()
+        self._checks.clear()
+        self._stack.close()
 
 
-def replaced_since(place: object) -> HostMismatchError:
-    """The refusal of an undo where other code has replaced what is in the place."""
-    return HostMismatchError(
-        f"{place} was replaced by other code since. Undo that replacement first."
-    )
-
+#: Of this process: what an installation and the runs after it have replaced.
+in_force = Undos()
 
 #: A patch point, and a function from what is there to what takes its place.
 Patch = tuple[PatchPoint, Callable[[Any], Any]]
@@ -132,34 +154,28 @@ def substituted(function: Callable[..., Any], ours: Mapping[str, Any]) -> Iterat
         host.update(before)
 
 
-def rebind(olds: Sequence[Any], news: Sequence[Any]) -> None:
-    """Replaces objects by others, in every loaded module and under every name."""
-    new_of = {id(old): new for old, new in zip(olds, news, strict=False)}
+def rebind(old: object, new: object) -> None:
+    """Replaces an object by another, in every loaded module and under every name."""
     for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
-        if new_of.keys().isdisjoint(map(id, vars(module).values())):
-            continue  # thousands of modules are loaded, and this is fast
         for name, value in list(vars(module).items()):
-            if id(value) in new_of:
-                setattr(module, name, new_of[id(value)])
+            if value is old:
+                setattr(module, name, new)
 
 
-def apply(patches: Sequence[Patch]) -> Undo:
-    """Checks every patch point, makes every replacement, and only then puts them in; returns the
-    undo.
+def apply(patches: Sequence[Patch], undos: Undos) -> None:
+    """Checks every patch point, makes every replacement, and only then puts them in.
 
-    That puts the originals back, also into modules that imported a replacement by value since. It
-    refuses, and changes nothing, where other code has replaced the replacement.
+    The undo puts the originals back, also into modules that imported a replacement by value since.
     """
     originals = [point.find() for point, _ in patches]
-    before = [point.current for point, _ in patches]  # may be an earlier replacement
     ours = [replace(original) for (_, replace), original in zip(patches, originals, strict=True)]
-    rebind(before, ours)
+    for (point, _), new in zip(patches, ours, strict=True):
+        put_in(point, new, undos)
 
-    def undo() -> None:
-        for (point, _), replacement in zip(patches, ours, strict=False):
-            if point.module in sys.modules and point.current is not replacement:
-                raise replaced_since(point)
-        rebind(ours, before)
-        ours.clear()  # a second call finds nothing to do
 
-    return undo
+def put_in(point: PatchPoint, new: object, undos: Undos) -> None:
+    """Replaces what is in a patch point, whatever it is."""
+    before = point.current  # may be an earlier replacement
+    undos.replace(sys.modules[point.module], point.attribute, new)
+    rebind(before, new)
+    undos.add(partial(rebind, new, before))

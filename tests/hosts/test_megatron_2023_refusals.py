@@ -291,7 +291,11 @@ CASES: dict[str, tuple[Any, str, str]] = {
         "ConfigError",
         f'--deepspeed | {_FLAG} | "zero_optimization": {{"stage": 1}} | Drop',
     ),
-    "torch's DDP": ("--DDP-impl torch", "ConfigError", "--DDP-impl torch | Write --DDP-impl local"),
+    "torch's DDP": (
+        "--DDP-impl torch",
+        "ConfigError",
+        "DDP_impl is 'torch' | Write --DDP-impl local",
+    ),
     "no buffers": (
         "--no-contiguous-buffers-in-local-ddp",
         "ConfigError",
@@ -355,7 +359,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "FSDP": (
         lambda at: at.with_arguments(DDP_impl="FSDP"),
         "ConfigError",
-        "--DDP-impl FSDP | Write --DDP-impl local",
+        "DDP_impl is 'FSDP' | Write --DDP-impl local",
     ),
     "use_fsdp": (
         lambda at: at.with_arguments(use_fsdp=True),

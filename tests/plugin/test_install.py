@@ -34,8 +34,8 @@ def nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         installation.undo()
 
 
-def replacement(original: Callable[..., Any], config: DistOptConfig) -> Callable[..., Any]:
-    return lambda *args: ("ours", config, original)
+def build(original: Callable[..., Any], config: DistOptConfig, *args: object) -> Any:
+    return "ours", config, original
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "fake_megatron", module)
     installing = import_module("megatron_distopt.plugin.install")
     adapter: Any = ModuleType("fake_adapter")
-    adapter.replacement = replacement
+    adapter.build = build
     monkeypatch.setitem(sys.modules, "fake_adapter", adapter)
     host = Generation("fake", "", (), (PATCH_POINT,), "fake_adapter")
     monkeypatch.setattr(installing, "find_host", lambda: host)

@@ -29,12 +29,7 @@ from megatron_distopt.hosts.megatron_2023.facts import (
     check_flags,
 )
 from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
-from megatron_distopt.patch_points import Replacement, Undo, leave_script, substituted
-
-
-def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-    """What takes the place of the fork's function when the package is installed."""
-    return Replacement(original, partial(build, original, options))
+from megatron_distopt.patch_points import substituted
 
 
 def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kwargs: Any) -> Any:
@@ -67,11 +62,6 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
         )
     protect_script(optimizer, SCRIPT, host_args, optimizer.sharded.device)
     return optimizer
-
-
-def take_over(options: DistOptConfig) -> Undo:
-    """Replaces nothing; returns the undo of what a run may replace in the fork's script."""
-    return leave_script
 
 
 def _check_class(original: Callable[..., Any]) -> None:

@@ -24,7 +24,6 @@ from megatron_distopt.hosts.megatron.inner_optimizers import (
     is_sgd,
     unserved_options,
 )
-from megatron_distopt.hosts.megatron_2023.facts import NOT_CONTIGUOUS
 from megatron_distopt.hosts.start import check_dtypes
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
@@ -145,7 +144,10 @@ def check_model(
                 "wrapped by the fork's local DistributedDataParallel. Write --DDP-impl local."
             )
         if not chunk._grad_buffers:
-            raise ConfigError(f"A model chunk is without contiguous buffers. {NOT_CONTIGUOUS.text}")
+            raise ConfigError(
+                "A model chunk is without contiguous buffers, which are sharded. Drop "
+                "--no-contiguous-buffers-in-local-ddp."
+            )
         if not getattr(chunk, "_grad_buffer_param_index_map", None):
             raise HostError(
                 "The grad buffers of a model chunk have no index map, which says where each param "

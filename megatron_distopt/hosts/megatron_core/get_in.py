@@ -15,7 +15,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -36,7 +35,6 @@ from megatron_distopt.hosts.megatron_core.checkpoint import check_script_can_sav
 from megatron_distopt.hosts.megatron_core.core_muon import is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.facts import (
     ADOPTED,
-    CHAIN,
     CLASS,
     CLASS_MAY_TAKE,
     CLASS_PARAMETERS,
@@ -54,16 +52,11 @@ from megatron_distopt.hosts.megatron_core.translate import (
     merge_config,
 )
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.patch_points import Replacement, leave_script, replaced_since
+from megatron_distopt.patch_points import Undos
 from megatron_distopt.stand_ins import code_of
 
 #: Packages whose code may stand in the classes of the host's.
 _KNOWN = ("_abc", "builtins", "megatron", "megatron_distopt", "torch")
-
-
-def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-    """What takes the place of the host's factory when the package is installed."""
-    return Replacement(original, partial(build, original, options))
 
 
 def build(
@@ -100,12 +93,13 @@ def build(
         return merged
 
     merged = raise_together(merge, Group.of())
-    undo = _replace_constructors(options, merged)
+    constructors = Undos()
+    _replace_constructors(options, merged, constructors)
     try:
         with _as_usual_adam(config, merged):
             optimizer = original(config, model_chunks, *args, **kwargs)
     finally:
-        undo()
+        constructors.undo()
     optimizer.started()  # megatron-core before 0.12 puts no chain around one optimizer
     protect_script(optimizer, SCRIPT, arguments(), optimizer.ours()[0].sharded.device)
     return optimizer
@@ -135,40 +129,23 @@ def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def take_over(options: DistOptConfig) -> Callable[[], None]:
-    """Replaces the constructors and the host's load, and returns the undo; variables and configs
-    add to `options`."""
-    undo_constructors, undo_load = _replace_constructors(options), look_at_loads()
-
-    def undo() -> None:
-        leave_script()
-        undo_load()
-        undo_constructors()
-
-    return undo
+def take_over(options: DistOptConfig, undos: Undos) -> None:
+    """Replaces the constructors and the host's load; variables and configs add to `options`."""
+    if not hasattr(HostDistributedOptimizer.__init__, "replaces"):
+        check_class()
+        _replace_constructors(options, None, undos)
+    look_at_loads(undos)
 
 
-def _replace_constructors(
-    options: DistOptConfig, merged: Merged | None = None
-) -> Callable[[], None]:
-    """Returns the undo. `merged` is what all ranks have merged and checked for an optimizer that is
-    built meanwhile."""
-    before = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
-    if merged is None and hasattr(before[0], "replaces"):  # taken over already
-        return lambda: None
-    check_class()
-    of_host, of_hosts_chain = (getattr(each, "replaces", each) for each in before)
-    ours = _constructor(of_host, options, merged), _chain_constructor(of_hosts_chain)
-    HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__ = ours
-
-    def undo() -> None:
-        now = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
-        for name, found, expected in zip((CLASS, CHAIN), now, ours, strict=True):
-            if found not in (expected, *before):
-                raise replaced_since(f"{name}.__init__")
-        HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__ = before
-
-    return undo
+def _replace_constructors(options: DistOptConfig, merged: Merged | None, undos: Undos) -> None:
+    """`merged` is what all ranks have merged and checked for an optimizer that is built
+    meanwhile."""
+    of_host, of_hosts_chain = (
+        getattr(kind.__init__, "replaces", kind.__init__)
+        for kind in (HostDistributedOptimizer, HostChainedOptimizer)
+    )
+    undos.replace(HostDistributedOptimizer, "__init__", _constructor(of_host, options, merged))
+    undos.replace(HostChainedOptimizer, "__init__", _chain_constructor(of_hosts_chain))
 
 
 def check_class() -> None:

@@ -17,6 +17,7 @@ from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.megatron.flag import with_hosts_own
 from megatron_distopt.hosts.megatron.muon_groups import MUON, MuonRequest, config_for_adam
 from megatron_distopt.hosts.megatron.naming import names_by_param
+from megatron_distopt.hosts.megatron.refused import check_refused
 from megatron_distopt.hosts.megatron_core.buffers import layout_of
 from megatron_distopt.hosts.megatron_core.core_muon import (
     check_layer_wise,
@@ -142,10 +143,7 @@ def offload_of(host: Any) -> dict[str, float]:
 def _check_options(where: str, options: Any) -> None:
     """Refuses options by facts.py, and fields off their default that no version had on which this
     adapter was tried."""
-    for refused in REFUSED:
-        if refused.where == where and getattr(options, refused.option, False):
-            text = f"{refused.option} is set, and must be off with this distributed optimizer"
-            raise ConfigError(f"{text}. {refused.remedy}.")
+    check_refused(options, REFUSED)
     for field in fields(options) if is_dataclass(options) else ():
         default = None if field.default is MISSING else field.default
         if field.default_factory is not MISSING:
@@ -222,10 +220,7 @@ def _check_ddp(chunk: Any) -> None:
             f"A model chunk is {type(chunk).__name__}, and {rule}. Wrap it, or drop the flag."
         )
     _check_options("ddp_config", ddp_config)
-    # 0.9: experts cut over other groups as well
-    if getattr(getattr(chunk, "config", None), "moe_extended_tp", False):
-        text = "moe_extended_tp is set, and must be off with this distributed optimizer"
-        raise ConfigError(f"{text}. Drop --moe-extended-tp.")
+    check_refused(getattr(chunk, "config", None), REFUSED)
     if not ddp_config.use_distributed_optimizer:
         remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
         raise ConfigError(

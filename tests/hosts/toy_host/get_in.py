@@ -25,7 +25,7 @@ from megatron_distopt.layout import ParamSlot, Placement, Span, adopt
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 from megatron_distopt.optimizer.step import HostStep, run_step
-from megatron_distopt.patch_points import PatchPoint, Replacement, substituted
+from megatron_distopt.patch_points import PatchPoint, substituted
 from megatron_distopt.plugin.detect import Generation
 from megatron_distopt.session import HostState, Session, SessionCalls
 from megatron_distopt.session.announce import announce
@@ -38,10 +38,6 @@ TOY = Generation("toy", "the tests'", ("megatron.toy.optimizer",), (PATCH_POINT,
 
 
 # --- 3. the host's own factory runs
-
-
-def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-    return Replacement(original, partial(build, original, options))
 
 
 def build(original: Callable[..., Any], options: DistOptConfig, args: Any, model: Module) -> Any:
