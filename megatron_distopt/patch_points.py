@@ -49,9 +49,9 @@ class PatchPoint:
         try:
             module = import_module(self.module)
         except ImportError as error:
-            remedy = "Start in the folder of your Megatron, and mend what its import misses"
             raise UnknownHostError(
-                f"{self.module} cannot be imported ({error}). {remedy}."
+                f"{self.module} cannot be imported ({error}). Start in the folder of your "
+                "Megatron, and mend what its import misses."
             ) from error
         if not hasattr(module, self.attribute):
             raise HostMismatchError(self.missing)

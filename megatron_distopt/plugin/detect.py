@@ -159,7 +159,7 @@ def _is_importable(module: str) -> bool:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             # the module or a parent of it; anything else is what the fork itself misses
             return False
-        remedy = "Install what it misses; NVIDIA apex is built from its sources"
         raise UnknownHostError(
-            f"The Megatron here cannot be imported ({error}). {remedy}."
+            f"The Megatron here cannot be imported ({error}). Install what it misses; NVIDIA apex "
+            "is built from its sources."
         ) from error

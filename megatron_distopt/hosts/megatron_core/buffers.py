@@ -169,22 +169,16 @@ def check_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
     """
     for kind, whole in (("param", buffer.param_data), ("grad", buffer.grad_data)):
         if not whole.is_back:
-            remedy = (
-                "Call buffer.reload_from_cpu(), or what your framework has to load it, before the "
-                "step"
-            )
             raise LayoutError(
-                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). {remedy}."
+                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). Call "
+                "buffer.reload_from_cpu(), or what your framework has to load it, before the step."
             )
         first, nbytes = whole.data_ptr(), whole.element_size()
         for number, bucket in enumerate(buffer.buckets):
             if getattr(bucket, f"{kind}_data").data_ptr() != first + bucket.offset * nbytes:
-                found = (
-                    f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket "
-                    f"{number} was not"
-                )
                 raise LayoutError(
-                    f"{found}. Cut bucket.{kind}_data, params and main_grads from it anew."
+                    f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket "
+                    f"{number} was not. Cut bucket.{kind}_data, params and main_grads from it anew."
                 )
         if kind == "param" or whole.has_moved:
             _check_params_are_in(buffer, kind, whole, named)
@@ -207,6 +201,8 @@ def _check_params_are_in(
         tensor = param if kind == "param" else getattr(param, "main_grad", None)
         start, *_ = buffer.param_index_map[param]
         if tensor is None or tensor.data_ptr() != whole.data_ptr() + start * whole.element_size():
-            found = f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion)"
-            remedy = f"Write {where}.copy_(...), or change the model before it is wrapped"
-            raise LayoutError(f"{found}, and must stay in the host's {kind} buffer. {remedy}.")
+            raise LayoutError(
+                f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion), and "
+                f"must stay in the host's {kind} buffer. Write {where}.copy_(...), or change the "
+                "model before it is wrapped."
+            )

@@ -188,10 +188,10 @@ def _constructor(
             original(self, *args, **kwargs)
             return
         if type(self) is not HostDistributedOptimizer:
-            kind = f"{type(self).__module__}.{type(self).__qualname__}"
-            remedy = "Build the host's own class, or set MEGATRON_DISTOPT=0"
             raise ConfigError(
-                f"{kind} is a subclass of {CLASS}, which megatron_distopt cannot replace. {remedy}."
+                f"{type(self).__module__}.{type(self).__qualname__} is a subclass of {CLASS}, "
+                "which megatron_distopt cannot replace. Build the host's own class, or set "
+                "MEGATRON_DISTOPT=0."
             )
         call = inspect.signature(original).bind(self, *args, **kwargs).arguments
         decided = merged

@@ -48,11 +48,9 @@ class Merged:
 def check_parallel_state(is_there: bool) -> None:
     """Refuses the host's flag where process groups are missing."""
     if not is_there:
-        remedy = (
-            "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
-        )
         raise ConfigError(
-            f"use_distributed_optimizer is set, but parallel_state is not initialized. {remedy}."
+            "use_distributed_optimizer is set, but parallel_state is not initialized. Call "
+            "parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)."
         )
 
 
@@ -64,8 +62,10 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
     # what the host's own DistributedDataParallel decides
     for name, hosts_flag in HOSTS_OWN.items():
         if getattr(options, name) != OPTIONS[name].default:
-            text = f"{name} is set, and megatron-core leaves it to the host's {hosts_flag}"
-            raise ConfigError(f"{text}. Drop {flag_of(name)}.")
+            raise ConfigError(
+                f"{name} is set, and megatron-core leaves it to the host's {hosts_flag}. Drop "
+                f"{flag_of(name)}."
+            )
     hosts = MUON if is_hosts_muon(host) else host.optimizer
     own = {
         "optimizer": options.optimizer if "optimizer" in options.explicit else hosts,
@@ -150,11 +150,11 @@ def _check_options(where: str, options: Any) -> None:
             default = field.default_factory()
         value = getattr(options, field.name)
         if not is_judged(where, field.name) and value != default:
-            text = (
-                f"{field.name} is {value!r} in {type(options).__name__}, its default is {default!r}"
+            raise ConfigError(
+                f"{field.name} is {value!r} in {type(options).__name__}, its default is "
+                f"{default!r}, and megatron_distopt does not know this field. Leave {field.name} "
+                "out, or use a megatron_distopt that lists it."
             )
-            remedy = f"Leave {field.name} out, or use a megatron_distopt that lists it"
-            raise ConfigError(f"{text}, and megatron_distopt does not know this field. {remedy}.")
 
 
 def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
@@ -215,14 +215,14 @@ def _check_ddp(chunk: Any) -> None:
         or not hasattr(chunk, "bucket_groups")
         or not hasattr(chunk, "param_to_bucket_group")
     ):
-        rule = "must be wrapped by megatron.core.distributed.DistributedDataParallel"
         raise HostError(
-            f"A model chunk is {type(chunk).__name__}, and {rule}. Wrap it, or drop the flag."
+            f"A model chunk is {type(chunk).__name__}, and must be wrapped by "
+            "megatron.core.distributed.DistributedDataParallel. Wrap it, or drop the flag."
         )
     _check_options("ddp_config", ddp_config)
     check_refused(getattr(chunk, "config", None), REFUSED)
     if not ddp_config.use_distributed_optimizer:
-        remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
         raise ConfigError(
-            f"DistributedDataParallel was built without use_distributed_optimizer. {remedy}."
+            "DistributedDataParallel was built without use_distributed_optimizer. Write "
+            "DistributedDataParallelConfig(use_distributed_optimizer=True)."
         )
