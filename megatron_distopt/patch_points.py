@@ -141,9 +141,8 @@ Patch = tuple[PatchPoint, Callable[[Any], Any]]
 
 
 @contextmanager
-def substituted(function: Callable[..., Any], ours: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces names in the module of `function` while the context is active."""
-    host = function.__globals__
+def substituted(host: dict[str, Any], ours: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces names of a module, or attributes of an object, while the context is active."""
     before = {name: host[name] for name in ours if name in host}
     host.update(ours)
     try:

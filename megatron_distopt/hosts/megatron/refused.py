@@ -17,17 +17,21 @@ class Refused:
     remedy: str  # what to type instead
     values: tuple[object, ...] = ()  # those that are refused; none for whatever is truthy
 
-    def refusal(self, options: object) -> str | None:
-        """What is wrong with `options`, which may not have it at all; None where nothing is."""
+    def refusal(self, options: object, of: str = "") -> str | None:
+        """What is wrong with `options`, which may not have it at all; None where nothing is. `of`
+        says whose they are."""
         found = getattr(options, self.option, None)
         is_refused = found in self.values if self.values else bool(found)
         if not is_refused:
             return None
-        rule = "cannot be combined with this distributed optimizer"
-        return f"{self.option} is {found!r}, which {rule}. {self.remedy}."
+        return (
+            f"{self.option}{of} is {found!r}, which cannot be combined with this distributed "
+            f"optimizer. {self.remedy}."
+        )
 
 
-def check_refused(options: object, rows: Iterable[Refused]) -> None:
+def check_refused(options: object, rows: Iterable[Refused], of: str = "") -> None:
     for row in rows:
-        if (refusal := row.refusal(options)) is not None:
+        refusal = row.refusal(options, of)
+        if refusal is not None:
             raise ConfigError(refusal)

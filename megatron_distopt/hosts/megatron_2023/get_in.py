@@ -53,7 +53,7 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
     names |= {
         name: import_module(name) for name in MISSING_IMPORTS if name not in original.__globals__
     }
-    with substituted(original, names):
+    with substituted(original.__globals__, names):
         optimizer = original(*args, **kwargs)
     if not isinstance(optimizer, DistributedOptimizer):
         raise HostError(

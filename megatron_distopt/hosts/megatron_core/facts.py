@@ -105,7 +105,7 @@ SCRIPT = SCRIPT_LOAD_POINT, SCRIPT_STEP_POINT
 
 
 _WITHOUT = "or --use-distributed-optimizer"
-#: What none of its configs must have.
+#: What none of its configs and params must have.
 REFUSED = (
     Refused("optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
     Refused("use_megatron_fsdp", f"Drop --use-megatron-fsdp, {_WITHOUT}"),
@@ -115,6 +115,13 @@ REFUSED = (
     Refused("fp4_param_gather", "Drop --fp4-param-gather"),
     # 0.9: experts cut over other groups as well
     Refused("moe_extended_tp", "Drop --moe-extended-tp"),
+    # a copy of a param, which the gradient norm would count more than once
+    Refused(
+        "is_gtp_weight_remat",
+        "Leave generalized tensor parallelism out, or use the host's own optimizer",
+    ),
+    # a norm of its own, by which the param is to be clipped
+    Refused("grad_norm_group", "Leave mtp_detach_heads out, or use the host's own optimizer"),
 )
 
 #: Options of ours that it has a flag of its own for.

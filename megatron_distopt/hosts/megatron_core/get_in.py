@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -52,7 +51,7 @@ from megatron_distopt.hosts.megatron_core.translate import (
     merge_config,
 )
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.patch_points import Undos
+from megatron_distopt.patch_points import Undos, substituted
 from megatron_distopt.stand_ins import code_of
 
 #: Packages whose code may stand in the classes of the host's.
@@ -96,7 +95,7 @@ def build(
     constructors = Undos()
     _replace_constructors(options, merged, constructors)
     try:
-        with _as_usual_adam(config, merged):
+        with substituted(vars(config), _as_usual_adam(config, merged)):
             optimizer = original(config, model_chunks, *args, **kwargs)
     finally:
         constructors.undo()
@@ -105,10 +104,9 @@ def build(
     return optimizer
 
 
-@contextmanager
-def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
-    """In the block the host builds an inner optimizer in fp32 on the device, and an Adam for Muon:
-    ours replaces it.
+def _as_usual_adam(config: Any, merged: Merged) -> dict[str, object]:
+    """What the config has to say for the host to build an inner optimizer in fp32 on the device,
+    and an Adam for Muon: ours replaces it.
 
     Its optimizer keeps the config object, so a copy would not do.
     """
@@ -119,14 +117,7 @@ def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
     }
     if merged.muon is not None:
         usual |= {"optimizer": "adam", "use_distributed_optimizer": True, LAYER_WISE: False}
-    before = {name: getattr(config, name) for name in usual if hasattr(config, name)}
-    for name in before:
-        setattr(config, name, usual[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+    return {name: value for name, value in usual.items() if name in vars(config)}
 
 
 def take_over(options: DistOptConfig, undos: Undos) -> None:

@@ -63,15 +63,18 @@ class OneOptimizer(Protocol):
     def stats_group(self) -> Group: ...
 
 
+def chunks_of(optimizers: Sequence[OneOptimizer]) -> list[Any]:
+    """The model chunks of these optimizers, each once."""
+    chunks = (chunk for optimizer in optimizers for chunk in optimizer.model_chunks)
+    return list(dict.fromkeys(chunks))
+
+
 def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:
     """The model of which these optimizers, for example of dense and of expert params, update the
     part of this rank."""
     optimizers[0].sharded.check_has_params("save or load")
     ranks = ranks_of(optimizers[0].model_chunks)
-    chunks = list(
-        dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks)
-    )
-    names = global_names(chunks, ranks)
+    names = global_names(chunks_of(optimizers), ranks)
     frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
     about: dict[str, str | int] = {
         "host": "megatron-core",
@@ -131,10 +134,8 @@ def tensor_group_of(name: str, param: Parameter, chunks: Sequence[Any]) -> Any:
 
 def ranks_of(chunks: Sequence[Any]) -> ModelRanks:
     tensor = parallel_state.get_tensor_model_parallel_group()
-    expert_tensor, expert = (
-        expert_tensor_group() or tensor,
-        parallel_state.get_expert_model_parallel_group(),
-    )
+    expert_tensor = expert_tensor_group() or tensor
+    expert = parallel_state.get_expert_model_parallel_group()
     return ModelRanks(
         tensor=(tensor.rank(), tensor.size()),
         expert_tensor=(expert_tensor.rank(), expert_tensor.size()),

@@ -3,12 +3,11 @@ collective."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group
@@ -157,7 +156,7 @@ def _check_options(where: str, options: Any) -> None:
             )
 
 
-def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
+def check_model(chunks: Sequence[Any], merged: Merged) -> InnerChoice | None:
     """Checks everything about the model that this rank can see by itself.
 
     Returns the inner optimizer beside Muon, unless the host brings an object; None on a rank
@@ -177,51 +176,36 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
         _check_ddp(chunk)
-        in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]
-        named = {
-            name: param for param, name in names_by_param([chunk]).items() if param.requires_grad
-        }
+        in_chunk = names_by_param([chunk])
+        named = {name: param for param, name in in_chunk.items() if param.requires_grad}
         check_dtypes(named, config)
         for name, param in named.items():
-            # a copy that statistics here would count more than once
-            if getattr(param, "is_gtp_weight_remat", False):
-                remedy = "Leave generalized tensor parallelism out, or use the host's own optimizer"
-                raise ConfigError(
-                    f"The param {name!r} is cut by generalized tensor parallelism. {remedy}."
+            check_refused(param, REFUSED, f" of param {name!r}")
+            if param not in chunk.param_to_bucket_group:
+                raise LayoutError(
+                    f"The param {name!r} is in no buffer of its DistributedDataParallel. Unfreeze "
+                    "params before wrapping."
                 )
-            if (group := getattr(param, "grad_norm_group", None)) is not None:
-                remedy = "Leave mtp_detach_heads out, or use the host's own optimizer"
-                text = (
-                    f"The param {name!r} is to be clipped by a norm of its own "
-                    f"(grad_norm_group={group!r})"
-                )
-                raise ConfigError(f"{text}, and all params must be clipped by one. {remedy}.")
-            if param not in in_buffers:
-                text = f"The param {name!r} is in no buffer of its DistributedDataParallel"
-                raise LayoutError(f"{text}. Unfreeze params before wrapping.")
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:  # type: ignore[operator]
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             layouts.append((layout_of(buffer, names), buffer.param_data.dtype))
     if merged.muon is not None:
-        check_matrices({name: param for param, name in names.items()}, merged.muon, config, chunks)
+        by_name = {name: param for param, name in names.items()}
+        check_matrices(by_name, merged.muon, config, chunks)
     if devices:
         check_offload(layouts, config, device)
     return choice
 
 
 def _check_ddp(chunk: Any) -> None:
-    ddp_config = getattr(chunk, "ddp_config", None)
-    if (
-        ddp_config is None
-        or not hasattr(chunk, "bucket_groups")
-        or not hasattr(chunk, "param_to_bucket_group")
-    ):
+    needed = ("ddp_config", "bucket_groups", "param_to_bucket_group")
+    if not all(hasattr(chunk, name) for name in needed):
         raise HostError(
             f"A model chunk is {type(chunk).__name__}, and must be wrapped by "
             "megatron.core.distributed.DistributedDataParallel. Wrap it, or drop the flag."
         )
-    _check_options("ddp_config", ddp_config)
+    _check_options("ddp_config", chunk.ddp_config)
     check_refused(getattr(chunk, "config", None), REFUSED)
-    if not ddp_config.use_distributed_optimizer:
+    if not chunk.ddp_config.use_distributed_optimizer:
         raise ConfigError(
             "DistributedDataParallel was built without use_distributed_optimizer. Write "
             "DistributedDataParallelConfig(use_distributed_optimizer=True)."

@@ -43,7 +43,8 @@ TOY = Generation("toy", "the tests'", ("megatron.toy.optimizer",), (PATCH_POINT,
 def build(original: Callable[..., Any], options: DistOptConfig, args: Any, model: Module) -> Any:
     if not is_used(args.use_distributed_optimizer):
         return original(args, model)
-    with substituted(original, {CLASS: partial(DistributedOptimizer, options=options)}):
+    ours = {CLASS: partial(DistributedOptimizer, options=options)}
+    with substituted(original.__globals__, ours):
         return original(args, model)
 
 
