@@ -26,7 +26,12 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
-from megatron_distopt.hosts.megatron.inner_optimizers import check_is_adam, groups_of, plan_groups
+from megatron_distopt.hosts.megatron.inner_optimizers import (
+    check_is_adam,
+    groups_of,
+    inner_for,
+    plan_groups,
+)
 from megatron_distopt.hosts.megatron.muon_groups import (
     MUON,
     FusedWeights,
@@ -42,14 +47,14 @@ from megatron_distopt.hosts.megatron.naming import ModelRanks, names_by_param, p
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, dense_group, plan_grad_buffers
 from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, check_flags, has_gates
 from megatron_distopt.hosts.megatron_2023.translate import (
-    Inner,
+    as_named_by_host,
     check_model,
-    choose_for,
     merge_config,
     with_host_state,
 )
 from megatron_distopt.hosts.start import check_bucket_size, reduction_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
+from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.offload import check_offload
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
@@ -126,12 +131,15 @@ def plan_start(
     buffers = plan_grad_buffers(models, names)
     if any(buffer.is_ours for buffer in buffers):
         check_compatible(config, {Feature.FORK_EXPERTS: "a model with experts"})
-    inner = _choose(base, config, args, device, named, buffers)
-    if not hasattr(HostDistributedOptimizer, GATHERS_STATE):
+    choice, groups = _choose(base, config, args, device, named, buffers)
+    if choice.updates_whole_params:
+        check_compatible(config, {Feature.WHOLE_PARAMS: choice.name})
+    gathers_state = hasattr(HostDistributedOptimizer, GATHERS_STATE)
+    if not gathers_state:
         check_compatible(config, {Feature.PER_RANK_FILES: "per-rank files"})
-    if inner.choice.updates_whole_params and not hasattr(HostDistributedOptimizer, GATHERS_STATE):
+    if choice.updates_whole_params and not gathers_state:
         raise ConfigError(
-            f"{inner.choice.name} updates whole params, for whose state the per-rank files of this "
+            f"{choice.name} updates whole params, for whose state the per-rank files of this "
             "fork have no place. Write --optimizer adam or sgd, or --distopt-optimizer muon; or "
             "use a fork that gathers its state, as of Megatron-LM 23.06 and in Megatron-DeepSpeed."
         )
@@ -139,11 +147,11 @@ def plan_start(
     for buffer in buffers:  # one may hold fp32 params as well, whose state stays on the device
         short = {param.dtype for param in buffer.params.values()} - {torch.float32}
         layouts.append((buffer.layout, next(iter(short), torch.float32)))
-    check_offload(layouts, config, device, inner.choice)
+    check_offload(layouts, config, device, choice)
     divide_by = data.size if any(buffer.dtype is torch.float16 for buffer in buffers) else 1
     plan = StepPlan(
-        groups=plan_groups(named, inner.groups, inner.choice),
-        choice=inner.choice,
+        groups=plan_groups(named, groups, choice),
+        choice=choice,
         config=config,
         loss_scale=loss_scale_of(grad_scaler, device),
         stats_group=Group.of,
@@ -156,7 +164,9 @@ def plan_start(
         ),
     )
     how = reduction_of(config, [buffer.dtype for buffer in buffers], divide_by)
-    return Start(named, buffers, data, device, plan, how, inner.host_groups)
+    is_of_class = choice.updates_whole_params or config.optimizer == MUON
+    host_groups = groups if is_of_class else base.param_groups
+    return Start(named, buffers, data, device, plan, how, host_groups)
 
 
 def _choose(
@@ -166,13 +176,14 @@ def _choose(
     device: torch.device,
     named: Mapping[str, Parameter],
     buffers: Sequence[BufferPlan],
-) -> Inner:
-    """The inner optimizer; of Muon for matrices of layers, with an Adam beside it."""
+) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
+    """The inner optimizer and its param groups; of Muon for matrices of layers, with an Adam beside
+    it."""
     group_of = {name: plan.group for plan in buffers for name in plan.params}
+    by_host = as_named_by_host(config, base, args)
     if config.optimizer != MUON:
-        return choose_for(
-            base, config, args, device.type, TrainedParams.of(named, group_of.__getitem__)
-        )
+        trained = TrainedParams.of(named, group_of.__getitem__)
+        return inner_for(base, config, device.type, trained, named=by_host)
     check_is_adam(base)
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     name_of = {param: name for name, param in named.items()}
@@ -192,8 +203,9 @@ def _choose(
     matrices = Matrices(
         specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group())
     )
-    rest = choose_for(base, config_for_adam(config), args, device.type)
-    return Inner(muon_and_adam(rest.choice, matrices, config, request), groups, groups)
+    rest = config_for_adam(config)
+    adam, _ = inner_for(base, rest, device.type, named=config_for_adam(by_host))
+    return muon_and_adam(adam, matrices, config, request), groups
 
 
 def _fused_weights(args: Any) -> FusedWeights:
