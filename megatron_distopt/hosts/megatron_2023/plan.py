@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron import get_args
-from megatron.core import mpu, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.model.module import param_is_not_shared
 from megatron.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from torch.nn import Module, Parameter
@@ -26,26 +26,17 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
-from megatron_distopt.hosts.megatron.inner_optimizers import (
-    check_is_adam,
-    groups_of,
-    inner_for,
-    plan_groups,
-)
+from megatron_distopt.hosts.megatron.inner_optimizers import inner_for, plan_groups
 from megatron_distopt.hosts.megatron.muon_groups import (
     MUON,
-    FusedWeights,
     MuonRequest,
     config_for_adam,
-    is_matrix_of_layer,
-    matrices_of,
     muon_and_adam,
-    muon_params,
-    with_muon_groups,
 )
-from megatron_distopt.hosts.megatron.naming import ModelRanks, names_by_param, placement_of
+from megatron_distopt.hosts.megatron.naming import names_by_param
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, dense_group, plan_grad_buffers
-from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, check_flags, has_gates
+from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, check_flags
+from megatron_distopt.hosts.megatron_2023.fork_muon import muon_matrices
 from megatron_distopt.hosts.megatron_2023.translate import (
     as_named_by_host,
     check_model,
@@ -56,7 +47,6 @@ from megatron_distopt.hosts.start import check_bucket_size, reduction_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.offload import check_offload
-from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import StepPlan
 
@@ -184,51 +174,12 @@ def _choose(
     if config.optimizer != MUON:
         trained = TrainedParams.of(named, group_of.__getitem__)
         return inner_for(base, config, device.type, trained, named=by_host)
-    check_is_adam(base)
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
-    name_of = {param: name for name, param in named.items()}
-    request, fused = MuonRequest.of(config), _fused_weights(args)
-    groups = with_muon_groups(
-        groups_of(base),
-        lambda param: is_matrix_of_layer(name_of.get(param, ""), param),
-        request.options,
-    )
-    members, specs = muon_params(groups), {}
-    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    ranks = ModelRanks(tensor, tensor, is_gated=has_gates(args))
-    for name, param in ((name, param) for plan in buffers for name, param in plan.params.items()):
-        if param in members:
-            placement = placement_of(name, param, ranks, is_expert=False)
-            specs[name] = matrices_of(name, param, placement, request, fused)
-    matrices = Matrices(
-        specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group())
-    )
+    request = MuonRequest.of(config)
+    matrices, groups = muon_matrices(base, request, buffers, args)
     rest = config_for_adam(config)
     adam, _ = inner_for(base, rest, device.type, named=config_for_adam(by_host))
     return muon_and_adam(adam, matrices, config, request), groups
-
-
-def _fused_weights(args: Any) -> FusedWeights:
-    """Of what a fork's fused weights consist.
-
-    Source: `ParallelAttention` and `ParallelMLP` of Megatron-LM 23.04 to 23.08 and
-    Megatron-DeepSpeed.
-    """
-    # of a head
-    width = getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads
-    num_kv_heads = args.num_attention_heads
-    if getattr(args, "group_query_attention", True):
-        # The flag has another name in each fork.
-        given = (getattr(args, name, None) for name in ("num_key_value_heads", "num_query_groups"))
-        num_kv_heads = int(next((number for number in given if number), num_kv_heads))
-    return FusedWeights(
-        qkv="query_key_value.weight",
-        qkv_rows=(args.num_attention_heads // num_kv_heads * width, width, width),
-        kv="key_value.weight",
-        kv_rows=(width, width),
-        gated="dense_h_to_4h.weight",
-        is_gated=has_gates(args),
-    )
 
 
 def num_microbatches_of() -> Callable[[], int] | None:

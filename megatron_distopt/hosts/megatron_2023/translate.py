@@ -43,7 +43,7 @@ def merge_config(
 def with_host_state(config: DistOptConfig, args: object, device_type: str) -> DistOptConfig:
     """Takes --cpu-optimizer of a fork for all state on the host, unless the option for it is given.
 
-    On the CPU the flag names an implementation instead, see `_as_named_by_host`.
+    On the CPU the flag names an implementation instead, see `as_named_by_host`.
     """
     is_asked_for = getattr(args, "cpu_optimizer", False) and device_type != CPU
     if not is_asked_for or "offload_fraction" in config.explicit:

@@ -86,7 +86,7 @@ class CoreStep(HostStep):
             everyone=ours[0].stats_group,
             hooks=hooks,
             shows_inner=True,
-            timer=partial(timed, config.timers, barrier=config.barrier_with_L1_time),
+            timer=partial(timed, config.timers, config),
             **options,
         )
 
