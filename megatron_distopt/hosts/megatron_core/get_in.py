@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Module
 
 from megatron_distopt.comm import Group, is_initialized, meet, raise_together
-from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
+from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import ConfigError, HostMismatchError
 from megatron_distopt.hosts.megatron.flag import is_used, is_wanted
 from megatron_distopt.hosts.megatron.protecting import protect_script
@@ -223,8 +223,8 @@ def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:
                 f"The distributed optimizer is chained with {', '.join(sorted(others))}, and must "
                 "be alone in its chain. Set MEGATRON_DISTOPT=0, or use adam or sgd for all params."
             )
-        if not ours and kind is HostChainedOptimizer and switch_from(os.environ) is Switch.REQUIRE:
-            is_wanted(False)
+        if not ours and kind is HostChainedOptimizer:
+            is_wanted(False)  # refuses where the package is required
         original(self, chained_optimizers, *args, **kwargs)
         if ours:
             self.__class__ = ChainedOptimizer
