@@ -22,7 +22,7 @@ from megatron_distopt import DistOptConfig
 from megatron_distopt.comm import agree
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron.inner_optimizers import inner_for
-from megatron_distopt.hosts.megatron_2023.translate import as_named_by_host
+from megatron_distopt.hosts.megatron_2023.translate import with_host_flags
 from tests.hosts.test_promise_2023 import AdamW
 from tests.support import fork_trees
 from tests.support.mini_fork import InstalledFork, MiniFork
@@ -576,7 +576,7 @@ def test_install_when_a_fork_is_not_supported_or_not_whole_then_says_what_to_do(
 
 
 def _inner(base: Any, config: DistOptConfig, flags: Any, device: str) -> Any:
-    return inner_for(base, config, device, named=as_named_by_host(config, base, flags))
+    return inner_for(base, with_host_flags(config, base, flags, device), device)
 
 
 def _chosen(make: Any, config: DistOptConfig | None = None) -> tuple[str, Any]:
@@ -617,7 +617,7 @@ _NOT_BOTH = ("amsgrad=True, maximize=True", "Drop one of the two")
     [
         (
             torch.optim.Adam,
-            DistOptConfig(),
+            DistOptConfig(offload_fraction=0.0),
             _ON_HOST,
             "cuda",
             ("'deepspeed_cpu'", "cpu", "cuda", "adam='auto'"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron.inner_optimizers import inner_for
-from megatron_distopt.hosts.megatron_2023.translate import as_named_by_host, merge_config
+from megatron_distopt.hosts.megatron_2023.translate import merge_config, with_host_flags
 
 Build = Callable[[Any], torch.optim.Optimizer]
 VALUES, GRADS = (
@@ -64,7 +64,7 @@ def _plain(build: Build) -> Tensor:
 
 def _chosen(base: torch.optim.Optimizer, options: DistOptConfig) -> Any:
     config = merge_config(options, base, 0.0, False, None)
-    return inner_for(base, config, "cpu", named=as_named_by_host(config, base, Namespace()))
+    return inner_for(base, with_host_flags(config, base, Namespace(), "cpu"), "cpu")
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -119,12 +119,7 @@ def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def inner_for(
-    base: Optimizer,
-    config: DistOptConfig,
-    device_type: str,
-    params: TrainedParams | None = None,
-    *,
-    named: DistOptConfig | None = None,
+    base: Optimizer, config: DistOptConfig, device_type: str, params: TrainedParams | None = None
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
     """The inner optimizer and its param groups: the best implementation of what the host built, or
     that very object.
@@ -132,14 +127,12 @@ def inner_for(
     Args:
         base: what the host built; a framework may have put one of another class in its place.
         params: those that are trained; a class that updates whole params needs them.
-        named: `config` with what the host's own flags say about the inner optimizer.
     """
-    named = named or config
     kind = type(base).__name__
     is_named = "optimizer" in config.explicit
     is_known = is_adam(base) or is_sgd(base)
     unserved = unserved_options(base) if is_known else {}
-    if unserved and (is_named or named.adam != "auto"):
+    if unserved and (is_named or config.adam != "auto"):
         shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
         raise ConfigError(
             f"The host's {kind} has {shown}, which has to be off where --distopt-optimizer or an "
@@ -147,8 +140,8 @@ def inner_for(
         )
     if is_named or (is_known and not unserved):
         if is_sgd(base) and not is_named:
-            named = replace(named, optimizer="sgd")
-        choice = choose_inner(named, device_type, params)
+            config = replace(config, optimizer="sgd")
+        choice = choose_inner(config, device_type, params)
         return choice, groups_of(base, is_for_other_class=choice.updates_whole_params)
     if config.adam != "auto":
         raise ConfigError(

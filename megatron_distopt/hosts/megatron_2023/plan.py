@@ -38,10 +38,9 @@ from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, dense_group
 from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, check_flags
 from megatron_distopt.hosts.megatron_2023.fork_muon import muon_matrices
 from megatron_distopt.hosts.megatron_2023.translate import (
-    as_named_by_host,
     check_model,
     merge_config,
-    with_host_state,
+    with_host_flags,
 )
 from megatron_distopt.hosts.start import check_bucket_size, reduction_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
@@ -116,7 +115,7 @@ def plan_start(
     own = config_from_environment(os.environ, config_from_arguments(args, options))
     config = merge_config(own, base, clip_grad, count_zeros, grad_scaler)
     device = check_model(models, named, config)
-    config = with_host_state(config, args, device.type)
+    config = with_host_flags(config, base, args, device.type)
     data = dense_group()
     buffers = plan_grad_buffers(models, names)
     if any(buffer.is_ours for buffer in buffers):
@@ -170,15 +169,13 @@ def _choose(
     """The inner optimizer and its param groups; of Muon for matrices of layers, with an Adam beside
     it."""
     group_of = {name: plan.group for plan in buffers for name in plan.params}
-    by_host = as_named_by_host(config, base, args)
     if config.optimizer != MUON:
         trained = TrainedParams.of(named, group_of.__getitem__)
-        return inner_for(base, config, device.type, trained, named=by_host)
+        return inner_for(base, config, device.type, trained)
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     request = MuonRequest.of(config)
     matrices, groups = muon_matrices(base, request, buffers, args)
-    rest = config_for_adam(config)
-    adam, _ = inner_for(base, rest, device.type, named=config_for_adam(by_host))
+    adam, _ = inner_for(base, config_for_adam(config), device.type)
     return muon_and_adam(adam, matrices, config, request), groups
 
 

@@ -16,7 +16,7 @@ from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.between_steps import check_not_shared, check_own_memory
 from megatron_distopt.hosts.megatron.flag import with_hosts_own
-from megatron_distopt.hosts.megatron.inner_optimizers import is_sgd
+from megatron_distopt.hosts.megatron.inner_optimizers import is_adam
 from megatron_distopt.hosts.start import check_dtypes
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 
@@ -40,27 +40,25 @@ def merge_config(
     return with_hosts_own(options, own)
 
 
-def with_host_state(config: DistOptConfig, args: object, device_type: str) -> DistOptConfig:
-    """Takes --cpu-optimizer of a fork for all state on the host, unless the option for it is given.
+def with_host_flags(
+    config: DistOptConfig, base: Optimizer, args: object, device_type: str
+) -> DistOptConfig:
+    """Adds what the fork's base optimizer and its flags say about Adam and where it runs, unless
+    the options do.
 
-    On the CPU the flag names an implementation instead, see `as_named_by_host`.
+    --cpu-optimizer means all state on the host; on a CPU it names an implementation.
     """
-    is_asked_for = getattr(args, "cpu_optimizer", False) and device_type != CPU
-    if not is_asked_for or "offload_fraction" in config.explicit:
-        return config
-    return dataclasses.replace(config, offload_fraction=1.0)
-
-
-def as_named_by_host(config: DistOptConfig, base: Optimizer, args: object) -> DistOptConfig:
-    """Adds what the fork's base optimizer and its flags say about Adam, unless the options do."""
     own: dict[str, Any] = {}
+    on_host = getattr(args, "cpu_optimizer", False)
+    if on_host and device_type != CPU and "offload_fraction" not in config.explicit:
+        own["offload_fraction"] = 1.0
     if not getattr(base, "adam_w_mode", True) and "decay" not in config.explicit:
         own["decay"] = "l2"
-    if config.adam == "auto" and not is_sgd(base):
-        on_host = getattr(args, "cpu_optimizer", False) and not config.offload_fraction
+    if config.adam == "auto" and is_adam(base):
+        is_offloaded = own.get("offload_fraction", config.offload_fraction)
         if getattr(args, "ds_fused_adam", False):
             own["adam"] = "deepspeed"
-        elif on_host and not getattr(args, "cpu_torch_adam", False):
+        elif on_host and not getattr(args, "cpu_torch_adam", False) and not is_offloaded:
             own["adam"] = "deepspeed_cpu"
     return dataclasses.replace(config, **own)
 
