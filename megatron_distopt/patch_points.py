@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from itertools import zip_longest
 from types import ModuleType
@@ -19,7 +18,6 @@ from typing import Any
 
 from megatron_distopt.errors import HostMismatchError, UnknownHostError
 
-Undo = Callable[[], None]
 REMEDY = "Use a Megatron that docs/hosts.md lists"
 OTHER = "Take the other patcher out, or install megatron_distopt before it"
 
@@ -99,16 +97,13 @@ class PatchPoint:
 repairs: list[object] = []
 
 
-class Undos:
+class Undos(ExitStack):
     """Puts back what was replaced: all of it, or nothing where other code has replaced some of it
     since."""
 
     def __init__(self) -> None:
-        self._checks: list[Undo] = []
-        self._stack = ExitStack()
-
-    def add(self, undo: Undo) -> None:
-        self._stack.callback(undo)
+        super().__init__()
+        self._checks: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, ours: object) -> None:
         """Assigns to an attribute of a module or a class of the host."""
@@ -123,14 +118,14 @@ class Undos:
 
         self._checks.append(check)
         setattr(owner, name, ours)
-        self.add(partial(setattr, owner, name, before))
+        self.callback(setattr, owner, name, before)
 
     def undo(self) -> None:
         """Raises HostMismatchError before anything is put back. A second call does nothing."""
         for check in self._checks:
             check()
         self._checks.clear()
-        self._stack.close()
+        self.close()
 
 
 #: Of this process: what an installation and the runs after it have replaced.
@@ -177,4 +172,4 @@ def put_in(point: PatchPoint, new: object, undos: Undos) -> None:
     before = point.current  # may be an earlier replacement
     undos.replace(sys.modules[point.module], point.attribute, new)
     rebind(before, new)
-    undos.add(partial(rebind, new, before))
+    undos.callback(rebind, new, before)

@@ -31,6 +31,6 @@ def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
     apply(flags_of(host), undos)
     show_presence(SWITCHED_OFF if is_off else "")
     if not is_off:
-        fix_host()
+        fix_host(undos)
         host.take_over(DistOptConfig(), undos)
     return ours

@@ -22,7 +22,7 @@ from megatron_distopt.config import (
 )
 from megatron_distopt.errors import ConfigError, UnknownHostError
 from megatron_distopt.hosts.megatron.flag import SWITCHED_OFF
-from megatron_distopt.patch_points import Patch, Undo, apply, in_force
+from megatron_distopt.patch_points import Patch, Undos, apply, in_force
 from megatron_distopt.plugin.arguments import parser_with_ours
 from megatron_distopt.plugin.detect import Generation, find_host, recognise
 from megatron_distopt.plugin.fixes import apply_fixes, needed_fixes
@@ -81,7 +81,7 @@ def install(config: DistOptConfig | None = None) -> Installation:
     is_active = switch_from(os.environ) is not Switch.OFF
     try:
         if is_active:
-            in_force.add(fix_host())  # before anything of the host is imported
+            fix_host(in_force)  # before anything of the host is imported
             host = find_host()
             # imports it; a host that looks for entry points installs this package then
             host.factory.find()
@@ -95,7 +95,7 @@ def install(config: DistOptConfig | None = None) -> Installation:
             with suppress(UnknownHostError):
                 if recognise(importable_host(sys.path).has).parser is not None:
                     apply(flags_of(find_host()), in_force)
-        in_force.add(show_presence("" if is_active else SWITCHED_OFF))
+        in_force.callback(show_presence("" if is_active else SWITCHED_OFF))
     except Exception:
         in_force.undo()
         raise
@@ -103,12 +103,11 @@ def install(config: DistOptConfig | None = None) -> Installation:
     return _installed[0]
 
 
-def fix_host() -> Undo:
+def fix_host(undos: Undos) -> None:
     """Repairs what keeps the host from starting and has nothing to do with its optimizer, see
     plugin/fixes.py."""
-    if not fixes_from(os.environ):
-        return lambda: None
-    return apply_fixes(needed_fixes(importable_host(sys.path)))
+    if fixes_from(os.environ):
+        apply_fixes(needed_fixes(importable_host(sys.path)), undos)
 
 
 def flags_of(host: Generation) -> list[Patch]:

@@ -420,7 +420,7 @@ def _collect(rank: int, size: int, folder: Path) -> None:
             if (precision, name) in (("bf16", "norm"), ("fp32", "mains")):
                 continue
             nudge = 2.0**-19 if name == "nudged" else 0.0
-            undo = record_training(folder / f"{precision}-{name}", nudge=nudge)
+            undo = record_training(folder / f"{precision}-{name}", nudge=nudge).undo
             with mock.patch.object(step_module, *replaced.get(name, ("update_mains", update))):
                 is_ours = name == "ours" or name in replaced
                 fork.train(*words, *more, *["--bf16"] * (precision == "bf16"), ours=is_ours)
@@ -428,7 +428,7 @@ def _collect(rank: int, size: int, folder: Path) -> None:
     saved, longer = str(folder / "saved"), [*words, distributed, "--train-iters", "20"]
     fork.train(*longer, "--save", saved, "--exit-interval", "3")
     for name, loads in (("whole", []), ("loaded", ["--load", saved])):
-        undo = record_training(folder / name, 5)
+        undo = record_training(folder / name, 5).undo
         with pytest.raises(SystemExit, match=r"^0$"):
             fork.train(*longer, *loads)
         undo()
