@@ -146,8 +146,8 @@ def inner_for(
     if config.adam != "auto":
         raise ConfigError(
             f"The option adam is {config.adam} with the host's own {kind}, and takes the place of "
-            "an Adam of torch, apex, DeepSpeed or TransformerEngine alone. Write "
-            "--distopt-optimizer adam to replace it, or drop --distopt-adam."
+            "an Adam of torch, apex, DeepSpeed or TransformerEngine alone. Drop --distopt-adam, or "
+            "write --distopt-optimizer adam to replace it."
         )
     return adopt_instance(base, params, config), base.param_groups
 
