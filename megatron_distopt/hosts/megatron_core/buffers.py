@@ -35,6 +35,12 @@ def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer
     return ShardedBuffer(layout_of(buffer, name_of), rank, buffer.grad_data, buffer.param_data)
 
 
+def chunks_of(optimizers: Iterable[Any]) -> list[Any]:
+    """The chunks that hold the buffers of these optimizers of the host, each once."""
+    chunks = (chunk for optimizer in optimizers for chunk in optimizer.model_chunks)
+    return list(dict.fromkeys(chunks))
+
+
 def groups_by_name(
     named: Mapping[str, Parameter], buffers: Iterable[Any]
 ) -> Callable[[str], Group]:

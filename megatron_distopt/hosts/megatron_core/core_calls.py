@@ -157,10 +157,13 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
                 decision.norm,
                 threshold,
             )
-        if not decision.updated and decision.action is not StepAction.TOO_LARGE:
+        is_made = decision.action is StepAction.UPDATE
+        if decision.found_inf is not None:
+            is_made = decision.updated
+        if not is_made and decision.action is not StepAction.TOO_LARGE:
             return False, None, None
         zeros = (decision.stats.num_zeros or 0) if config.log_num_zeros_in_grad else None
-        return decision.updated, decision.norm, zeros
+        return is_made, decision.norm, zeros
 
     def _is_overridden(self) -> bool:
         """Whether other code has put functions of its own in the place of what the host's own step

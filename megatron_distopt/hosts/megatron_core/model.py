@@ -9,11 +9,8 @@ from pathlib import Path
 from megatron_distopt.checkpoint import WholeModel, is_checkpoint
 from megatron_distopt.comm import Group, exchange_together, raise_together
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
-from megatron_distopt.hosts.megatron_core.model_parallel import (
-    OneOptimizer,
-    chunks_of,
-    whole_model_of,
-)
+from megatron_distopt.hosts.megatron_core.buffers import chunks_of
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.session import HostState
 

@@ -20,6 +20,7 @@ from megatron_distopt.hosts.megatron.naming import (
     placement_of,
 )
 from megatron_distopt.hosts.megatron.saving import options_of_run
+from megatron_distopt.hosts.megatron_core.buffers import chunks_of
 from megatron_distopt.hosts.megatron_core.facts import arguments
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.optimizer.main_params import MainGrads
@@ -61,12 +62,6 @@ class OneOptimizer(Protocol):
     def is_duplicate(self, name: str) -> bool: ...
     @property
     def stats_group(self) -> Group: ...
-
-
-def chunks_of(optimizers: Sequence[OneOptimizer]) -> list[Any]:
-    """The model chunks of these optimizers, each once."""
-    chunks = (chunk for optimizer in optimizers for chunk in optimizer.model_chunks)
-    return list(dict.fromkeys(chunks))
 
 
 def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:

@@ -15,11 +15,7 @@ from megatron_distopt.errors import HostError, LayoutError
 from megatron_distopt.hosts.between_steps import notice_for, raising
 from megatron_distopt.hosts.megatron.timers import timed
 from megatron_distopt.hosts.megatron_core.buffers import check_are_in
-from megatron_distopt.hosts.megatron_core.model_parallel import (
-    OneOptimizer,
-    PreparedStep,
-    chunks_of,
-)
+from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.step import (
@@ -114,7 +110,7 @@ class CoreStep(HostStep):
         if self.ours[0].ddp_config.overlap_param_gather:
             return
         with self.timer("params-all-gather"):
-            for chunk in chunks_of(self.ours):
+            for chunk in dict.fromkeys(chunk for each in self.ours for chunk in each.model_chunks):
                 chunk.start_param_sync()
 
     def end(self, decisions: Sequence[StepDecision]) -> None:
