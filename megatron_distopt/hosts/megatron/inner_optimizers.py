@@ -119,7 +119,12 @@ def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def inner_for(
-    base: Optimizer, config: DistOptConfig, device_type: str, params: TrainedParams | None = None
+    base: Optimizer,
+    config: DistOptConfig,
+    device_type: str,
+    params: TrainedParams | None = None,
+    *,
+    always_replaced: bool = False,
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
     """The inner optimizer and its param groups: the best implementation of what the host built, or
     that very object.
@@ -127,16 +132,17 @@ def inner_for(
     Args:
         base: what the host built; a framework may have put one of another class in its place.
         params: those that are trained; a class that updates whole params needs them.
+        always_replaced: whether an Adam or SGD of the host is never used itself.
     """
     kind = type(base).__name__
     is_named = "optimizer" in config.explicit
     is_known = is_adam(base) or is_sgd(base)
     unserved = unserved_options(base) if is_known else {}
-    if unserved and (is_named or config.adam != "auto"):
+    if unserved and (always_replaced or is_named or config.adam != "auto"):
         shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
         raise ConfigError(
-            f"The host's {kind} has {shown}, which has to be off where --distopt-optimizer or an "
-            "implementation of Adam is named. Drop one of the two."
+            f"The host's {kind} has {shown}, and what takes its place does not have that. Drop one "
+            "of the two: these options, or the flag that replaces the host's optimizer."
         )
     if is_named or (is_known and not unserved):
         if is_sgd(base) and not is_named:

@@ -34,16 +34,13 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
 from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
 from megatron_distopt.hosts.megatron.inner_optimizers import (
     groups_of,
     inner_for,
     is_adam,
-    is_sgd,
     plan_groups,
-    unserved_options,
 )
 from megatron_distopt.hosts.megatron.muon_groups import config_for_adam, muon_and_adam
 from megatron_distopt.hosts.megatron.naming import names_by_param
@@ -273,14 +270,7 @@ def _inner_for(
         return choose_inner(config, device_type, params), []
     if _is_hosts_offloading(optimizer):
         return choose_inner(config, device_type), groups_of(optimizer)
-    known = is_adam(optimizer) or is_sgd(optimizer)
-    if known and (unserved := unserved_options(optimizer)):
-        shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
-        raise ConfigError(
-            f"The host's {type(optimizer).__name__} has {shown}, which must be off with this "
-            "optimizer. Drop it."
-        )
-    return inner_for(optimizer, config, device_type, params)
+    return inner_for(optimizer, config, device_type, params, always_replaced=True)
 
 
 def _is_hosts_offloading(optimizer: Optimizer) -> bool:
