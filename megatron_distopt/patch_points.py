@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import zip_longest
@@ -18,7 +18,6 @@ from typing import Any
 
 from megatron_distopt.errors import HostMismatchError, UnknownHostError
 
-Undo = Callable[[], None]
 REMEDY = "Use a Megatron that docs/hosts.md lists"
 OTHER = "Take the other patcher out, or install megatron_distopt before it"
 
@@ -48,9 +47,9 @@ class PatchPoint:
         try:
             module = import_module(self.module)
         except ImportError as error:
-            remedy = "Start in the folder of your Megatron, and mend what its import misses"
             raise UnknownHostError(
-                f"{self.module} cannot be imported ({error}). {remedy}."
+                f"{self.module} cannot be imported ({error}). Start in the folder of your "
+                "Megatron, and mend what its import misses."
             ) from error
         if not hasattr(module, self.attribute):
             raise HostMismatchError(self.missing)
@@ -94,34 +93,51 @@ class PatchPoint:
         return f"{self.module}.{self.attribute}"
 
 
-#: What ends the replacements in the script that trains.
-script_undos: list[Undo] = []
 #: Repairs of the host that are in force, which the block at the start of a run lists.
 repairs: list[object] = []
 
 
-def leave_script() -> None:
-    """Puts the functions of the script back."""
-    while script_undos:
-        script_undos[-1]()
-        script_undos.pop()
+class Undos(ExitStack):
+    """Puts back what was replaced: all of it, or nothing where other code has replaced some of it
+    since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._checks: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, ours: object) -> None:
+        """Assigns to an attribute of a module or a class of the host."""
+        before = getattr(owner, name)
+
+        def check() -> None:
+            if getattr(owner, name) is not ours:
+                raise HostMismatchError(
+                    f"{owner.__name__}.{name} was replaced by other code since. Undo that "
+                    "replacement first."
+                )
+
+        self._checks.append(check)
+        setattr(owner, name, ours)
+        self.callback(setattr, owner, name, before)
+
+    def undo(self) -> None:
+        """Raises HostMismatchError before anything is put back. A second call does nothing."""
+        for check in self._checks:
+            check()
+        self._checks.clear()
+        self.close()
 
 
-def replaced_since(place: object) -> HostMismatchError:
-    """The refusal of an undo where other code has replaced what is in the place."""
-    return HostMismatchError(
-        f"{place} was replaced by other code since. Undo that replacement first."
-    )
-
+#: Of this process: what an installation and the runs after it have replaced.
+in_force = Undos()
 
 #: A patch point, and a function from what is there to what takes its place.
 Patch = tuple[PatchPoint, Callable[[Any], Any]]
 
 
 @contextmanager
-def substituted(function: Callable[..., Any], ours: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces names in the module of `function` while the context is active."""
-    host = function.__globals__
+def substituted(host: dict[str, Any], ours: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces names of a module, or attributes of an object, while the context is active."""
     before = {name: host[name] for name in ours if name in host}
     host.update(ours)
     try:
@@ -132,34 +148,28 @@ def substituted(function: Callable[..., Any], ours: Mapping[str, Any]) -> Iterat
         host.update(before)
 
 
-def rebind(olds: Sequence[Any], news: Sequence[Any]) -> None:
-    """Replaces objects by others, in every loaded module and under every name."""
-    new_of = {id(old): new for old, new in zip(olds, news, strict=False)}
+def rebind(old: object, new: object) -> None:
+    """Replaces an object by another, in every loaded module and under every name."""
     for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
-        if new_of.keys().isdisjoint(map(id, vars(module).values())):
-            continue  # thousands of modules are loaded, and this is fast
         for name, value in list(vars(module).items()):
-            if id(value) in new_of:
-                setattr(module, name, new_of[id(value)])
+            if value is old:
+                setattr(module, name, new)
 
 
-def apply(patches: Sequence[Patch]) -> Undo:
-    """Checks every patch point, makes every replacement, and only then puts them in; returns the
-    undo.
+def apply(patches: Sequence[Patch], undos: Undos) -> None:
+    """Checks every patch point, makes every replacement, and only then puts them in.
 
-    That puts the originals back, also into modules that imported a replacement by value since. It
-    refuses, and changes nothing, where other code has replaced the replacement.
+    The undo puts the originals back, also into modules that imported a replacement by value since.
     """
     originals = [point.find() for point, _ in patches]
-    before = [point.current for point, _ in patches]  # may be an earlier replacement
     ours = [replace(original) for (_, replace), original in zip(patches, originals, strict=True)]
-    rebind(before, ours)
+    for (point, _), new in zip(patches, ours, strict=True):
+        put_in(point, new, undos)
 
-    def undo() -> None:
-        for (point, _), replacement in zip(patches, ours, strict=False):
-            if point.module in sys.modules and point.current is not replacement:
-                raise replaced_since(point)
-        rebind(ours, before)
-        ours.clear()  # a second call finds nothing to do
 
-    return undo
+def put_in(point: PatchPoint, new: object, undos: Undos) -> None:
+    """Replaces what is in a patch point, whatever it is."""
+    before = point.current  # may be an earlier replacement
+    undos.replace(sys.modules[point.module], point.attribute, new)
+    rebind(before, new)
+    undos.callback(rebind, new, before)

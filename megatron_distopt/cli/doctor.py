@@ -44,8 +44,9 @@ from megatron_distopt.config import (
     switch_from,
 )
 from megatron_distopt.errors import ConfigError, DistOptError
-from megatron_distopt.hosts.megatron_2023.facts import CONFLICTS, FLAG
-from megatron_distopt.hosts.megatron_core.facts import REFUSED
+from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
+from megatron_distopt.hosts.megatron_2023.facts import FLAG
+from megatron_distopt.hosts.megatron_core import facts as core
 from megatron_distopt.plugin.arguments import HOSTS_FLAG, add_arguments, check_spelling
 from megatron_distopt.plugin.detect import MEGATRON_CORE, Generation, recognise
 from megatron_distopt.plugin.entry_point_block import GROUP
@@ -299,16 +300,10 @@ def check_launch_flags(
         else:
             yield noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")
     if is_given:
-        for conflict in CONFLICTS:
-            if conflict.applies_to(parsed):
-                yield problem(_LAUNCH, "conflict", conflict.text)
-        for each in REFUSED if generation is MEGATRON_CORE else ():
-            if getattr(parsed, each.option, False):
-                text = (
-                    f"{each.option} is on and must be off with this distributed optimizer. "
-                    f"{each.remedy}."
-                )
-                yield problem(_LAUNCH, "conflict", text)
+        rows = core.REFUSED if generation is MEGATRON_CORE else megatron_2023.REFUSED
+        for refusal in (row.refusal(parsed) for row in rows):
+            if refusal is not None:
+                yield problem(_LAUNCH, "conflict", refusal)
     yield from _refusals(_LAUNCH, "our flags", partial(config_from_arguments, parsed))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import UnknownHostError
 from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_core import facts as megatron_core
-from megatron_distopt.patch_points import PatchPoint, Replacement
+from megatron_distopt.patch_points import PatchPoint, Replacement, Undos
 from megatron_distopt.version import MEGATRON_CORE as RELEASES
 
 
@@ -57,15 +58,13 @@ class Generation:
 
     def replacement(self, original: Callable[..., Any], options: DistOptConfig) -> Replacement:
         """Makes what takes the place of the host's factory; imports the host."""
-        ours: Replacement = import_module(self.adapter).replacement(original, options)
-        return ours
+        return Replacement(original, partial(import_module(self.adapter).build, original, options))
 
-    def take_over(self, options: DistOptConfig) -> Callable[[], None]:
-        """Replaces what other factories than the host's own construct, where there are any; returns
-        the undo."""
-        take_over: Callable[[DistOptConfig], Callable[[], None]]
-        take_over = getattr(import_module(self.adapter), "take_over", lambda options: lambda: None)
-        return take_over(options)
+    def take_over(self, options: DistOptConfig, undos: Undos) -> None:
+        """Replaces what other factories than the host's own construct, where there are any."""
+        adapter = import_module(self.adapter)
+        if hasattr(adapter, "take_over"):
+            adapter.take_over(options, undos)
 
 
 MEGATRON_CORE = Generation(
@@ -160,7 +159,7 @@ def _is_importable(module: str) -> bool:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             # the module or a parent of it; anything else is what the fork itself misses
             return False
-        remedy = "Install what it misses; NVIDIA apex is built from its sources"
         raise UnknownHostError(
-            f"The Megatron here cannot be imported ({error}). {remedy}."
+            f"The Megatron here cannot be imported ({error}). Install what it misses; NVIDIA apex "
+            "is built from its sources."
         ) from error

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_distopt.comm import show_presence
 from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
 from megatron_distopt.hosts.megatron.flag import SWITCHED_OFF
-from megatron_distopt.patch_points import Replacement, apply
+from megatron_distopt.patch_points import Replacement, Undos, apply
 from megatron_distopt.plugin.detect import find_host
 from megatron_distopt.plugin.install import fix_host, flags_of
 
@@ -27,9 +27,10 @@ def distopt(original: Callable[..., Any]) -> Callable[..., Any]:
         return original
     host, is_off = find_host(), switch_from(os.environ) is Switch.OFF
     ours = original if is_off else host.replacement(host.factory.checked(original), DistOptConfig())
-    apply(flags_of(host))
+    undos = Undos()  # a fork that asks for the package has it until the process ends
+    apply(flags_of(host), undos)
     show_presence(SWITCHED_OFF if is_off else "")
     if not is_off:
-        fix_host()
-        host.take_over(DistOptConfig())
+        fix_host(undos)
+        host.take_over(DistOptConfig(), undos)
     return ours

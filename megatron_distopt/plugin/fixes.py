@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_distopt.errors import UnknownHostError
-from megatron_distopt.patch_points import Undo, repairs
+from megatron_distopt.patch_points import Undos, repairs
 from megatron_distopt.plugin.fork_source import SourceTree
 
 
@@ -38,7 +38,8 @@ class Fix:
     #: first. Stand-ins for them exist only while the host's module is imported, so that other
     #: packages do not take them for the real ones.
     absent: tuple[str, ...] = ()
-    after: Callable[[ModuleType], Undo] = lambda module: lambda: None  # acts on the executed module
+    # acts on the executed module
+    after: Callable[[ModuleType, Undos], None] = lambda module, undos: None
 
     def is_needed(self, source: str) -> bool:
         if self.absent:
@@ -67,16 +68,15 @@ class Fix:
         return f"{self.module}: {self.what}"
 
 
-def no_deepspeed_config(module: ModuleType) -> Undo:
+def no_deepspeed_config(module: ModuleType, undos: Undos) -> None:
     """Puts the default into the class of parsed arguments, where it is read and does not get into
     checkpoints."""
-    if hasattr(argparse.Namespace, "deepspeed_config_dict"):
-        return lambda: None
-    argparse.Namespace.deepspeed_config_dict = None  # type: ignore[attr-defined]
-    return lambda: delattr(argparse.Namespace, "deepspeed_config_dict")
+    if not hasattr(argparse.Namespace, "deepspeed_config_dict"):
+        argparse.Namespace.deepspeed_config_dict = None  # type: ignore[attr-defined]
+        undos.callback(delattr, argparse.Namespace, "deepspeed_config_dict")
 
 
-def contiguous_attention(module: ModuleType) -> Undo:
+def contiguous_attention(module: ModuleType, undos: Undos) -> None:
     owner: Any = module.CoreAttention
     original = owner.forward
 
@@ -92,8 +92,7 @@ def contiguous_attention(module: ModuleType) -> Undo:
         tensors = [tensor.contiguous() for tensor in (query_layer, key_layer, value_layer)]
         return original(attention, *tensors, *args, **kwargs)
 
-    owner.forward = forward
-    return lambda: setattr(owner, "forward", original)
+    undos.replace(owner, "forward", forward)
 
 
 #: Seen with torch 2.13 and DeepSpeed 0.19. An import that is not indented stands in no `try`.
@@ -146,39 +145,35 @@ def needed_fixes(tree: SourceTree, fixes: Sequence[Fix] = FIXES) -> tuple[Fix, .
     )
 
 
-def apply_fixes(fixes: Sequence[Fix]) -> Undo:
+def apply_fixes(fixes: Sequence[Fix], undos: Undos) -> None:
     """Makes fixes that are not in force yet: around the import of their modules, or at once where
     one is loaded.
 
-    Returns the undo. Modules that were imported meanwhile keep the stand-ins that they imported.
+    Modules that were imported meanwhile keep the stand-ins that they imported after the undo.
     """
     new = [fix for fix in fixes if fix not in repairs]
-    finder = _FixingFinder([fix for fix in new if fix.module not in sys.modules])
+    finder = _FixingFinder([fix for fix in new if fix.module not in sys.modules], undos)
     for fix in new:
         if fix.module in sys.modules:  # it may be in the middle of its import
-            finder.undos.enter_context(fix.stand_ins())
-            finder.undos.callback(fix.after(sys.modules[fix.module]))
+            undos.enter_context(fix.stand_ins())
+            fix.after(sys.modules[fix.module], undos)
+        repairs.append(fix)
+        undos.callback(repairs.remove, fix)
     sys.meta_path.insert(0, finder)
-    repairs.extend(new)
-
-    def undo() -> None:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-        finder.undos.close()
-        while new:
-            repairs.remove(new.pop())
-
-    return undo
+    undos.callback(finder.leave)
 
 
 class _FixingFinder(MetaPathFinder):
     """Finds modules as Python and the other import hooks of the process do, and makes fixes around
     their execution."""
 
-    def __init__(self, fixes: Sequence[Fix]) -> None:
-        self.undos = ExitStack()
-        self._fixes = fixes
+    def __init__(self, fixes: Sequence[Fix], undos: Undos) -> None:
+        self._fixes, self._undos = fixes, undos
         self._searching: set[str] = set()
+
+    def leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: object = None
@@ -207,7 +202,7 @@ class _FixingFinder(MetaPathFinder):
                 stand_ins.enter_context(fix.stand_ins())
             execute(module)
         for fix in fixes:
-            self.undos.callback(fix.after(module))
+            fix.after(module, self._undos)
 
 
 class _RefusingModule(ModuleType):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_distopt.comm import show_presence
 from megatron_distopt.config import (
@@ -22,7 +22,7 @@ from megatron_distopt.config import (
 )
 from megatron_distopt.errors import ConfigError, UnknownHostError
 from megatron_distopt.hosts.megatron.flag import SWITCHED_OFF
-from megatron_distopt.patch_points import Patch, Undo, apply
+from megatron_distopt.patch_points import Patch, Undos, apply, in_force
 from megatron_distopt.plugin.arguments import parser_with_ours
 from megatron_distopt.plugin.detect import Generation, find_host, recognise
 from megatron_distopt.plugin.fixes import apply_fixes, needed_fixes
@@ -35,8 +35,6 @@ class Installation:
 
     config: DistOptConfig  # the options in force, as far as no flag says more
     is_active: bool  # False where MEGATRON_DISTOPT=0 keeps the host as it is
-    # the first may refuse; it puts the patch points back
-    _undos: tuple[Undo, ...] = field(repr=False)
 
     def undo(self) -> None:
         """Puts every attribute of the host back; a second call does nothing.
@@ -45,8 +43,7 @@ class Installation:
             HostMismatchError: other code has replaced one of them since.
         """
         if self in _installed:
-            for undo in self._undos:
-                undo()
+            in_force.undo()
             _installed.remove(self)
 
 
@@ -82,38 +79,35 @@ def install(config: DistOptConfig | None = None) -> Installation:
             )
         return _installed[0]
     is_active = switch_from(os.environ) is not Switch.OFF
-    undos: list[Undo] = []
     try:
         if is_active:
-            undos.append(fix_host())  # before anything of the host is imported
+            fix_host(in_force)  # before anything of the host is imported
             host = find_host()
             # imports it; a host that looks for entry points installs this package then
             host.factory.find()
             factory = host.factory, lambda original: host.replacement(original, options)
-            undos.insert(0, apply([factory, *flags_of(host)]))
-            undos.insert(1, host.take_over(options))
+            apply([factory, *flags_of(host)], in_force)
+            host.take_over(options, in_force)
         else:
             # A launch script keeps its --distopt flags: they are parsed and ignored. A host without
             # a parser is not imported, because nothing is to happen where the package is switched
             # off.
             with suppress(UnknownHostError):
                 if recognise(importable_host(sys.path).has).parser is not None:
-                    undos.append(apply(flags_of(find_host())))
-        undos.append(show_presence("" if is_active else SWITCHED_OFF))
+                    apply(flags_of(find_host()), in_force)
+        in_force.callback(show_presence("" if is_active else SWITCHED_OFF))
     except Exception:
-        for undo in undos:
-            undo()
+        in_force.undo()
         raise
-    _installed.append(Installation(config, is_active, tuple(undos)))
+    _installed.append(Installation(config, is_active))
     return _installed[0]
 
 
-def fix_host() -> Undo:
+def fix_host(undos: Undos) -> None:
     """Repairs what keeps the host from starting and has nothing to do with its optimizer, see
     plugin/fixes.py."""
-    if not fixes_from(os.environ):
-        return lambda: None
-    return apply_fixes(needed_fixes(importable_host(sys.path)))
+    if fixes_from(os.environ):
+        apply_fixes(needed_fixes(importable_host(sys.path)), undos)
 
 
 def flags_of(host: Generation) -> list[Patch]:

@@ -37,7 +37,7 @@ from megatron_distopt.hosts.megatron_2023.facts import STEP_POINT
 from megatron_distopt.hosts.megatron_core.facts import SCRIPT_STEP_POINT
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
-from megatron_distopt.patch_points import REMEDY, Undo
+from megatron_distopt.patch_points import REMEDY, Undos
 from megatron_distopt.plugin.fixes import Fix, apply_fixes, needed_fixes
 from megatron_distopt.plugin.fork_source import importable_host
 
@@ -104,7 +104,7 @@ class RecordedRun:
         return np.frombuffer(samples, np.float32).astype(np.float64)
 
 
-def record_training(folder: str | Path, iterations: float = math.inf, nudge: float = 0.0) -> Undo:
+def record_training(folder: str | Path, iterations: float = math.inf, nudge: float = 0.0) -> Undos:
     """Wraps the `train_step` of the Megatron that can be imported, when it is.
 
     Args:
@@ -126,10 +126,12 @@ def record_training(folder: str | Path, iterations: float = math.inf, nudge: flo
         raise UnknownHostError(
             f"{' or '.join(map(str, points))} is to be recorded, and is not here. {REMEDY}."
         )
-    return apply_fixes(needed)
+    undos = Undos()
+    apply_fixes(needed, undos)
+    return undos
 
 
-def _wrap(folder: Path, iterations: float, nudge: float, module: ModuleType) -> Undo:
+def _wrap(folder: Path, iterations: float, nudge: float, module: ModuleType, undos: Undos) -> None:
     original = vars(module)["train_step"]
     recorder = _StepRecorder(folder, iterations, nudge, original)
 
@@ -137,8 +139,7 @@ def _wrap(folder: Path, iterations: float, nudge: float, module: ModuleType) -> 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         return recorder.step(*args, **kwargs)
 
-    vars(module).update(train_step=train_step)
-    return lambda: vars(module).update(train_step=original)
+    undos.replace(module, "train_step", train_step)
 
 
 class _StepRecorder:

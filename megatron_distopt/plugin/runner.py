@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
 from megatron_distopt.errors import ConfigError, DistOptError
+from megatron_distopt.patch_points import in_force
 from megatron_distopt.plugin.install import fix_host, install
 from megatron_distopt.plugin.recording import (
     ITERATIONS_VARIABLE,
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.path[0] = os.path.dirname(script)  # python -m put the working directory there
     try:
         if RECORD_VARIABLE in os.environ:
-            fix_host()  # the host with its own optimizer starts as it does with ours
+            fix_host(in_force)  # the host with its own optimizer starts as it does with ours
             iterations = int(os.environ[ITERATIONS_VARIABLE])
             nudge = float(os.environ[NUDGE_VARIABLE])
             record_training(os.environ[RECORD_VARIABLE], iterations, nudge)

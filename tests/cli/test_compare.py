@@ -36,6 +36,7 @@ from megatron_distopt.cli.main import main
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import ConfigError, HostError
 from megatron_distopt.optimizer import step as step_module
+from megatron_distopt.patch_points import Undos
 from megatron_distopt.plugin import recording
 from megatron_distopt.plugin.recording import RecordedRun, record_training
 from tests.cli.test_compare_verdict import Training
@@ -420,7 +421,7 @@ def _collect(rank: int, size: int, folder: Path) -> None:
             if (precision, name) in (("bf16", "norm"), ("fp32", "mains")):
                 continue
             nudge = 2.0**-19 if name == "nudged" else 0.0
-            undo = record_training(folder / f"{precision}-{name}", nudge=nudge)
+            undo = record_training(folder / f"{precision}-{name}", nudge=nudge).undo
             with mock.patch.object(step_module, *replaced.get(name, ("update_mains", update))):
                 is_ours = name == "ours" or name in replaced
                 fork.train(*words, *more, *["--bf16"] * (precision == "bf16"), ours=is_ours)
@@ -428,7 +429,7 @@ def _collect(rank: int, size: int, folder: Path) -> None:
     saved, longer = str(folder / "saved"), [*words, distributed, "--train-iters", "20"]
     fork.train(*longer, "--save", saved, "--exit-interval", "3")
     for name, loads in (("whole", []), ("loaded", ["--load", saved])):
-        undo = record_training(folder / name, 5)
+        undo = record_training(folder / name, 5).undo
         with pytest.raises(SystemExit, match=r"^0$"):
             fork.train(*longer, *loads)
         undo()
@@ -508,7 +509,7 @@ def test_recorder_when_a_step_ends_early_or_the_optimizer_has_its_own_step_then_
     module = ModuleType("training")
     vars(module).update(train_step=train_step)
     everyone = SimpleNamespace(of=lambda: SimpleNamespace(rank=0))
-    recording._wrap(tmp_path, 2, 0.0, module)
+    recording._wrap(tmp_path, 2, 0.0, module, Undos())
     with mock.patch.object(recording, "Group", everyone):
         for ends in (True, False):
             module.train_step([model], optimizer, ends)
@@ -530,7 +531,7 @@ def test_recorder_when_its_steps_are_done_or_it_finds_no_model_then_the_training
 
     module = ModuleType("training")
     vars(module).update(train_step=train_step)
-    recording._wrap(tmp_path, 2, 0.0, module)
+    recording._wrap(tmp_path, 2, 0.0, module, Undos())
     with mock.patch.object(recording, "Group", mock.Mock()) as group:
         group.of.return_value = SimpleNamespace(rank=0, size=1)
         module.train_step([model], other=optimizer)

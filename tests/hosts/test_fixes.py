@@ -20,7 +20,7 @@ import torch
 
 from megatron_distopt.config import config_from_environment, fixes_from
 from megatron_distopt.errors import ConfigError, HostError
-from megatron_distopt.patch_points import repairs
+from megatron_distopt.patch_points import Undos, repairs
 from megatron_distopt.plugin.fixes import FIXES, Fix, apply_fixes, needed_fixes
 from megatron_distopt.plugin.fork_source import SourceTree
 from tests.support.fork_trees import write_tree
@@ -88,7 +88,8 @@ def test_stand_in_when_the_module_is_there_or_its_package_is_not_then_it_is_not_
 
 def test_fixes_when_applied_then_the_host_works_and_undo_takes_them_back(tree: SourceTree) -> None:
     assert needed_fixes(tree, ALL) == ALL
-    undo = apply_fixes(ALL)
+    undos = Undos()
+    apply_fixes(ALL, undos)
     assert tuple(repairs) == ALL
     try:
         vision, attention = (
@@ -108,8 +109,8 @@ def test_fixes_when_applied_then_the_host_works_and_undo_takes_them_back(tree: S
             with pytest.raises(HostError, match="absent_package"):
                 use()
     finally:
-        undo()
-        undo()
+        undos.undo()
+        undos.undo()
     assert repairs == []
     assert not hasattr(Namespace(), "deepspeed_config_dict")
     with pytest.raises(RuntimeError):
@@ -149,10 +150,11 @@ def test_fixes_when_the_user_has_an_import_hook_then_both_act_once(
     tree: SourceTree, is_first: bool
 ) -> None:
     hook, mended = _UsersHook(), []
-    fix = replace(ALL[2], after=lambda module: (mended.append(module.__name__), lambda: None)[1])
+    fix = replace(ALL[2], after=lambda module, undos: mended.append(module.__name__))
     if is_first:
         sys.meta_path.insert(0, hook)
-    undo = apply_fixes((fix,))
+    undos = Undos()
+    apply_fixes((fix,), undos)
     if not is_first:
         sys.meta_path.insert(0, hook)
     try:
@@ -160,7 +162,7 @@ def test_fixes_when_the_user_has_an_import_hook_then_both_act_once(
         assert (hook.seen, mended) == (["hurt.model"], ["hurt.model"])
     finally:
         sys.meta_path.remove(hook)
-        undo()
+        undos.undo()
 
 
 def test_fixes_when_the_module_is_loaded_already_then_it_is_mended_at_once(
@@ -168,9 +170,10 @@ def test_fixes_when_the_module_is_loaded_already_then_it_is_mended_at_once(
 ) -> None:
     owner = import_module("hurt.model").CoreAttention
     original = owner.forward
-    undo = apply_fixes(ALL[2:])
+    undos = Undos()
+    apply_fixes(ALL[2:], undos)
     assert owner.forward is not original
-    undo()
+    undos.undo()
     assert owner.forward is original
 
 
@@ -178,7 +181,7 @@ def test_fixes_when_applied_in_the_middle_of_an_import_then_they_hold_for_the_re
     tree: SourceTree,
 ) -> None:
     vision = ModuleType("hurt.vision")
-    vars(vision)["mend"] = lambda: (apply_fixes((STAND_IN,)), None)[1]
+    vars(vision)["mend"] = lambda: apply_fixes((STAND_IN,), Undos())
     sys.modules["hurt.vision"] = vision
     try:
         exec(f"import gc\nmend()\ngc.collect()\n{FILES['hurt/vision.py']}", vars(vision))

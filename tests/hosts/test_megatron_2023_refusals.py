@@ -21,7 +21,8 @@ import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.comm import meeting
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron_2023.translate import choose_for
+from megatron_distopt.hosts.megatron.inner_optimizers import inner_for
+from megatron_distopt.hosts.megatron_2023.translate import with_host_flags
 from tests.hosts.test_promise_2023 import AdamW
 from tests.support import fork_trees
 from tests.support.mini_fork import InstalledFork, MiniFork
@@ -291,7 +292,11 @@ CASES: dict[str, tuple[Any, str, str]] = {
         "ConfigError",
         f'--deepspeed | {_FLAG} | "zero_optimization": {{"stage": 1}} | Drop',
     ),
-    "torch's DDP": ("--DDP-impl torch", "ConfigError", "--DDP-impl torch | Write --DDP-impl local"),
+    "torch's DDP": (
+        "--DDP-impl torch",
+        "ConfigError",
+        "DDP_impl is 'torch' | Write --DDP-impl local",
+    ),
     "no buffers": (
         "--no-contiguous-buffers-in-local-ddp",
         "ConfigError",
@@ -355,7 +360,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "FSDP": (
         lambda at: at.with_arguments(DDP_impl="FSDP"),
         "ConfigError",
-        "--DDP-impl FSDP | Write --DDP-impl local",
+        "DDP_impl is 'FSDP' | Write --DDP-impl local",
     ),
     "use_fsdp": (
         lambda at: at.with_arguments(use_fsdp=True),
@@ -504,7 +509,7 @@ def test_rank_when_it_is_switched_off_then_the_other_says_which(
 def test_inner_when_the_fork_wants_torchs_on_the_cpu_then_the_best_there_is() -> None:
     base = torch.optim.Adam([torch.zeros(1)])
     flags = SimpleNamespace(cpu_optimizer=True, cpu_torch_adam=True)
-    assert choose_for(base, DistOptConfig(), flags, "cpu").choice.name == "torch_fused"
+    assert _inner(base, DistOptConfig(), flags, "cpu")[0].name == "torch_fused"
 
 
 _APEX = "from apex.optimizers import FusedAdam\n"
@@ -570,13 +575,16 @@ def test_install_when_a_fork_is_not_supported_or_not_whole_then_says_what_to_do(
     assert_mentions(refused_forks[name].text, *FORKS[name][-1].split(" | "))
 
 
+def _inner(base: Any, config: DistOptConfig, flags: Any, device: str) -> Any:
+    return inner_for(base, with_host_flags(config, base, flags, device), device)
+
+
 def _chosen(make: Any, config: DistOptConfig | None = None) -> tuple[str, Any]:
     """The name of what is chosen, and what it builds."""
     param = torch.ones(4)
     base = make([{"params": [param]}])
-    inner = choose_for(base, config or DistOptConfig(), SimpleNamespace(), "cpu")
-    built = inner.choice.build([dict(group) for group in inner.groups])
-    return inner.choice.name, built if built is not base else base
+    choice, groups = _inner(base, config or DistOptConfig(), SimpleNamespace(), "cpu")
+    return choice.name, choice.build([dict(group) for group in groups])
 
 
 def test_inner_when_ours_does_the_same_as_the_forks_then_it_is_replaced() -> None:
@@ -609,7 +617,7 @@ _NOT_BOTH = ("amsgrad=True, maximize=True", "Drop one of the two")
     [
         (
             torch.optim.Adam,
-            DistOptConfig(),
+            DistOptConfig(offload_fraction=0.0),
             _ON_HOST,
             "cuda",
             ("'deepspeed_cpu'", "cpu", "cuda", "adam='auto'"),
@@ -631,7 +639,7 @@ def test_inner_when_what_is_asked_for_cannot_take_the_place_of_the_forks_then_re
 ) -> None:
     groups = [{"params": [torch.zeros(1)]}]
     assert_mentions(
-        refused(ConfigError, lambda: choose_for(base(groups), config, flags, device)), *mentions
+        refused(ConfigError, lambda: _inner(base(groups), config, flags, device)), *mentions
     )
 
 

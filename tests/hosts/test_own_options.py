@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron_2023.translate import choose_for, merge_config
+from megatron_distopt.hosts.megatron.inner_optimizers import inner_for
+from megatron_distopt.hosts.megatron_2023.translate import merge_config, with_host_flags
 
 Build = Callable[[Any], torch.optim.Optimizer]
 VALUES, GRADS = (
@@ -63,7 +64,7 @@ def _plain(build: Build) -> Tensor:
 
 def _chosen(base: torch.optim.Optimizer, options: DistOptConfig) -> Any:
     config = merge_config(options, base, 0.0, False, None)
-    return choose_for(base, config, Namespace(), "cpu")
+    return inner_for(base, with_host_flags(config, base, Namespace(), "cpu"), "cpu")
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -71,9 +72,10 @@ def test_base_optimizer_of_2023_when_it_has_options_of_its_own_then_it_is_used_i
     name: str,
 ) -> None:
     base = OWN[name]([VALUES.clone().requires_grad_()])
-    inner, main = _chosen(base, DistOptConfig(updates=SAID.get(name))), VALUES.clone()
-    groups = [{**group, "params": [main]} for group in inner.groups]
-    assert torch.equal(_trained(main, inner.choice.build(groups)), _plain(OWN[name]))
+    choice, groups = _chosen(base, DistOptConfig(updates=SAID.get(name)))
+    main = VALUES.clone()
+    inner = choice.build([{**group, "params": [main]} for group in groups])
+    assert torch.equal(_trained(main, inner), _plain(OWN[name]))
 
 
 def test_base_optimizer_of_2023_when_it_has_options_that_the_named_adam_has_not_then_refused() -> (

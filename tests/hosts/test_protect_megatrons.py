@@ -330,7 +330,7 @@ def test_run_when_a_snapshot_would_lack_something_then_refused_on_all_ranks(
 
 
 def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    from megatron_distopt.patch_points import leave_script
+    from megatron_distopt.patch_points import in_force
     from tests.support.core_script import ScriptOfCore
 
     _with_every_snapshot()
@@ -362,7 +362,7 @@ def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
     run("to disk", folder / "other", train_iters=NEWEST, save=str(disk), save_at=[NEWEST])
     run("whole from disk", folder / "another", disk, whole)
     assert script.training.train_step is not own
-    leave_script()
+    in_force.undo()
     assert script.training.train_step is own
     return found
 

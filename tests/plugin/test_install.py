@@ -14,7 +14,7 @@ import pytest
 
 from megatron_distopt import DistOptConfig, Installation, install
 from megatron_distopt.errors import ConfigError, HostMismatchError, UnknownHostError
-from megatron_distopt.patch_points import PatchPoint
+from megatron_distopt.patch_points import PatchPoint, Undos
 from megatron_distopt.plugin.detect import Generation
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
@@ -34,8 +34,8 @@ def nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         installation.undo()
 
 
-def replacement(original: Callable[..., Any], config: DistOptConfig) -> Callable[..., Any]:
-    return lambda *args: ("ours", config, original)
+def build(original: Callable[..., Any], config: DistOptConfig, *args: object) -> Any:
+    return "ours", config, original
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "fake_megatron", module)
     installing = import_module("megatron_distopt.plugin.install")
     adapter: Any = ModuleType("fake_adapter")
-    adapter.replacement = replacement
+    adapter.build = build
     monkeypatch.setitem(sys.modules, "fake_adapter", adapter)
     host = Generation("fake", "", (), (PATCH_POINT,), "fake_adapter")
     monkeypatch.setattr(installing, "find_host", lambda: host)
@@ -146,6 +146,34 @@ def test_undo_when_called_then_the_host_is_as_it_was_and_a_second_call_does_noth
     first.undo()
     assert host.get_megatron_optimizer(None, []) == ("ours", second.config, original)
     assert install(DistOptConfig(nonfinite="log")) is second is not first
+
+
+def test_undo_when_other_code_replaced_a_constructor_since_then_refused_and_all_of_it_stays(
+    host: Any,
+) -> None:
+    class HostClass:
+        pass
+
+    def constructor(self: object) -> None:
+        pass
+
+    def take_over(options: DistOptConfig, undos: Undos) -> None:
+        undos.replace(HostClass, "__init__", constructor)
+
+    adapter: Any = sys.modules["fake_adapter"]
+    adapter.take_over = take_over
+    original = host.get_megatron_optimizer
+    installation = install()
+    ours = host.get_megatron_optimizer
+    setattr(HostClass, "__init__", lambda self: None)  # noqa: B010
+    with pytest.raises(HostMismatchError) as error:
+        installation.undo()
+    assert_mentions(error.value, "HostClass.__init__", "Undo that replacement first.")
+    assert host.get_megatron_optimizer is ours is not original
+    setattr(HostClass, "__init__", constructor)  # noqa: B010
+    installation.undo()
+    assert host.get_megatron_optimizer is original
+    assert HostClass.__init__ is object.__init__
 
 
 def test_install_when_the_host_looks_different_then_refused_and_nothing_is_installed(

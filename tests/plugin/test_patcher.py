@@ -11,7 +11,7 @@ import pytest
 
 import megatron_distopt
 from megatron_distopt.errors import DistOptError, HostMismatchError, UnknownHostError
-from megatron_distopt.patch_points import PatchPoint, apply
+from megatron_distopt.patch_points import PatchPoint, Undos, apply
 from tests.support.refusals import assert_mentions
 
 HOST = """
@@ -55,20 +55,26 @@ def ours(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: f"ours in place of {original(*args, **kwargs)}"
 
 
+def put_in(*patch_points: PatchPoint) -> Undos:
+    undos = Undos()
+    apply([(patch_point, ours) for patch_point in patch_points], undos)
+    return undos
+
+
 def snapshot(*modules: Any) -> list[tuple[object, object]]:
     return [(module.make_optimizer, module.make_scheduler) for module in modules]
 
 
 def refused(*patch_points: PatchPoint) -> DistOptError:
     with pytest.raises(DistOptError) as error:
-        apply([(patch_point, ours) for patch_point in patch_points])
+        put_in(*patch_points)
     return error.value
 
 
 def test_apply_when_the_patch_point_fits_then_importers_by_value_are_rebound(
     host: Any, trainer: Any
 ) -> None:
-    apply([(OPTIMIZER, ours)])
+    put_in(OPTIMIZER)
     assert trainer.make_optimizer is host.make_optimizer
     assert trainer.make_optimizer("config", []) == "ours in place of host's for config"
     assert trainer.make_scheduler is host.make_scheduler
@@ -80,7 +86,7 @@ def test_apply_when_a_module_has_another_object_of_that_name_then_it_is_left_alo
 ) -> None:
     own = module_of("fake_other", monkeypatch, HOST)
     before = own.make_optimizer
-    undo = apply([(OPTIMIZER, ours)])
+    undo = put_in(OPTIMIZER).undo
     assert own.make_optimizer is before
     late = module_of("fake_late", monkeypatch, HOST)
     of_late = late.make_optimizer
@@ -92,7 +98,7 @@ def test_undo_when_a_module_imported_ours_by_value_since_then_it_has_the_origina
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(host)
-    undo = apply([(OPTIMIZER, ours), (SCHEDULER, ours)])
+    undo = put_in(OPTIMIZER, SCHEDULER).undo
     late = module_of(
         "fake_late", monkeypatch, "from fake_host import make_optimizer, make_scheduler"
     )
@@ -106,7 +112,7 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes
     patch_point: PatchPoint, host: Any, trainer: Any
 ) -> None:
     before = snapshot(host, trainer)
-    undo = apply([(OPTIMIZER, ours), (SCHEDULER, ours)])
+    undo = put_in(OPTIMIZER, SCHEDULER).undo
     installed = getattr(host, patch_point.attribute)
     setattr(host, patch_point.attribute, ours(installed))
     replaced = snapshot(host, trainer)
@@ -115,6 +121,8 @@ def test_undo_when_somebody_replaced_ours_since_then_refused_and_nothing_changes
     assert_mentions(error.value, str(patch_point), "Undo that replacement first.")
     assert snapshot(host, trainer) == replaced
     setattr(host, patch_point.attribute, installed)
+    undo()
+    assert snapshot(host, trainer) == before
     undo()
     assert snapshot(host, trainer) == before
 
@@ -130,11 +138,11 @@ def test_apply_when_the_second_replacement_cannot_be_made_then_the_first_is_not_
         raise RuntimeError("cannot be made")
 
     with pytest.raises(RuntimeError, match=r"^cannot be made$"):
-        apply([(OPTIMIZER, ours), (SCHEDULER, fail)])
+        apply([(OPTIMIZER, ours), (SCHEDULER, fail)], Undos())
     assert seen == [host.make_scheduler, *before]
     assert snapshot(host, trainer) == before
     # Nothing is left behind that would be taken for somebody else's.
-    apply([(OPTIMIZER, ours), (SCHEDULER, ours)])()
+    put_in(OPTIMIZER, SCHEDULER).undo()
     assert snapshot(host, trainer) == before
 
 
@@ -205,7 +213,7 @@ def test_apply_when_a_loaded_module_computes_its_attributes_then_it_is_not_asked
 ) -> None:
     monkeypatch.setitem(sys.modules, "fake_lazy", CannotLookUp("fake_lazy"))
     monkeypatch.setitem(sys.modules, "fake_not_a_module", object())
-    apply([(OPTIMIZER, ours)])
+    put_in(OPTIMIZER)
     assert host.make_optimizer("config", []) == "ours in place of host's for config"
 
 

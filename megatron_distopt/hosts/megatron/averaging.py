@@ -10,7 +10,7 @@ from weakref import ref
 
 from megatron_distopt.comm import Group, raise_together
 from megatron_distopt.errors import HostMismatchError
-from megatron_distopt.patch_points import PatchPoint, Replacement, apply, script_undos
+from megatron_distopt.patch_points import PatchPoint, Replacement, apply, in_force
 from megatron_distopt.session import SessionCalls
 
 #: Those that are evaluated, in one order on all ranks.
@@ -29,9 +29,8 @@ def average_evaluation(optimizers: Sequence[Any], evaluate: PatchPoint) -> None:
             )
             raise HostMismatchError(f"{evaluate.missing} {remedy}")
         if not evaluate.is_replaced:
-            script_undos.append(
-                apply([(evaluate, lambda found: Replacement(found, partial(_evaluate, found)))])
-            )
+            ours = (evaluate, lambda found: Replacement(found, partial(_evaluate, found)))
+            apply([ours], in_force)
 
     _evaluated.clear()
     if optimizers[0].sharded.config.ema_eval:

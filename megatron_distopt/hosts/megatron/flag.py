@@ -20,9 +20,9 @@ def is_wanted(has_flag: bool) -> bool:
     MEGATRON_DISTOPT=require."""
     switch = switch_from(os.environ)
     if switch is Switch.REQUIRE and not has_flag:
-        remedy = "Add --use-distributed-optimizer, or unset the variable"
         raise ConfigError(
-            f"MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. {remedy}."
+            "MEGATRON_DISTOPT=require, and the run is without use_distributed_optimizer. Add "
+            "--use-distributed-optimizer, or unset the variable."
         )
     return has_flag and switch is not Switch.OFF
 
@@ -50,6 +50,8 @@ def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptCon
     for name in own:
         given, value = getattr(options, name), getattr(merged, name)
         if name in options.explicit and given != value:
-            found = f"{name} is {given!r} in DistOptConfig(...), and the host's own is {value!r}"
-            raise ConfigError(f"{found}. Drop it there, and give the host's flag that value.")
+            raise ConfigError(
+                f"{name} is {given!r} in DistOptConfig(...), and the host's own is {value!r}. Drop "
+                "it there, and give the host's flag that value."
+            )
     return merged

@@ -7,15 +7,19 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.param_groups import check_options
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError
+from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.main_params import ParamGroup
+from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 
 #: Classes that can be replaced by another implementation of the same formula, by package; a user's
 #: own class of the same name is not meant.
@@ -103,12 +107,55 @@ def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
     for name in (*_HYPERPARAMETERS, *_ABOUT_KERNELS, "decoupled_weight_decay"):
         usual.pop(name, None)
     groups = [optimizer.defaults, *optimizer.param_groups]
+    if getattr(optimizer, "wd_after_momentum", False):  # apex's SGD
+        groups.append({"wd_after_momentum": True})
+        usual["wd_after_momentum"] = False
     return {
         name: group[name]
         for group in groups
         for name in usual
         if group.get(name, usual[name]) != usual[name]
     }
+
+
+def inner_for(
+    base: Optimizer,
+    config: DistOptConfig,
+    device_type: str,
+    params: TrainedParams | None = None,
+    *,
+    always_replaced: bool = False,
+) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
+    """The inner optimizer and its param groups: the best implementation of what the host built, or
+    that very object.
+
+    Args:
+        base: what the host built; a framework may have put one of another class in its place.
+        params: those that are trained; a class that updates whole params needs them.
+        always_replaced: whether an Adam or SGD of the host is never used itself.
+    """
+    kind = type(base).__name__
+    is_named = "optimizer" in config.explicit
+    is_known = is_adam(base) or is_sgd(base)
+    unserved = unserved_options(base) if is_known else {}
+    if unserved and (always_replaced or is_named or config.adam != "auto"):
+        shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
+        raise ConfigError(
+            f"The host's {kind} has {shown}, and what takes its place does not have that. Drop one "
+            "of the two: these options, or the flag that replaces the host's optimizer."
+        )
+    if is_named or (is_known and not unserved):
+        if is_sgd(base) and not is_named:
+            config = replace(config, optimizer="sgd")
+        choice = choose_inner(config, device_type, params)
+        return choice, groups_of(base, is_for_other_class=choice.updates_whole_params)
+    if config.adam != "auto":
+        raise ConfigError(
+            f"The option adam is {config.adam} with the host's own {kind}, and takes the place of "
+            "an Adam of torch, apex, DeepSpeed or TransformerEngine alone. Drop --distopt-adam, or "
+            "write --distopt-optimizer adam to replace it."
+        )
+    return adopt_instance(base, params, config), base.param_groups
 
 
 def check_is_adam(base: Optimizer) -> None:

@@ -76,10 +76,8 @@ def _number(
     part: str, parent: str, modules: Mapping[str, Module], path: str, expert: tuple[int, int]
 ) -> str:
     if parent in _EXPERT_LISTS:
-        here = sum(
-            1 for other in modules if re.fullmatch(rf"{re.escape(path[: -len(part)])}\d+", other)
-        )
-        return str(int(part) + expert[0] * here)
+        experts = modules[path.removesuffix(f".{part}")]
+        return str(int(part) + expert[0] * len(list(experts.children())))
     layer_number = getattr(modules.get(path), "layer_number", None)
     return str(layer_number - 1) if isinstance(layer_number, int) else part
 

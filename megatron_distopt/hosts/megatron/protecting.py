@@ -37,7 +37,7 @@ from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError
 from megatron_distopt.formats.recognise import TRACKER
-from megatron_distopt.patch_points import OTHER, PatchPoint, Replacement, apply, script_undos
+from megatron_distopt.patch_points import OTHER, PatchPoint, Replacement, apply, in_force
 from megatron_distopt.session import SessionCalls
 
 _log = logging.getLogger("megatron_distopt")
@@ -94,8 +94,8 @@ def protect_script(
         if not step.is_replaced:
             ours = ((load, _load_checkpoint), (step, _train_step))
             try:
-                script_undos.append(
-                    apply([(point, partial(_replacement, function)) for point, function in ours])
+                apply(
+                    [(point, partial(_replacement, function)) for point, function in ours], in_force
                 )
             except HostError as error:
                 raise type(error)(f"{error} Or {_LEAVE_OUT}.") from error

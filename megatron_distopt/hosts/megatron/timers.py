@@ -10,16 +10,14 @@ from megatron_distopt.comm import profiled
 
 
 @contextmanager
-def timed(timers: Any, name: str, *, barrier: bool) -> Iterator[None]:
+def timed(timers: Any, options: object, name: str) -> Iterator[None]:
     """Times what runs in the block with the host's timer of that name, if it has `timers`, and
-    names it in a profiler.
-
-    `barrier`: ranks wait for each other before.
-    """
+    names it in a profiler. `options` of the host say whether ranks wait for each other before."""
     with profiled(name):
         if timers is None:
             yield
             return
+        barrier = getattr(options, "barrier_with_L1_time", False)
         timers(name, log_level=1).start(barrier=barrier)
         try:
             yield

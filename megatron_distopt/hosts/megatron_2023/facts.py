@@ -8,9 +8,7 @@ Megatron-DeepSpeed), which the first data-parallel rank gathers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron_distopt.errors import ConfigError
+from megatron_distopt.hosts.megatron.refused import Refused, check_refused
 from megatron_distopt.patch_points import PatchPoint
 
 #: The factory that the training module imports by value.
@@ -62,57 +60,29 @@ MISSING_IMPORTS = ("torch",)
 FLAG = "use_distributed_optimizer"
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """An option of the fork that cannot be combined with the flag."""
-
-    option: str  # its name in `args`
-    value: object  # the value that conflicts; True also stands for anything truthy
-    text: str  # what is wrong, and what to type instead
-
-    def applies_to(self, options: object) -> bool:
-        found = getattr(options, self.option, None)
-        return bool(found) if self.value is True else found is not None and found == self.value
-
-
-_LOCAL = (
-    "The run has --DDP-impl {}, and the buffers of the local one are sharded. Write --DDP-impl "
-    "local."
-)
-_OFF = (
-    "{0} cannot be combined with --use-distributed-optimizer. Drop {0}, or "
-    "--use-distributed-optimizer."
-)
-NOT_CONTIGUOUS = Conflict(
-    "use_contiguous_buffers_in_local_ddp",
-    False,
-    "The flag --no-contiguous-buffers-in-local-ddp is given, and the contiguous buffers are "
-    "sharded. Drop --no-contiguous-buffers-in-local-ddp.",
-)
-CONFLICTS = (
-    Conflict(
+_WITHOUT = "or --use-distributed-optimizer"
+#: What the parsed arguments must not have.
+REFUSED = (
+    Refused(
         "deepspeed",
-        True,
-        "--deepspeed cannot be combined with --use-distributed-optimizer, because the DeepSpeed "
-        "engine owns gradients "
-        "and optimizer. Drop --deepspeed to train with this optimizer, or drop "
-        "--use-distributed-optimizer and write "
-        '"zero_optimization": {"stage": 1} in the DeepSpeed config.',
+        "The DeepSpeed engine owns gradients and optimizer. Drop --deepspeed to train with this "
+        "optimizer, or drop --use-distributed-optimizer and write "
+        '"zero_optimization": {"stage": 1} in the DeepSpeed config',
     ),
-    Conflict("DDP_impl", "torch", _LOCAL.format("torch")),
-    Conflict("DDP_impl", "FSDP", _LOCAL.format("FSDP")),
-    NOT_CONTIGUOUS,
-    Conflict("use_fsdp", True, _OFF.format("--use-fsdp")),
-    Conflict("use_torch_fsdp2", True, _OFF.format("--use-torch-fsdp2")),
+    Refused("DDP_impl", "Write --DDP-impl local", ("torch", "FSDP")),
+    Refused(
+        "use_contiguous_buffers_in_local_ddp", "Drop --no-contiguous-buffers-in-local-ddp", (False,)
+    ),
+    Refused("use_fsdp", f"Drop --use-fsdp, {_WITHOUT}"),
+    Refused("use_torch_fsdp2", f"Drop --use-torch-fsdp2, {_WITHOUT}"),
 )
 
 
 def check_flags(args: object) -> None:
     """Refuses options that cannot be combined with the flag, where the parsed `args` have the
     flag."""
-    for conflict in CONFLICTS:
-        if getattr(args, FLAG, False) and conflict.applies_to(args):
-            raise ConfigError(conflict.text)
+    if getattr(args, FLAG, False):
+        check_refused(args, REFUSED)
 
 
 def has_gates(args: object) -> bool:

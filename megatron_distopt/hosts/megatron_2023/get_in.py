@@ -29,12 +29,7 @@ from megatron_distopt.hosts.megatron_2023.facts import (
     check_flags,
 )
 from megatron_distopt.hosts.megatron_2023.optimizer import DistributedOptimizer
-from megatron_distopt.patch_points import Replacement, Undo, leave_script, substituted
-
-
-def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-    """What takes the place of the fork's function when the package is installed."""
-    return Replacement(original, partial(build, original, options))
+from megatron_distopt.patch_points import substituted
 
 
 def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +53,7 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
     names |= {
         name: import_module(name) for name in MISSING_IMPORTS if name not in original.__globals__
     }
-    with substituted(original, names):
+    with substituted(original.__globals__, names):
         optimizer = original(*args, **kwargs)
     if not isinstance(optimizer, DistributedOptimizer):
         raise HostError(
@@ -69,11 +64,6 @@ def build(original: Callable[..., Any], options: DistOptConfig, *args: Any, **kw
     return optimizer
 
 
-def take_over(options: DistOptConfig) -> Undo:
-    """Replaces nothing; returns the undo of what a run may replace in the fork's script."""
-    return leave_script
-
-
 def _check_class(original: Callable[..., Any]) -> None:
     remedy = (
         "Use a fork that docs/hosts.md lists, or call megatron_distopt.DistributedOptimizer in it"
@@ -82,13 +72,11 @@ def _check_class(original: Callable[..., Any]) -> None:
         raise HostMismatchError(
             f"The module of {PATCH_POINT} has no {CLASS}, which it has to build. {remedy}."
         )
-    found = inspect.signature(original.__globals__[CLASS].__init__).parameters
-    needed = {
-        name for name, each in list(found.items())[1:] if each.default is inspect.Parameter.empty
-    }
+    found = inspect.signature(original.__globals__[CLASS]).parameters
+    needed = {name for name, each in found.items() if each.default is inspect.Parameter.empty}
     if not needed <= set(CLASS_PARAMETERS) <= found.keys():
         raise HostMismatchError(
-            f"The constructor of {CLASS} takes ({', '.join(list(found)[1:])}). It has to take "
+            f"The constructor of {CLASS} takes ({', '.join(found)}). It has to take "
             f"{', '.join(CLASS_PARAMETERS)}. {remedy}."
         )
 
@@ -98,12 +86,11 @@ def _construct(
 ) -> DistributedOptimizer:
     """The fork may give its arguments in any order that its own signature allows, and more than we
     know."""
-    signature = inspect.signature(host_class.__init__)  # type: ignore[misc]
-    bound = signature.bind(None, *args, **kwargs)
+    signature = inspect.signature(host_class)
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()  # the fork may leave out what it has a default for
     given = dict(bound.arguments)
     known = {name: given.pop(name) for name in CLASS_PARAMETERS}
-    given.pop(next(iter(signature.parameters)))  # self
     unlike = {
         name: value for name, value in given.items() if value != signature.parameters[name].default
     }

@@ -7,6 +7,7 @@ groups it uses. It does not run the fork's constructor, which knows CUDA tensors
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -22,12 +23,13 @@ from megatron_distopt.comm import Field, Group, compare, exchange, raise_togethe
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import AccessError, HostError
 from megatron_distopt.hosts.megatron.averaging import average_evaluation
+from megatron_distopt.hosts.megatron.timers import timed
 from megatron_distopt.hosts.megatron_2023.buffers import main_grads
 from megatron_distopt.hosts.megatron_2023.checkpoint import ForkCheckpoints
 from megatron_distopt.hosts.megatron_2023.facts import EVALUATE_POINT
 from megatron_distopt.hosts.megatron_2023.model import ForkModel
 from megatron_distopt.hosts.megatron_2023.plan import Start, plan_start
-from megatron_distopt.hosts.megatron_2023.step import ForkStep, add_up_over_model_ranks, phases
+from megatron_distopt.hosts.megatron_2023.step import ForkStep, add_up_over_model_ranks
 from megatron_distopt.hosts.megatron_2023.watch import Watch
 from megatron_distopt.hosts.start import begin_communication, clear_grads
 from megatron_distopt.optimizer.inner import is_torchs
@@ -131,7 +133,7 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
         self.fork.used_grads.look()
         with self.fork.communication.watch:
             add_up_over_model_ranks(self, args, timers)
-        with phases(args, timers)("grads-reduce-scatter"):
+        with timed(timers, args, "grads-reduce-scatter"):
             self.fork.communication.reduce()
 
     @_disable_dynamo
@@ -164,7 +166,7 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
             everyone=self.stats_group,
             hooks=self.session.hooks,
             shows_inner=True,
-            timer=phases(args, timers),
+            timer=partial(timed, timers, args),
         )
         (decision,) = run_step(step)
         if decision.action is StepAction.SKIP:
@@ -178,7 +180,7 @@ class DistributedOptimizer(SessionCalls, HostDistributedOptimizer):
     @torch.no_grad()
     def gather_model_params(self, args: Any = None, timers: Any = None) -> None:
         """Collective: every rank gets the new params."""
-        with phases(args, timers)("params-all-gather"):
+        with timed(timers, args, "params-all-gather"):
             self.fork.communication.gather()
         self.fork.used_grads.mark()
 

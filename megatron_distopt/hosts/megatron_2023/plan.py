@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron import get_args
-from megatron.core import mpu, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.model.module import param_is_not_shared
 from megatron.optimizer.distrib_optimizer import DistributedOptimizer as HostDistributedOptimizer
 from torch.nn import Module, Parameter
@@ -26,32 +26,26 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
-from megatron_distopt.hosts.megatron.inner_optimizers import check_is_adam, groups_of, plan_groups
+from megatron_distopt.hosts.megatron.inner_optimizers import inner_for, plan_groups
 from megatron_distopt.hosts.megatron.muon_groups import (
     MUON,
-    FusedWeights,
     MuonRequest,
     config_for_adam,
-    is_matrix_of_layer,
-    matrices_of,
     muon_and_adam,
-    muon_params,
-    with_muon_groups,
 )
-from megatron_distopt.hosts.megatron.naming import ModelRanks, names_by_param, placement_of
+from megatron_distopt.hosts.megatron.naming import names_by_param
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, dense_group, plan_grad_buffers
-from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, check_flags, has_gates
+from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, check_flags
+from megatron_distopt.hosts.megatron_2023.fork_muon import muon_matrices
 from megatron_distopt.hosts.megatron_2023.translate import (
-    Inner,
     check_model,
-    choose_for,
     merge_config,
-    with_host_state,
+    with_host_flags,
 )
 from megatron_distopt.hosts.start import check_bucket_size, reduction_of
 from megatron_distopt.layout import ParamSpec, default_bucket_size, lay_out
+from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.offload import check_offload
-from megatron_distopt.optimizer.owners.sharded_muon import Matrices
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import StepPlan
 
@@ -121,17 +115,20 @@ def plan_start(
     own = config_from_environment(os.environ, config_from_arguments(args, options))
     config = merge_config(own, base, clip_grad, count_zeros, grad_scaler)
     device = check_model(models, named, config)
-    config = with_host_state(config, args, device.type)
+    config = with_host_flags(config, base, args, device.type)
     data = dense_group()
     buffers = plan_grad_buffers(models, names)
     if any(buffer.is_ours for buffer in buffers):
         check_compatible(config, {Feature.FORK_EXPERTS: "a model with experts"})
-    inner = _choose(base, config, args, device, named, buffers)
-    if not hasattr(HostDistributedOptimizer, GATHERS_STATE):
+    choice, groups = _choose(base, config, args, device, named, buffers)
+    if choice.updates_whole_params:
+        check_compatible(config, {Feature.WHOLE_PARAMS: choice.name})
+    gathers_state = hasattr(HostDistributedOptimizer, GATHERS_STATE)
+    if not gathers_state:
         check_compatible(config, {Feature.PER_RANK_FILES: "per-rank files"})
-    if inner.choice.updates_whole_params and not hasattr(HostDistributedOptimizer, GATHERS_STATE):
+    if choice.updates_whole_params and not gathers_state:
         raise ConfigError(
-            f"{inner.choice.name} updates whole params, for whose state the per-rank files of this "
+            f"{choice.name} updates whole params, for whose state the per-rank files of this "
             "fork have no place. Write --optimizer adam or sgd, or --distopt-optimizer muon; or "
             "use a fork that gathers its state, as of Megatron-LM 23.06 and in Megatron-DeepSpeed."
         )
@@ -139,11 +136,11 @@ def plan_start(
     for buffer in buffers:  # one may hold fp32 params as well, whose state stays on the device
         short = {param.dtype for param in buffer.params.values()} - {torch.float32}
         layouts.append((buffer.layout, next(iter(short), torch.float32)))
-    check_offload(layouts, config, device, inner.choice)
+    check_offload(layouts, config, device, choice)
     divide_by = data.size if any(buffer.dtype is torch.float16 for buffer in buffers) else 1
     plan = StepPlan(
-        groups=plan_groups(named, inner.groups, inner.choice),
-        choice=inner.choice,
+        groups=plan_groups(named, groups, choice),
+        choice=choice,
         config=config,
         loss_scale=loss_scale_of(grad_scaler, device),
         stats_group=Group.of,
@@ -156,7 +153,9 @@ def plan_start(
         ),
     )
     how = reduction_of(config, [buffer.dtype for buffer in buffers], divide_by)
-    return Start(named, buffers, data, device, plan, how, inner.host_groups)
+    is_of_class = choice.updates_whole_params or config.optimizer == MUON
+    host_groups = groups if is_of_class else base.param_groups
+    return Start(named, buffers, data, device, plan, how, host_groups)
 
 
 def _choose(
@@ -166,57 +165,18 @@ def _choose(
     device: torch.device,
     named: Mapping[str, Parameter],
     buffers: Sequence[BufferPlan],
-) -> Inner:
-    """The inner optimizer; of Muon for matrices of layers, with an Adam beside it."""
+) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
+    """The inner optimizer and its param groups; of Muon for matrices of layers, with an Adam beside
+    it."""
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     if config.optimizer != MUON:
-        return choose_for(
-            base, config, args, device.type, TrainedParams.of(named, group_of.__getitem__)
-        )
-    check_is_adam(base)
+        trained = TrainedParams.of(named, group_of.__getitem__)
+        return inner_for(base, config, device.type, trained)
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
-    name_of = {param: name for name, param in named.items()}
-    request, fused = MuonRequest.of(config), _fused_weights(args)
-    groups = with_muon_groups(
-        groups_of(base),
-        lambda param: is_matrix_of_layer(name_of.get(param, ""), param),
-        request.options,
-    )
-    members, specs = muon_params(groups), {}
-    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    ranks = ModelRanks(tensor, tensor, is_gated=has_gates(args))
-    for name, param in ((name, param) for plan in buffers for name, param in plan.params.items()):
-        if param in members:
-            placement = placement_of(name, param, ranks, is_expert=False)
-            specs[name] = matrices_of(name, param, placement, request, fused)
-    matrices = Matrices(
-        specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group())
-    )
-    rest = choose_for(base, config_for_adam(config), args, device.type)
-    return Inner(muon_and_adam(rest.choice, matrices, config, request), groups, groups)
-
-
-def _fused_weights(args: Any) -> FusedWeights:
-    """Of what a fork's fused weights consist.
-
-    Source: `ParallelAttention` and `ParallelMLP` of Megatron-LM 23.04 to 23.08 and
-    Megatron-DeepSpeed.
-    """
-    # of a head
-    width = getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads
-    num_kv_heads = args.num_attention_heads
-    if getattr(args, "group_query_attention", True):
-        # The flag has another name in each fork.
-        given = (getattr(args, name, None) for name in ("num_key_value_heads", "num_query_groups"))
-        num_kv_heads = int(next((number for number in given if number), num_kv_heads))
-    return FusedWeights(
-        qkv="query_key_value.weight",
-        qkv_rows=(args.num_attention_heads // num_kv_heads * width, width, width),
-        kv="key_value.weight",
-        kv_rows=(width, width),
-        gated="dense_h_to_4h.weight",
-        is_gated=has_gates(args),
-    )
+    request = MuonRequest.of(config)
+    matrices, groups = muon_matrices(base, request, buffers, args)
+    adam, _ = inner_for(base, config_for_adam(config), device.type)
+    return muon_and_adam(adam, matrices, config, request), groups
 
 
 def num_microbatches_of() -> Callable[[], int] | None:

@@ -5,8 +5,7 @@ The fork calls `reduce_model_grads`, `step`, and after a successful one `gather_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,16 +23,10 @@ from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.step import Gradients, HostStep, StepAction, StepDecision, measure
 
 
-def phases(args: Any, timers: Any) -> Callable[[str], AbstractContextManager[None]]:
-    """From a name to the fork's timer of that name."""
-    return partial(timed, timers, barrier=getattr(args, "barrier_with_L1_time", False))
-
-
 def add_up_over_model_ranks(optimizer: Any, args: Any, timers: Any) -> None:
     """Collective: what tensor- and pipeline-parallel ranks hold twice, by the methods of the fork's
     optimizer."""
-    phase = phases(args, timers)
-    with phase("layernorm-grads-all-reduce"):
+    with timed(timers, args, "layernorm-grads-all-reduce"):
         optimizer.allreduce_layernorm_grads(args)
         # One child has multi-query attention; its method relies on its callers to ask whether it
         # is to be called.
@@ -44,7 +37,7 @@ def add_up_over_model_ranks(optimizer: Any, args: Any, timers: Any) -> None:
         )
         if is_multi_query and is_partial and hasattr(optimizer, "allreduce_key_value_grads"):
             optimizer.allreduce_key_value_grads(args)
-    with phase("embedding-grads-all-reduce"):
+    with timed(timers, args, "embedding-grads-all-reduce"):
         optimizer.allreduce_embedding_grads(args)
 
 

@@ -7,13 +7,15 @@ adds up outside of `param.grad`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -61,32 +63,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         ):
             return []
         start, stop = addresses_of(tensor)
-        number = max(bisect_right(self._starts, start) - 1, 0)
+        first = max(bisect_right(self._starts, start) - 1, 0)
         names = []
-        while number < len(self._places) and self._places[number][0] < stop:
-            if self._places[number][1] > start:
-                names.append(self._places[number][2])
-            number += 1
+        for begin, end, name in islice(self._places, first, None):
+            if begin >= stop:
+                break
+            if end > start:
+                names.append(name)
         return names
 
 
-def _outputs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    if func.namespace == _COLLECTIVES:
-        yield from _flat((args, tuple(kwargs.values())))
-        return
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _flat(
-                kwargs.get(argument.name) if argument.name in kwargs else args[number : number + 1]
-            )
-
-
-def _flat(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _flat(value)
+def _outputs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    outputs: list[Any] = [args, kwargs]
+    if func.namespace != _COLLECTIVES:
+        outputs = [
+            kwargs.get(argument.name, args[number : number + 1])
+            for number, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    return [output for output in tree_leaves(outputs) if isinstance(output, Tensor)]
 
 
 def tell_of_grads(named: Mapping[str, Parameter], arrived: Callable[[str], None]) -> list[object]:

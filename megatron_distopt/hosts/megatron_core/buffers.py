@@ -35,6 +35,12 @@ def adopt_buffer(buffer: Any, name_of: Mapping[Parameter, str]) -> ShardedBuffer
     return ShardedBuffer(layout_of(buffer, name_of), rank, buffer.grad_data, buffer.param_data)
 
 
+def chunks_of(optimizers: Iterable[Any]) -> list[Any]:
+    """The chunks that hold the buffers of these optimizers of the host, each once."""
+    chunks = (chunk for optimizer in optimizers for chunk in optimizer.model_chunks)
+    return list(dict.fromkeys(chunks))
+
+
 def groups_by_name(
     named: Mapping[str, Parameter], buffers: Iterable[Any]
 ) -> Callable[[str], Group]:
@@ -169,22 +175,16 @@ def check_are_in(buffer: Any, named: Mapping[str, Parameter]) -> None:
     """
     for kind, whole in (("param", buffer.param_data), ("grad", buffer.grad_data)):
         if not whole.is_back:
-            remedy = (
-                "Call buffer.reload_from_cpu(), or what your framework has to load it, before the "
-                "step"
-            )
             raise LayoutError(
-                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). {remedy}."
+                f"A {kind} buffer was emptied (buffer.{kind}_data.data = ...). Call "
+                "buffer.reload_from_cpu(), or what your framework has to load it, before the step."
             )
         first, nbytes = whole.data_ptr(), whole.element_size()
         for number, bucket in enumerate(buffer.buckets):
             if getattr(bucket, f"{kind}_data").data_ptr() != first + bucket.offset * nbytes:
-                found = (
-                    f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket "
-                    f"{number} was not"
-                )
                 raise LayoutError(
-                    f"{found}. Cut bucket.{kind}_data, params and main_grads from it anew."
+                    f"A {kind} buffer was given other memory (buffer.data = ...), and its bucket "
+                    f"{number} was not. Cut bucket.{kind}_data, params and main_grads from it anew."
                 )
         if kind == "param" or whole.has_moved:
             _check_params_are_in(buffer, kind, whole, named)
@@ -207,6 +207,8 @@ def _check_params_are_in(
         tensor = param if kind == "param" else getattr(param, "main_grad", None)
         start, *_ = buffer.param_index_map[param]
         if tensor is None or tensor.data_ptr() != whole.data_ptr() + start * whole.element_size():
-            found = f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion)"
-            remedy = f"Write {where}.copy_(...), or change the model before it is wrapped"
-            raise LayoutError(f"{found}, and must stay in the host's {kind} buffer. {remedy}.")
+            raise LayoutError(
+                f"The {kind} {name!r} was given other memory ({where} = ..., or a conversion), and "
+                f"must stay in the host's {kind} buffer. Write {where}.copy_(...), or change the "
+                "model before it is wrapped."
+            )

@@ -66,7 +66,7 @@ from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice, count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.main_params import by_group
-from megatron_distopt.patch_points import Replacement, rebind, replaced_since
+from megatron_distopt.patch_points import Replacement, Undos, put_in
 
 #: Where the text is in `sharded_state_dict()`; every other entry is one box.
 HEAD = "distopt"
@@ -80,22 +80,11 @@ _DISTRIBUTED_FORMATS = ("torch_dist", "zarr")
 _WHERE = "of the host"
 
 
-def look_at_loads() -> Callable[[], None]:
-    """Replaces `dist_checkpointing.load`, once, see [Note: checkpoints of the host's own]; returns
-    the undo."""
+def look_at_loads(undos: Undos) -> None:
+    """Replaces `dist_checkpointing.load`, once, see [Note: checkpoints of the host's own]."""
+    load = serialization.load
     if not LOAD_POINT.is_replaced:
-        rebind(
-            [serialization.load],
-            [Replacement(serialization.load, partial(_load, serialization.load))],
-        )
-    ours = serialization.load
-
-    def undo() -> None:
-        if serialization.load not in (ours, ours.original):
-            raise replaced_since(LOAD_POINT)
-        rebind([ours], [ours.original])
-
-    return undo
+        put_in(LOAD_POINT, Replacement(load, partial(_load, load)), undos)
 
 
 def _load(

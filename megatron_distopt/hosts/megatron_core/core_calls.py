@@ -58,6 +58,7 @@ from megatron_distopt.optimizer.step import (
     run_step,
     update_params,
 )
+from megatron_distopt.patch_points import in_force
 from megatron_distopt.session import Session, SessionCalls
 from megatron_distopt.session.announce import announce
 from megatron_distopt.session.on_all_ranks import on_all_ranks
@@ -359,7 +360,7 @@ class CoreCalls(MegatronOptimizer, SessionCalls):
         if is_loading:
             session.wait_for_snapshot()
             check_is_there(self.ours(), "load")
-            look_at_loads()
+            look_at_loads(in_force)
             return state_to_load(session.host.whole())
         check_is_there(self.ours(), "save")
         if self._writes_hosts_own():

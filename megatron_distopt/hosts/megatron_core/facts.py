@@ -8,9 +8,9 @@ is in no list.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
+from megatron_distopt.hosts.megatron.refused import Refused
 from megatron_distopt.patch_points import PatchPoint
 
 #: What the factory calls the class that it builds, and gives to its constructor by name or in this
@@ -29,8 +29,6 @@ CLASS_PARAMETERS = (
 )
 #: What it may give as well, last: megatron-core 0.9 has one instance and no number for it.
 CLASS_MAY_TAKE = ("distributed_optimizer_instance_id",)
-#: What it puts around what it built.
-CHAIN = "ChainedOptimizer"
 
 #: The factory that every training loop calls; it is imported by value almost everywhere.
 PATCH_POINT = PatchPoint(
@@ -106,38 +104,24 @@ EVALUATE_POINT = PatchPoint(
 SCRIPT = SCRIPT_LOAD_POINT, SCRIPT_STEP_POINT
 
 
-@dataclass(frozen=True)
-class Refused:
-    """An option of the host that cannot be combined with this optimizer."""
-
-    where: str  # "config" for OptimizerConfig, "ddp_config" for DistributedDataParallelConfig
-    option: str  # its name; it is refused where it is truthy
-    remedy: str  # what to write instead
-
-
+_WITHOUT = "or --use-distributed-optimizer"
+#: What none of its configs and params must have.
 REFUSED = (
-    Refused("config", "optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
+    Refused("optimizer_cuda_graph", "Drop --optimizer-cuda-graph"),
+    Refused("use_megatron_fsdp", f"Drop --use-megatron-fsdp, {_WITHOUT}"),
+    Refused("use_custom_fsdp", f"Drop --use-custom-fsdp, {_WITHOUT}"),
+    Refused("reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"),
+    Refused("fp8_param_gather", "Drop --fp8-param-gather"),
+    Refused("fp4_param_gather", "Drop --fp4-param-gather"),
+    # 0.9: experts cut over other groups as well
+    Refused("moe_extended_tp", "Drop --moe-extended-tp"),
+    # a copy of a param, which the gradient norm would count more than once
     Refused(
-        "config", "use_megatron_fsdp", "Drop --use-megatron-fsdp, or --use-distributed-optimizer"
+        "is_gtp_weight_remat",
+        "Leave generalized tensor parallelism out, or use the host's own optimizer",
     ),
-    Refused(
-        "config", "reuse_grad_buf_for_mxfp8_param_ag", "Drop --reuse-grad-buf-for-mxfp8-param-ag"
-    ),
-    Refused(
-        "ddp_config",
-        "use_megatron_fsdp",
-        "Drop --use-megatron-fsdp, or --use-distributed-optimizer",
-    ),
-    Refused(
-        "ddp_config", "use_custom_fsdp", "Drop --use-custom-fsdp, or --use-distributed-optimizer"
-    ),
-    Refused(
-        "ddp_config",
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "Drop --reuse-grad-buf-for-mxfp8-param-ag",
-    ),
-    Refused("ddp_config", "fp8_param_gather", "Drop --fp8-param-gather"),
-    Refused("ddp_config", "fp4_param_gather", "Drop --fp4-param-gather"),
+    # a norm of its own, by which the param is to be clipped
+    Refused("grad_norm_group", "Leave mtp_detach_heads out, or use the host's own optimizer"),
 )
 
 #: Options of ours that it has a flag of its own for.
@@ -186,7 +170,7 @@ _OF_FSDP = ("fsdp_", "megatron_fsdp_")
 
 def is_judged(where: str, field: str) -> bool:
     """Whether a field of a config is served, idle or refused; others must have their default."""
-    if any((row.where, row.option) == (where, field) for row in REFUSED):
+    if any(row.option == field for row in REFUSED):
         return True
     if where == "config":
         return field in _CONFIG.split() or field.startswith(_OTHER_OPTIMIZERS)

@@ -13,9 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -28,7 +26,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Module
 
 from megatron_distopt.comm import Group, is_initialized, meet, raise_together
-from megatron_distopt.config import DistOptConfig, Switch, config_from_environment, switch_from
+from megatron_distopt.config import DistOptConfig, config_from_environment
 from megatron_distopt.errors import ConfigError, HostMismatchError
 from megatron_distopt.hosts.megatron.flag import is_used, is_wanted
 from megatron_distopt.hosts.megatron.protecting import protect_script
@@ -36,7 +34,6 @@ from megatron_distopt.hosts.megatron_core.checkpoint import check_script_can_sav
 from megatron_distopt.hosts.megatron_core.core_muon import is_layer_wise_muon
 from megatron_distopt.hosts.megatron_core.facts import (
     ADOPTED,
-    CHAIN,
     CLASS,
     CLASS_MAY_TAKE,
     CLASS_PARAMETERS,
@@ -54,16 +51,11 @@ from megatron_distopt.hosts.megatron_core.translate import (
     merge_config,
 )
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.patch_points import Replacement, leave_script, replaced_since
+from megatron_distopt.patch_points import Undos, substituted
 from megatron_distopt.stand_ins import code_of
 
 #: Packages whose code may stand in the classes of the host's.
 _KNOWN = ("_abc", "builtins", "megatron", "megatron_distopt", "torch")
-
-
-def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-    """What takes the place of the host's factory when the package is installed."""
-    return Replacement(original, partial(build, original, options))
 
 
 def build(
@@ -100,21 +92,21 @@ def build(
         return merged
 
     merged = raise_together(merge, Group.of())
-    undo = _replace_constructors(options, merged)
+    constructors = Undos()
+    _replace_constructors(options, merged, constructors)
     try:
-        with _as_usual_adam(config, merged):
+        with substituted(vars(config), _as_usual_adam(config, merged)):
             optimizer = original(config, model_chunks, *args, **kwargs)
     finally:
-        undo()
+        constructors.undo()
     optimizer.started()  # megatron-core before 0.12 puts no chain around one optimizer
     protect_script(optimizer, SCRIPT, arguments(), optimizer.ours()[0].sharded.device)
     return optimizer
 
 
-@contextmanager
-def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
-    """In the block the host builds an inner optimizer in fp32 on the device, and an Adam for Muon:
-    ours replaces it.
+def _as_usual_adam(config: Any, merged: Merged) -> dict[str, object]:
+    """What the config has to say for the host to build an inner optimizer in fp32 on the device,
+    and an Adam for Muon: ours replaces it.
 
     Its optimizer keeps the config object, so a copy would not do.
     """
@@ -125,50 +117,26 @@ def _as_usual_adam(config: Any, merged: Merged) -> Iterator[None]:
     }
     if merged.muon is not None:
         usual |= {"optimizer": "adam", "use_distributed_optimizer": True, LAYER_WISE: False}
-    before = {name: getattr(config, name) for name in usual if hasattr(config, name)}
-    for name in before:
-        setattr(config, name, usual[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+    return {name: value for name, value in usual.items() if name in vars(config)}
 
 
-def take_over(options: DistOptConfig) -> Callable[[], None]:
-    """Replaces the constructors and the host's load, and returns the undo; variables and configs
-    add to `options`."""
-    undo_constructors, undo_load = _replace_constructors(options), look_at_loads()
-
-    def undo() -> None:
-        leave_script()
-        undo_load()
-        undo_constructors()
-
-    return undo
+def take_over(options: DistOptConfig, undos: Undos) -> None:
+    """Replaces the constructors and the host's load; variables and configs add to `options`."""
+    if not hasattr(HostDistributedOptimizer.__init__, "replaces"):
+        check_class()
+        _replace_constructors(options, None, undos)
+    look_at_loads(undos)
 
 
-def _replace_constructors(
-    options: DistOptConfig, merged: Merged | None = None
-) -> Callable[[], None]:
-    """Returns the undo. `merged` is what all ranks have merged and checked for an optimizer that is
-    built meanwhile."""
-    before = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
-    if merged is None and hasattr(before[0], "replaces"):  # taken over already
-        return lambda: None
-    check_class()
-    of_host, of_hosts_chain = (getattr(each, "replaces", each) for each in before)
-    ours = _constructor(of_host, options, merged), _chain_constructor(of_hosts_chain)
-    HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__ = ours
-
-    def undo() -> None:
-        now = HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__
-        for name, found, expected in zip((CLASS, CHAIN), now, ours, strict=True):
-            if found not in (expected, *before):
-                raise replaced_since(f"{name}.__init__")
-        HostDistributedOptimizer.__init__, HostChainedOptimizer.__init__ = before
-
-    return undo
+def _replace_constructors(options: DistOptConfig, merged: Merged | None, undos: Undos) -> None:
+    """`merged` is what all ranks have merged and checked for an optimizer that is built
+    meanwhile."""
+    of_host, of_hosts_chain = (
+        getattr(kind.__init__, "replaces", kind.__init__)
+        for kind in (HostDistributedOptimizer, HostChainedOptimizer)
+    )
+    undos.replace(HostDistributedOptimizer, "__init__", _constructor(of_host, options, merged))
+    undos.replace(HostChainedOptimizer, "__init__", _chain_constructor(of_hosts_chain))
 
 
 def check_class() -> None:
@@ -211,10 +179,10 @@ def _constructor(
             original(self, *args, **kwargs)
             return
         if type(self) is not HostDistributedOptimizer:
-            kind = f"{type(self).__module__}.{type(self).__qualname__}"
-            remedy = "Build the host's own class, or set MEGATRON_DISTOPT=0"
             raise ConfigError(
-                f"{kind} is a subclass of {CLASS}, which megatron_distopt cannot replace. {remedy}."
+                f"{type(self).__module__}.{type(self).__qualname__} is a subclass of {CLASS}, "
+                "which megatron_distopt cannot replace. Build the host's own class, or set "
+                "MEGATRON_DISTOPT=0."
             )
         call = inspect.signature(original).bind(self, *args, **kwargs).arguments
         decided = merged
@@ -255,8 +223,8 @@ def _chain_constructor(original: Callable[..., None]) -> Callable[..., None]:
                 f"The distributed optimizer is chained with {', '.join(sorted(others))}, and must "
                 "be alone in its chain. Set MEGATRON_DISTOPT=0, or use adam or sgd for all params."
             )
-        if not ours and kind is HostChainedOptimizer and switch_from(os.environ) is Switch.REQUIRE:
-            is_wanted(False)
+        if not ours and kind is HostChainedOptimizer:
+            is_wanted(False)  # refuses where the package is required
         original(self, chained_optimizers, *args, **kwargs)
         if ours:
             self.__class__ = ChainedOptimizer

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_distopt.checkpoint import WholeModel, is_checkpoint
 from megatron_distopt.comm import Group, exchange_together, raise_together
 from megatron_distopt.formats.megatron_core.nameless import is_nameless
+from megatron_distopt.hosts.megatron_core.buffers import chunks_of
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.hosts.megatron_core.resume import load_nameless
 from megatron_distopt.session import HostState
@@ -36,7 +36,7 @@ class CoreState(HostState):
         self._end_gathers()
 
     def _end_gathers(self) -> None:
-        for chunk in self._chunks():
+        for chunk in chunks_of(self._ours):
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 if group.param_gather_handle is not None:
                     group.start_param_sync(force_sync=True)
@@ -58,13 +58,8 @@ class CoreState(HostState):
     def gather_written(self) -> None:
         for optimizer in self._ours:
             optimizer.written.forget()
-        for chunk in self._chunks():
+        for chunk in chunks_of(self._ours):
             chunk.start_param_sync(force_sync=True)
-
-    def _chunks(self) -> list[Any]:
-        return list(
-            dict.fromkeys(chunk for optimizer in self._ours for chunk in optimizer.model_chunks)
-        )
 
 
 def check_is_there(ours: Sequence[OneOptimizer], what: str) -> None:

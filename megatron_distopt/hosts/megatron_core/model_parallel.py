@@ -20,6 +20,7 @@ from megatron_distopt.hosts.megatron.naming import (
     placement_of,
 )
 from megatron_distopt.hosts.megatron.saving import options_of_run
+from megatron_distopt.hosts.megatron_core.buffers import chunks_of
 from megatron_distopt.hosts.megatron_core.facts import arguments
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.optimizer.main_params import MainGrads
@@ -68,10 +69,7 @@ def whole_model_of(optimizers: Sequence[OneOptimizer]) -> WholeModel:
     part of this rank."""
     optimizers[0].sharded.check_has_params("save or load")
     ranks = ranks_of(optimizers[0].model_chunks)
-    chunks = list(
-        dict.fromkeys(chunk for optimizer in optimizers for chunk in optimizer.model_chunks)
-    )
-    names = global_names(chunks, ranks)
+    names = global_names(chunks_of(optimizers), ranks)
     frozen = frozenset(name for param, name in names.items() if not param.requires_grad)
     about: dict[str, str | int] = {
         "host": "megatron-core",
@@ -131,10 +129,8 @@ def tensor_group_of(name: str, param: Parameter, chunks: Sequence[Any]) -> Any:
 
 def ranks_of(chunks: Sequence[Any]) -> ModelRanks:
     tensor = parallel_state.get_tensor_model_parallel_group()
-    expert_tensor, expert = (
-        expert_tensor_group() or tensor,
-        parallel_state.get_expert_model_parallel_group(),
-    )
+    expert_tensor = expert_tensor_group() or tensor
+    expert = parallel_state.get_expert_model_parallel_group()
     return ModelRanks(
         tensor=(tensor.rank(), tensor.size()),
         expert_tensor=(expert_tensor.rank(), expert_tensor.size()),

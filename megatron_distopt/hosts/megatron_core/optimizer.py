@@ -34,15 +34,13 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
 from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
 from megatron_distopt.hosts.megatron.inner_optimizers import (
     groups_of,
+    inner_for,
     is_adam,
-    is_sgd,
     plan_groups,
-    unserved_options,
 )
 from megatron_distopt.hosts.megatron.muon_groups import config_for_adam, muon_and_adam
 from megatron_distopt.hosts.megatron.naming import names_by_param
@@ -59,7 +57,7 @@ from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedS
 from megatron_distopt.hosts.megatron_core.translate import Merged
 from megatron_distopt.hosts.start import clear_grads
 from megatron_distopt.optimizer.accelerator import find_accelerator
-from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
+from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice, is_torchs, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
@@ -267,30 +265,12 @@ class ChainedOptimizer(CoreCalls, HostChainedOptimizer):
 def _inner_for(
     optimizer: Optimizer | None, config: DistOptConfig, device_type: str, params: TrainedParams
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
-    """The inner optimizer and its param groups: the best implementation of what the host built, or
-    that very object.
-
-    A framework may have put an optimizer of another class in the place of the host's.
-    """
+    """The inner optimizer and its param groups."""
     if optimizer is None:
         return choose_inner(config, device_type, params), []
     if _is_hosts_offloading(optimizer):
         return choose_inner(config, device_type), groups_of(optimizer)
-    kind = type(optimizer).__name__
-    if is_adam(optimizer) or is_sgd(optimizer) or "optimizer" in config.explicit:
-        if unserved := unserved_options(optimizer):
-            shown = ", ".join(f"{name}={value!r}" for name, value in unserved.items())
-            raise ConfigError(
-                f"The host's {kind} has {shown}, which must be off with this optimizer. Drop it."
-            )
-        choice = choose_inner(config, device_type, params)
-        return choice, groups_of(optimizer, is_for_other_class=choice.updates_whole_params)
-    if config.adam != "auto":
-        raise ConfigError(
-            f"adam is {config.adam}, which takes the place of the host's own Adam, and the "
-            f"optimizer is {kind}. Drop --distopt-adam, or do not replace the host's Adam."
-        )
-    return adopt_instance(optimizer, params, config), optimizer.param_groups
+    return inner_for(optimizer, config, device_type, params, always_replaced=True)
 
 
 def _is_hosts_offloading(optimizer: Optimizer) -> bool:

@@ -82,7 +82,7 @@ class CoreStep(HostStep):
             everyone=ours[0].stats_group,
             hooks=hooks,
             shows_inner=True,
-            timer=partial(timed, config.timers, barrier=config.barrier_with_L1_time),
+            timer=partial(timed, config.timers, config),
             **options,
         )
 
@@ -109,9 +109,8 @@ class CoreStep(HostStep):
         """Each chunk once, unless the host overlaps that with forward."""
         if self.ours[0].ddp_config.overlap_param_gather:
             return
-        chunks = dict.fromkeys(chunk for each in self.ours for chunk in each.model_chunks)
         with self.timer("params-all-gather"):
-            for chunk in chunks:
+            for chunk in dict.fromkeys(chunk for each in self.ours for chunk in each.model_chunks):
                 chunk.start_param_sync()
 
     def end(self, decisions: Sequence[StepDecision]) -> None:

@@ -3,12 +3,11 @@ collective."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Group
@@ -17,6 +16,7 @@ from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.megatron.flag import with_hosts_own
 from megatron_distopt.hosts.megatron.muon_groups import MUON, MuonRequest, config_for_adam
 from megatron_distopt.hosts.megatron.naming import names_by_param
+from megatron_distopt.hosts.megatron.refused import check_refused
 from megatron_distopt.hosts.megatron_core.buffers import layout_of
 from megatron_distopt.hosts.megatron_core.core_muon import (
     check_layer_wise,
@@ -47,11 +47,9 @@ class Merged:
 def check_parallel_state(is_there: bool) -> None:
     """Refuses the host's flag where process groups are missing."""
     if not is_there:
-        remedy = (
-            "Call parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)"
-        )
         raise ConfigError(
-            f"use_distributed_optimizer is set, but parallel_state is not initialized. {remedy}."
+            "use_distributed_optimizer is set, but parallel_state is not initialized. Call "
+            "parallel_state.initialize_model_parallel(...) before get_megatron_optimizer(...)."
         )
 
 
@@ -63,8 +61,10 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
     # what the host's own DistributedDataParallel decides
     for name, hosts_flag in HOSTS_OWN.items():
         if getattr(options, name) != OPTIONS[name].default:
-            text = f"{name} is set, and megatron-core leaves it to the host's {hosts_flag}"
-            raise ConfigError(f"{text}. Drop {flag_of(name)}.")
+            raise ConfigError(
+                f"{name} is set, and megatron-core leaves it to the host's {hosts_flag}. Drop "
+                f"{flag_of(name)}."
+            )
     hosts = MUON if is_hosts_muon(host) else host.optimizer
     own = {
         "optimizer": options.optimizer if "optimizer" in options.explicit else hosts,
@@ -142,24 +142,21 @@ def offload_of(host: Any) -> dict[str, float]:
 def _check_options(where: str, options: Any) -> None:
     """Refuses options by facts.py, and fields off their default that no version had on which this
     adapter was tried."""
-    for refused in REFUSED:
-        if refused.where == where and getattr(options, refused.option, False):
-            text = f"{refused.option} is set, and must be off with this distributed optimizer"
-            raise ConfigError(f"{text}. {refused.remedy}.")
+    check_refused(options, REFUSED)
     for field in fields(options) if is_dataclass(options) else ():
         default = None if field.default is MISSING else field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
         value = getattr(options, field.name)
         if not is_judged(where, field.name) and value != default:
-            text = (
-                f"{field.name} is {value!r} in {type(options).__name__}, its default is {default!r}"
+            raise ConfigError(
+                f"{field.name} is {value!r} in {type(options).__name__}, its default is "
+                f"{default!r}, and megatron_distopt does not know this field. Leave {field.name} "
+                "out, or use a megatron_distopt that lists it."
             )
-            remedy = f"Leave {field.name} out, or use a megatron_distopt that lists it"
-            raise ConfigError(f"{text}, and megatron_distopt does not know this field. {remedy}.")
 
 
-def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
+def check_model(chunks: Sequence[Any], merged: Merged) -> InnerChoice | None:
     """Checks everything about the model that this rank can see by itself.
 
     Returns the inner optimizer beside Muon, unless the host brings an object; None on a rank
@@ -179,55 +176,37 @@ def check_model(chunks: Sequence[Module], merged: Merged) -> InnerChoice | None:
     layouts: list[tuple[BufferLayout, torch.dtype]] = []
     for chunk in chunks:
         _check_ddp(chunk)
-        in_buffers: Mapping[Parameter, Any] = chunk.param_to_bucket_group  # type: ignore[assignment]
-        named = {
-            name: param for param, name in names_by_param([chunk]).items() if param.requires_grad
-        }
+        in_chunk = names_by_param([chunk])
+        named = {name: param for param, name in in_chunk.items() if param.requires_grad}
         check_dtypes(named, config)
         for name, param in named.items():
-            # a copy that statistics here would count more than once
-            if getattr(param, "is_gtp_weight_remat", False):
-                remedy = "Leave generalized tensor parallelism out, or use the host's own optimizer"
-                raise ConfigError(
-                    f"The param {name!r} is cut by generalized tensor parallelism. {remedy}."
+            check_refused(param, REFUSED, f" of param {name!r}")
+            if param not in chunk.param_to_bucket_group:
+                raise LayoutError(
+                    f"The param {name!r} is in no buffer of its DistributedDataParallel. Unfreeze "
+                    "params before wrapping."
                 )
-            if (group := getattr(param, "grad_norm_group", None)) is not None:
-                remedy = "Leave mtp_detach_heads out, or use the host's own optimizer"
-                text = (
-                    f"The param {name!r} is to be clipped by a norm of its own "
-                    f"(grad_norm_group={group!r})"
-                )
-                raise ConfigError(f"{text}, and all params must be clipped by one. {remedy}.")
-            if param not in in_buffers:
-                text = f"The param {name!r} is in no buffer of its DistributedDataParallel"
-                raise LayoutError(f"{text}. Unfreeze params before wrapping.")
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:  # type: ignore[operator]
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             layouts.append((layout_of(buffer, names), buffer.param_data.dtype))
     if merged.muon is not None:
-        check_matrices({name: param for param, name in names.items()}, merged.muon, config, chunks)
+        by_name = {name: param for param, name in names.items()}
+        check_matrices(by_name, merged.muon, config, chunks)
     if devices:
         check_offload(layouts, config, device)
     return choice
 
 
 def _check_ddp(chunk: Any) -> None:
-    ddp_config = getattr(chunk, "ddp_config", None)
-    if (
-        ddp_config is None
-        or not hasattr(chunk, "bucket_groups")
-        or not hasattr(chunk, "param_to_bucket_group")
-    ):
-        rule = "must be wrapped by megatron.core.distributed.DistributedDataParallel"
+    needed = ("ddp_config", "bucket_groups", "param_to_bucket_group")
+    if not all(hasattr(chunk, name) for name in needed):
         raise HostError(
-            f"A model chunk is {type(chunk).__name__}, and {rule}. Wrap it, or drop the flag."
+            f"A model chunk is {type(chunk).__name__}, and must be wrapped by "
+            "megatron.core.distributed.DistributedDataParallel. Wrap it, or drop the flag."
         )
-    _check_options("ddp_config", ddp_config)
-    # 0.9: experts cut over other groups as well
-    if getattr(getattr(chunk, "config", None), "moe_extended_tp", False):
-        text = "moe_extended_tp is set, and must be off with this distributed optimizer"
-        raise ConfigError(f"{text}. Drop --moe-extended-tp.")
-    if not ddp_config.use_distributed_optimizer:
-        remedy = "Write DistributedDataParallelConfig(use_distributed_optimizer=True)"
+    _check_options("ddp_config", chunk.ddp_config)
+    check_refused(getattr(chunk, "config", None), REFUSED)
+    if not chunk.ddp_config.use_distributed_optimizer:
         raise ConfigError(
-            f"DistributedDataParallel was built without use_distributed_optimizer. {remedy}."
+            "DistributedDataParallel was built without use_distributed_optimizer. Write "
+            "DistributedDataParallelConfig(use_distributed_optimizer=True)."
         )

@@ -1,4 +1,4 @@
-"""The port of the small host beside this file, by the steps of docs/internals/porting.md."""
+"""The port of the small host beside this file, by steps 3 and 4 of docs/internals/porting.md."""
 
 from __future__ import annotations
 
@@ -25,29 +25,19 @@ from megatron_distopt.layout import ParamSlot, Placement, Span, adopt
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan
 from megatron_distopt.optimizer.step import HostStep, run_step
-from megatron_distopt.patch_points import PatchPoint, Replacement, substituted
-from megatron_distopt.plugin.detect import Generation
+from megatron_distopt.patch_points import substituted
 from megatron_distopt.session import HostState, Session, SessionCalls
 from megatron_distopt.session.announce import announce
-
-# --- 1. the facts, and 2. the generation
-
-PATCH_POINT = PatchPoint("megatron.toy.optimizer", "get_megatron_optimizer", ("args", "model"))
-CLASS = "ToyDistributedOptimizer"
-TOY = Generation("toy", "the tests'", ("megatron.toy.optimizer",), (PATCH_POINT,), __name__)
-
+from tests.hosts.toy_host.facts import CLASS, PATCH_POINT
 
 # --- 3. the host's own factory runs
-
-
-def replacement(original: Callable[..., Any], options: DistOptConfig) -> Replacement:
-    return Replacement(original, partial(build, original, options))
 
 
 def build(original: Callable[..., Any], options: DistOptConfig, args: Any, model: Module) -> Any:
     if not is_used(args.use_distributed_optimizer):
         return original(args, model)
-    with substituted(original, {CLASS: partial(DistributedOptimizer, options=options)}):
+    ours = {CLASS: partial(DistributedOptimizer, options=options)}
+    with substituted(original.__globals__, ours):
         return original(args, model)
 
 

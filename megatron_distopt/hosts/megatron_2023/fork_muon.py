@@ -1,0 +1,75 @@
+"""Muon in a fork of 2023: of which matrices the weights of its layers consist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core import mpu
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from megatron_distopt.comm import Group
+from megatron_distopt.hosts.megatron.inner_optimizers import check_is_adam, groups_of
+from megatron_distopt.hosts.megatron.muon_groups import (
+    FusedWeights,
+    MuonRequest,
+    is_matrix_of_layer,
+    matrices_of,
+    muon_params,
+    with_muon_groups,
+)
+from megatron_distopt.hosts.megatron.naming import ModelRanks, placement_of
+from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan
+from megatron_distopt.hosts.megatron_2023.facts import has_gates
+from megatron_distopt.layout import MatrixSpec
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices
+
+
+def muon_matrices(
+    base: Optimizer, request: MuonRequest, buffers: Sequence[BufferPlan], args: Any
+) -> tuple[Matrices, list[dict[str, Any]]]:
+    """The matrices of this rank that Muon updates, and the fork's param groups, cut in two."""
+    check_is_adam(base)
+    fused = _fused_weights(args)
+    group_of = {name: plan.group for plan in buffers for name in plan.params}
+    params = {name: param for plan in buffers for name, param in plan.params.items()}
+    name_of = {param: name for name, param in params.items()}
+
+    def is_for_muon(param: Parameter) -> bool:
+        return is_matrix_of_layer(name_of.get(param, ""), param)
+
+    groups = with_muon_groups(groups_of(base), is_for_muon, request.options)
+    members = muon_params(groups)
+    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    ranks = ModelRanks(tensor, tensor, is_gated=has_gates(args))
+    specs: dict[str, MatrixSpec] = {}
+    for name, param in params.items():
+        if param in members:
+            placement = placement_of(name, param, ranks, is_expert=False)
+            specs[name] = matrices_of(name, param, placement, request, fused)
+    tensor_group = Group.of(mpu.get_tensor_model_parallel_group())
+    return Matrices(specs, group_of.__getitem__, lambda name: tensor_group), groups
+
+
+def _fused_weights(args: Any) -> FusedWeights:
+    """Of what a fork's fused weights consist.
+
+    Source: `ParallelAttention` and `ParallelMLP` of Megatron-LM 23.04 to 23.08 and
+    Megatron-DeepSpeed.
+    """
+    # of a head
+    width = getattr(args, "kv_channels", None) or args.hidden_size // args.num_attention_heads
+    num_kv_heads = args.num_attention_heads
+    if getattr(args, "group_query_attention", True):
+        # The flag has another name in each fork.
+        given = (getattr(args, name, None) for name in ("num_key_value_heads", "num_query_groups"))
+        num_kv_heads = int(next((number for number in given if number), num_kv_heads))
+    return FusedWeights(
+        qkv="query_key_value.weight",
+        qkv_rows=(args.num_attention_heads // num_kv_heads * width, width, width),
+        kv="key_value.weight",
+        kv_rows=(width, width),
+        gated="dense_h_to_4h.weight",
+        is_gated=has_gates(args),
+    )
