@@ -102,7 +102,7 @@ def test_remainder_when_a_main_param_is_kept_so_then_every_bit_is_there(dtype: s
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
     values[:4] = torch.tensor(TIES)
     values[4:8] = torch.tensor([torch.inf, -torch.inf, 3.4e38, 1e-42])
-    main.stored.update(0, NUMEL, values.clone())
+    main.stored.update(slice(0, NUMEL), values.clone())
     assert torch.equal(as_plain(main), values)
     assert torch.equal(model, values.bfloat16())
     second.copy_(_values())
@@ -110,7 +110,7 @@ def test_remainder_when_a_main_param_is_kept_so_then_every_bit_is_there(dtype: s
     assert torch.equal(as_plain(main), values)
     assert bool((second >= 0).all())
     values[0] = torch.nan
-    main.stored.update(0, NUMEL, values.clone())
+    main.stored.update(slice(0, NUMEL), values.clone())
     assert bool(as_plain(main)[0].isnan()) and torch.equal(as_plain(main)[1:], values[1:])
 
 

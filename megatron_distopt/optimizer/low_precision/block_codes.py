@@ -38,7 +38,7 @@ _LEAST_EXPONENT = 20
 #: The bits of infinity; those of every NaN are more.
 _INFINITY_BITS = 0x7F800000
 #: Of a code, which is a byte: its sign, and the 3 bits of exponent and 4 of mantissa.
-SIGN, MAGNITUDE = 0x80, 0x7F
+_SIGN, MAGNITUDE = 0x80, 0x7F
 _MANTISSA_BITS = 4
 #: fp16 has so many bits of mantissa, and its exponents count from there; its sign is bit 15.
 _FP16_MANTISSA_BITS, _FP16_BIAS, _FP16_SIGN = 10, 15, -0x8000
@@ -81,12 +81,21 @@ def encode(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]
         bits.add_(noise & (_LAST_KEPT - 1))
     is_negative = bits < 0
     signs = is_negative.to(torch.uint8)
-    signs.mul_(SIGN)
+    signs.mul_(_SIGN)
     bits.bitwise_right_shift_(_CUT_BITS)
     bits.bitwise_and_(MAGNITUDE)
     codes = bits.to(torch.uint8)
     codes.bitwise_or_(signs)
     return codes, exponents.to(torch.uint8)
+
+
+def encode_roots(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`encode` for the roots of values that are at least 0 and stay; see [Note: roots]."""
+    roots = root_of(values)
+    codes, exponents = encode(roots, noise)
+    is_lost = (codes == 0) & (roots > 0)
+    codes.add_(is_lost)  # the smallest code
+    return codes, exponents
 
 
 def decode(codes: Tensor, exponents: Tensor) -> Tensor:
