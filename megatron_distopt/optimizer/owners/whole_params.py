@@ -33,10 +33,10 @@ from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan
 from megatron_distopt.optimizer.inner import Build, Groups, InParts, changed_options, option_values
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.owners.exchange import (
+    Exchange,
     OwnedBuffer,
     ShardValues,
     choose_owners,
-    exchange,
 )
 
 #: Kinds of the JSON.
@@ -286,7 +286,7 @@ class WholeParams(InParts):
                 )
                 for flat in flat_params
             )
-            exchange(buffer, [mains, grads], self._update)
+            Exchange(buffer, [mains, grads], self._update).run()
         self.left_out = frozenset()
 
     def _update(self, owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
