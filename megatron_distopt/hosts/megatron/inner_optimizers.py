@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.param_groups import check_options
-from megatron_distopt.errors import ConfigError, LayoutError
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.main_params import ParamGroup
 
@@ -109,19 +109,6 @@ def unserved_options(optimizer: Optimizer) -> dict[str, Any]:
         for name in usual
         if group.get(name, usual[name]) != usual[name]
     }
-
-
-def check_is_adam(base: Optimizer) -> None:
-    """Refuses a host's own optimizer whose place Muon and an Adam cannot take."""
-    if not is_adam(base):
-        raise unsupported_base(type(base).__name__)
-
-
-def unsupported_base(name: str) -> ConfigError:
-    return ConfigError(
-        f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. Write "
-        "--optimizer adam, whose place is taken, or drop --distopt-optimizer muon."
-    )
 
 
 def plan_groups(

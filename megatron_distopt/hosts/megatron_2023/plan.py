@@ -26,16 +26,14 @@ from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_arguments, config_from_environment
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
-from megatron_distopt.hosts.megatron.inner_optimizers import check_is_adam, groups_of, plan_groups
+from megatron_distopt.hosts.megatron.inner_optimizers import plan_groups
 from megatron_distopt.hosts.megatron.muon_groups import (
     MUON,
     FusedWeights,
     MuonRequest,
-    config_for_adam,
     is_matrix_of_layer,
     matrices_of,
     muon_and_adam,
-    muon_params,
     with_muon_groups,
 )
 from megatron_distopt.hosts.megatron.naming import ModelRanks, names_by_param, placement_of
@@ -173,26 +171,19 @@ def _choose(
         return choose_for(
             base, config, args, device.type, TrainedParams.of(named, group_of.__getitem__)
         )
-    check_is_adam(base)
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
-    name_of = {param: name for name, param in named.items()}
     request, fused = MuonRequest.of(config), _fused_weights(args)
-    groups = with_muon_groups(
-        groups_of(base),
-        lambda param: is_matrix_of_layer(name_of.get(param, ""), param),
-        request.options,
-    )
-    members, specs = muon_params(groups), {}
+    groups, names = with_muon_groups(base, named, is_matrix_of_layer, request.options)
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
     ranks = ModelRanks(tensor, tensor, is_gated=has_gates(args))
-    for name, param in ((name, param) for plan in buffers for name, param in plan.params.items()):
-        if param in members:
-            placement = placement_of(name, param, ranks, is_expert=False)
-            specs[name] = matrices_of(name, param, placement, request, fused)
+    specs = {}
+    for name in names:
+        placement = placement_of(name, named[name], ranks, is_expert=False)
+        specs[name] = matrices_of(name, named[name], placement, request, fused)
     matrices = Matrices(
         specs, group_of.__getitem__, lambda name: Group.of(mpu.get_tensor_model_parallel_group())
     )
-    rest = choose_for(base, config_for_adam(config), args, device.type)
+    rest = choose_for(base, dataclasses.replace(config, optimizer="adam"), args, device.type)
     return Inner(muon_and_adam(rest.choice, matrices, config, request), groups, groups)
 
 
