@@ -215,8 +215,8 @@ def _gathered(updates: Sequence[_ParamUpdate]) -> Iterator[list[_Stretch]]:
         start = 0
         while start < update.main.numel:
             # If a moment has blocks, it ends with one of them; those of both begin alike.
-            moments = update.first, update.second
-            stop = max(moment.end_of_stretch(start + most) for moment in moments)
+            about = slice(start, start + most)
+            stop = max(update.first.around(about).stop, update.second.around(about).stop)
             gathered.append(_Stretch(update, slice(start, stop)))
             numel += stop - start
             start = stop

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Span
 from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.layout.estimate import MOMENT_NBYTES, WITH_SCALES
@@ -83,17 +83,15 @@ class LowPrecisionTensor(Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         if new.shape != self.shape or new.dtype != self.dtype:
-            rule = f"stay {self.dtype} {list(self.shape)}, as it is stored"
-            found = f"{new.dtype} {list(new.shape)}"
             raise LayoutError(
-                refusal(
-                    "data of a low-precision tensor", found, rule, "Assign a copy on another device"
-                )
+                f"data of a low-precision tensor of {list(self.shape)} was assigned {new.dtype} "
+                f"{list(new.shape)}, and must stay {self.dtype} of its shape. Assign a copy on "
+                "another device."
             )
-        if not isinstance(new, LowPrecisionTensor) and not torch.equal(
-            values := self.values(), new.to(values.device)
-        ):
-            self._write(new.to(self.stored.device))
+        if not isinstance(new, LowPrecisionTensor):
+            values, assigned = self.values(), new.to(self.stored.device)
+            if not torch.equal(values, assigned):
+                self._write(assigned)
         self.move_to(new.device)
 
     def move_to(self, device: torch.device) -> None:
@@ -225,11 +223,9 @@ class Precision:
     @property
     def nbytes_of_moments(self) -> float:
         """Bytes an element of both moments."""
-        nbytes = 0.0
-        for form in (self.exp_avg_dtype, self.exp_avg_sq_dtype):
-            nbytes += MOMENT_NBYTES[form]
-            nbytes += 1 / BLOCK_NUMEL if form == WITH_SCALES else 0
-        return nbytes
+        forms = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        scales = forms.count(WITH_SCALES) / BLOCK_NUMEL
+        return sum(MOMENT_NBYTES[form] for form in forms) + scales
 
     def main(self, model: Tensor) -> Tensor:
         """A main param in another form than float32 that begins as its bf16 model param, 1-D, that
@@ -245,8 +241,7 @@ class Precision:
 
     def form_of(self, moment: str) -> str:
         """The form of the moment that torch calls so."""
-        form: str = getattr(self, f"{moment}_dtype")
-        return form
+        return str(getattr(self, f"{moment}_dtype"))
 
     def moment(self, main: Tensor, kind: str) -> Tensor:
         """A moment of zeros for a main param, in memory of its own; a plain tensor where operators

@@ -37,6 +37,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 class StoredValues(ABC):
     """fp32 values, 1-D, in the form in which they are stored."""
 
+    # the values are at least 0, and sign bits are not theirs; see [Note: remainder]
+    is_unsigned = False
+
     @property
     @abstractmethod
     def parts(self) -> tuple[Tensor, ...]:
@@ -69,9 +72,21 @@ class StoredValues(ABC):
         to nearest. Sign bits that hold ties are lost: the update of the main param writes them.
         """
 
-    @abstractmethod
     def write(self, stretch: slice, values: Tensor) -> None:
-        """Rounds any fp32 values to nearest between steps, as others do."""
+        """Rounds any fp32 values to nearest, as others do between steps."""
+        around = self.around(stretch)
+        whole = self.read(around)
+        whole.narrow(0, stretch.start - around.start, values.numel()).copy_(values)
+        stored = self.parts[0][around]
+        signs = signs_of(stored)
+        self.update(around, whole)
+        if self.is_unsigned:
+            set_signs(stored, signs)
+
+    def around(self, stretch: slice) -> slice:
+        """All values of the blocks with some values of a stretch, which may end behind the last
+        value."""
+        return slice(stretch.start, min(stretch.stop, self.numel))
 
     @abstractmethod
     def part(self, stretch: slice) -> StoredValues:
@@ -83,18 +98,13 @@ class StoredValues(ABC):
         """Replaces every part of the memory by what a function makes of it; tensors that show the
         values follow."""
 
-    def end_of_stretch(self, stop: int) -> int:
-        """Where a stretch to about `stop` should end, so that no block is cut."""
-        return min(stop, self.numel)
-
 
 @dataclass(eq=False)
 class PlainValues(StoredValues):
     """One number for each value, fp32 or bf16."""
 
     tensor: Tensor  # 1-D
-    # the signs are not those of the values, which are at least 0; see [Note: remainder]
-    has_ties: bool = False
+    is_unsigned: bool = False
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -102,7 +112,7 @@ class PlainValues(StoredValues):
 
     def read(self, stretch: slice) -> Tensor:
         stored = self.tensor[stretch]
-        if self.has_ties:
+        if self.is_unsigned:
             stored = stored.abs()
         return stored.to(torch.float32)
 
@@ -115,14 +125,8 @@ class PlainValues(StoredValues):
             values = round_to_bf16(values, lower)
         stored.copy_(values)
 
-    def write(self, stretch: slice, values: Tensor) -> None:
-        stored = self.tensor[stretch]
-        if self.has_ties:
-            values = values.to(stored.dtype, copy=True).copysign_(stored)
-        stored.copy_(values)
-
     def part(self, stretch: slice) -> PlainValues:
-        return PlainValues(self.tensor[stretch], self.has_ties)
+        return PlainValues(self.tensor[stretch], self.is_unsigned)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.tensor = move(self.tensor)
@@ -136,9 +140,7 @@ class BlockValues(StoredValues):
     codes: Tensor  # uint8 1-D
     exponents: Tensor  # uint8 1-D, by block
     phase: int = 0  # values of the first block that belong to others, and are not in `codes`
-    # Codes are of roots, [Note: roots] in block_codes.py, and their signs are not those of the
-    # values, [Note: remainder].
-    is_second: bool = False
+    is_unsigned: bool = False  # codes are of roots, [Note: roots] in block_codes.py
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -146,47 +148,36 @@ class BlockValues(StoredValues):
 
     def read(self, stretch: slice) -> Tensor:
         codes = self.codes[stretch]
-        if self.is_second:
+        if self.is_unsigned:
             codes = codes & MAGNITUDE
         head = self._head(stretch)
         decoded = decode(_in_blocks(codes, head), self.exponents[self._blocks(stretch)])
         values = decoded.view(-1).narrow(0, head, codes.numel())
-        return values.square_() if self.is_second else values
+        return values.square_() if self.is_unsigned else values
 
     def update(self, stretch: slice, values: Tensor, noise: Tensor | None = None) -> None:
         head = self._head(stretch)
         blocks = _in_blocks(values, head)
         if noise is not None:
             noise = _in_blocks(noise.to(torch.int16), head)
-        rounded = encode_roots if self.is_second else encode
+        rounded = encode_roots if self.is_unsigned else encode
         codes, exponents = rounded(blocks, noise)
         self.codes[stretch] = codes.view(-1).narrow(0, head, values.numel())
         self.exponents[self._blocks(stretch)] = exponents
 
-    def write(self, stretch: slice, values: Tensor) -> None:
-        # All of a block has another scale now.
-        first = max(stretch.start - self._head(stretch), 0)
-        around = slice(first, self.end_of_stretch(stretch.stop))
-        whole = self.read(around)
-        whole.narrow(0, stretch.start - first, values.numel()).copy_(values)
-        stored = self.codes[around]
-        signs = signs_of(stored)
-        self.update(around, whole)
-        if self.is_second:
-            set_signs(stored, signs)
-
     def part(self, stretch: slice) -> BlockValues:
         codes = self.codes[stretch]
         exponents = self.exponents[self._blocks(stretch)].clone()
-        return BlockValues(codes, exponents, self._head(stretch), self.is_second)
+        return BlockValues(codes, exponents, self._head(stretch), self.is_unsigned)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.codes = move(self.codes)
         self.exponents = move(self.exponents)
 
-    def end_of_stretch(self, stop: int) -> int:
-        end_of_block = _num_blocks(stop + self.phase) * BLOCK_NUMEL
-        return min(end_of_block - self.phase, self.numel)
+    def around(self, stretch: slice) -> slice:
+        first = stretch.start - self._head(stretch)
+        end_of_block = _num_blocks(stretch.stop + self.phase) * BLOCK_NUMEL
+        return slice(max(first, 0), min(end_of_block - self.phase, self.numel))
 
     def _head(self, stretch: slice) -> int:
         """How many values of its first block lie before a stretch."""
@@ -221,7 +212,7 @@ class RemainderValues(StoredValues):
             return self.held[stretch]
         # which may have moved away between two steps
         model = self.model[stretch].to(self.low.device)
-        ties = signs_of(self._signed(stretch))
+        ties = signs_of(self.second.parts[0][stretch])
         bits = _upper(model)
         bits.add_(self.low[stretch])
         bits.add_(ties, alpha=_LOWER)
@@ -236,7 +227,7 @@ class RemainderValues(StoredValues):
         differences.masked_fill_(values.isnan(), 0)
         self.low[stretch] = differences
         is_tie = differences == _HALF
-        set_signs(self._signed(stretch), is_tie)
+        set_signs(self.second.parts[0][stretch], is_tie)
 
     def write(self, stretch: slice, values: Tensor) -> None:
         if self.held is None:
@@ -261,10 +252,6 @@ class RemainderValues(StoredValues):
         if self.held is not None:
             self.held = move(self.held)
         self.second.move(move)  # it holds bits of these values
-
-    def _signed(self, stretch: slice) -> Tensor:
-        """The numbers or codes of the second moment."""
-        return self.second.parts[0][stretch]
 
 
 def _upper(model: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -34,14 +33,9 @@ from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.inner import Build, option_text, option_values, without_step_hooks
 from megatron_distopt.optimizer.owners.whole_params import OwnedParam
 
-
-class Updates(Enum):
-    """What an optimizer updates without looking at anything else."""
-
-    ELEMENTS = "elements"  # every rank updates the elements of its shard
-    PARAMS = "params"  # each is updated whole, by one rank
-
-
+#: What an optimizer updates without looking at anything else: every rank the elements of its shard,
+#: or each param whole, by one rank.
+ELEMENTS, PARAMS = "elements", "params"
 _ELEMENT_WISE = (
     "Adadelta",
     "Adagrad",
@@ -56,11 +50,7 @@ _ELEMENT_WISE = (
     "SGD",
 )
 #: torch's classes, by name.
-OF_TORCH = {
-    **dict.fromkeys(_ELEMENT_WISE, Updates.ELEMENTS),
-    "Adafactor": Updates.PARAMS,
-    "Muon": Updates.PARAMS,
-}
+OF_TORCH = {**dict.fromkeys(_ELEMENT_WISE, ELEMENTS), "Adafactor": PARAMS, "Muon": PARAMS}
 _HOW_TO_TELL = (
     'Say updates="elements" if the new value of an element depends on the gradient and state of '
     'that element alone, as in Adam or Lion. Say updates="params" if it depends on the whole '
@@ -106,7 +96,7 @@ class _Differs(Exception):
     """Says how a class looks beyond what it should update by itself."""
 
 
-def known_updates(kind: type[Optimizer], asked: str | None) -> Updates | None:
+def known_updates(kind: type[Optimizer], asked: str | None) -> str | None:
     """What the table says of a class of torch's; None for another class.
 
     Raises:
@@ -120,17 +110,16 @@ def known_updates(kind: type[Optimizer], asked: str | None) -> Updates | None:
             f"torch's {kind.__name__} cannot be distributed: it is none of {', '.join(OF_TORCH)}, "
             "which update each element or each param by itself. Use one of them."
         )
-    if asked not in (None, known.value):
+    if asked not in (None, known):
         raise ConfigError(
-            f"updates is {asked!r}, and torch's {kind.__name__} updates {known.value}. Leave it "
-            "out."
+            f"updates is {asked!r}, and torch's {kind.__name__} updates {known}. Leave it out."
         )
     return known
 
 
 def declared_updates(
     candidate: Candidate, dims: Collection[int], asked: str | None
-) -> tuple[Updates, frozenset[str]]:
+) -> tuple[str, frozenset[str]]:
     """What a class updates by itself; and for elements the keys that it writes into its param
     groups, beside options of its constructor. It changes nothing outside.
 
@@ -144,13 +133,13 @@ def declared_updates(
         ConfigError: the user has to say it, or what the user says is wrong.
     """
     name, known = candidate.name, known_updates(candidate.kind, asked)
-    if known is None and asked is None:
+    updates = known or asked
+    if updates is None:
         raise ConfigError(
             f"Optimizer {name} is not one of torch's, and nothing says what it updates by itself. "
             f"{_HOW_TO_TELL}"
         )
-    updates = known or Updates(asked)
-    if updates is Updates.PARAMS and not dims:
+    if updates == PARAMS and not dims:
         raise ConfigError(
             f"Optimizer {name} updates whole params, and here only one that updates each element "
             "by itself can be used. Use another class, such as torch.optim.AdamW."
@@ -163,11 +152,11 @@ def declared_updates(
                     written |= _Check(candidate, options, updates, dims).run()
     except Exception as error:
         reason = str(error) if isinstance(error, _Differs) else f"{type(error).__name__}: {error}"
-        remedy = _HOW_TO_TELL if updates is Updates.ELEMENTS else _USE_ANOTHER
+        remedy = _HOW_TO_TELL if updates == ELEMENTS else _USE_ANOTHER
         if known is not None:
             remedy = "Check the options that it is given."
         raise ConfigError(
-            f"Optimizer {name} cannot be distributed as one that updates {updates.value} by "
+            f"Optimizer {name} cannot be distributed as one that updates {updates} by "
             f"themselves: {reason.rstrip('.')}. {remedy}"
         ) from error
     return updates, frozenset(written - inspect.signature(candidate.kind).parameters.keys())
@@ -179,9 +168,8 @@ def _kinds_of(candidate: Candidate) -> list[dict[str, Any]]:
     kinds = dict[str, dict[str, Any]]()
     for group in candidate.groups:
         options = copy.deepcopy(option_values(group))
-        built = candidate.build(
-            [{**options, "params": [torch.zeros(2, 2, device=candidate.device)]}]
-        )
+        param = torch.zeros(2, 2, device=candidate.device)
+        built = candidate.build([{**options, "params": [param]}])
         options = option_values(built.param_groups[0])
         if options.get("lr") is not None:
             options["lr"] = options["lr"] * 0 + 1.0  # of a tensor a tensor
@@ -193,14 +181,10 @@ class _Check:
     """The check of one class with one kind of options, see [Note: a declared class]."""
 
     def __init__(
-        self,
-        candidate: Candidate,
-        options: Mapping[str, Any],
-        updates: Updates,
-        dims: Collection[int],
+        self, candidate: Candidate, options: Mapping[str, Any], updates: str, dims: Collection[int]
     ) -> None:
         self._build, self._options = candidate.build, options
-        self._is_cut = updates is Updates.ELEMENTS
+        self._is_cut = updates == ELEMENTS
         shapes = list(_LARGE)
         if not self._is_cut:
             shapes = [_SMALL[min(dim, len(_SMALL) - 1)] for dim in sorted(dims)]

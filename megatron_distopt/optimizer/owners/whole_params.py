@@ -75,7 +75,8 @@ class OwnedParam:
         self.optimizer.param_groups[0].update(changed_options(now, self._options))
         self._options = now
         self._param.data = main.view(self._shape)
-        self._param.grad = None if grad is None else grad.view(self._shape)
+        if grad is not None:
+            self._param.grad = grad.view(self._shape)
         try:
             self.optimizer.step()
             if self._param.data_ptr() != main.data_ptr():  # the class has put another tensor there
@@ -97,11 +98,8 @@ class OwnedParam:
     def _written(self) -> dict[str, Any]:
         """What the class has written into its param group, beside options."""
         known = {**self.optimizer.defaults, **self._options}
-        return {
-            key: value
-            for key, value in option_values(self.optimizer.param_groups[0]).items()
-            if key not in known
-        }
+        group = option_values(self.optimizer.param_groups[0])
+        return {key: value for key, value in group.items() if key not in known}
 
     def split(self) -> tuple[Any, dict[str, Tensor]]:
         """All that is kept, as JSON and tensors: [Note: state as JSON]. A CheckpointError where no
@@ -128,10 +126,6 @@ class OwnedParam:
             self.optimizer.state[self._param] = state
         self.optimizer.param_groups[0].update(written)
 
-    @property
-    def state_nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.split()[1].values())
-
 
 def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if torch.is_tensor(value):
@@ -153,9 +147,8 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {_TENSOR: {"name": name, **about}}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
         below = f"{path}." if path else ""
-        return {
-            _ENTRIES: [[key, _split(part, f"{below}{key}", tensors)] for key, part in value.items()]
-        }
+        entries = [[key, _split(part, f"{below}{key}", tensors)] for key, part in value.items()]
+        return {_ENTRIES: entries}
     if isinstance(value, (list, tuple)):
         parts = [_split(part, f"{path}.{number}", tensors) for number, part in enumerate(value)]
         return {_TUPLE if isinstance(value, tuple) else _LIST: parts}
@@ -242,7 +235,8 @@ class WholeParams(InParts):
 
     def nbytes_elsewhere(self) -> int:
         """Bytes of all state of this rank."""
-        return sum(each.state_nbytes for each in self.owned.values())
+        kept = [owned.split()[1] for owned in self.owned.values()]
+        return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
 
     def hold(
         self,
@@ -276,26 +270,24 @@ class WholeParams(InParts):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Collective: updates every main param that has a gradient."""
         for buffer in self._buffers:
-            flat_params = buffer.flat_params
-            mains = ShardValues((flat.plan.in_buffer, flat.main.detach()) for flat in flat_params)
+            spans = [flat.plan.in_buffer for flat in buffer.flat_params]
+            mains = [flat.main.detach() for flat in buffer.flat_params]
             # A param without a gradient comes to its owner as well, who is told so by its name.
-            grads = ShardValues(
-                (
-                    flat.plan.in_buffer,
-                    torch.zeros_like(flat.main) if flat.main.grad is None else flat.main.grad,
-                )
-                for flat in flat_params
-            )
-            Exchange(buffer, [mains, grads], self._update).run()
+            grads = [
+                torch.zeros_like(flat.main) if flat.main.grad is None else flat.main.grad
+                for flat in buffer.flat_params
+            ]
+            values = [ShardValues(zip(spans, tensors, strict=True)) for tensors in (mains, grads)]
+            Exchange(buffer, values, self._update).run()
         self.left_out = frozenset()
 
     def _update(self, owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
         main, grad = blocks
-        # A gradient that lies whole in a shard is the grad buffer itself, which a class may not
-        # change.
-        own_grad = (
-            None if owner.name in self.left_out else grad.clone() if owner.round is None else grad
-        )
+        own_grad: Tensor | None = grad
+        if owner.name in self.left_out:
+            own_grad = None
+        elif owner.round is None:
+            own_grad = grad.clone()  # it is the grad buffer itself, which a class may not change
         self.owned[owner.name].step(main, own_grad, self.options_of(owner.name))
 
 
