@@ -66,16 +66,17 @@ def choose_owners(
 
 
 class ShardValues:
-    """One number for each element that this rank has of some params: span in the buffer and 1-D
-    tensor of each flat param. `dtype_of` knows params of which this rank has no element, too.
-    """
+    """One number for each element that this rank has of some params, as a 1-D tensor of each flat
+    param. `dtype_of` knows params of which this rank has no element, too."""
 
     def __init__(
         self,
-        pieces: Iterable[tuple[Span, Tensor]],
+        flat_params: Sequence[FlatParam],
+        tensors: Sequence[Tensor],
         dtype_of: Callable[[str], torch.dtype] = lambda name: torch.float32,
     ) -> None:
-        self._pieces = sorted(pieces, key=lambda piece: piece[0])
+        spans = [flat.plan.in_buffer for flat in flat_params]
+        self._pieces = sorted(zip(spans, tensors, strict=True), key=lambda piece: piece[0])
         self._starts = [span.start for span, _ in self._pieces]
         self.dtype_of = dtype_of
 

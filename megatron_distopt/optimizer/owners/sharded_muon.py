@@ -218,10 +218,7 @@ class ShardedMuon(InParts):
                 momentum, of_flat = state["momentum_buffer"], options[flat.plan.shards[0].name]
                 updated.append(flat)
                 directions.append(direction_of(flat.main.grad, momentum, of_flat))
-        spans = [flat.plan.in_buffer for flat in updated]
-        updates = ShardValues(
-            zip(spans, directions, strict=True), lambda name: options[name].travel_dtype
-        )
+        updates = ShardValues(updated, directions, lambda name: options[name].travel_dtype)
 
         def orthogonalize_on_owner(owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
             spec, of_param = specs[owner.name], options[owner.name]
@@ -236,9 +233,13 @@ class ShardedMuon(InParts):
         Exchange(buffer, [updates], orthogonalize_on_owner, self.left_out).run()
         for flat in updated:
             for shard in flat.plan.shards:
-                main, update = flat.cut(flat.main, shard), updates.of(shard.in_buffer)
-                spec, of_param = specs[shard.name], options[shard.name]
-                apply_update(main, update, spec, shard.in_param, of_param)
+                apply_update(
+                    flat.cut(flat.main, shard),
+                    updates.of(shard.in_buffer),
+                    specs[shard.name],
+                    shard.in_param,
+                    options[shard.name],
+                )
 
 
 def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group: Group) -> Tensor:
@@ -249,18 +250,15 @@ def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group:
     """
     if not cut.is_gathered:
         return _distributed(part, cut, options, group)
-    bucket = part.new_empty(cut.size * part.numel())
-    own = bucket[group.rank * part.numel() : (group.rank + 1) * part.numel()]
-    own.copy_(part.view(-1))
-    all_gather(bucket, own, group)
-    parts = [_in_pieces(each.view(part.shape), cut, 1) for each in bucket.chunk(cut.size)]
-    joined = (
-        torch.cat(parts, dim=cut.dim + 1)
-        .reshape(cut.whole((part.shape[0], part.shape[1])))
-        .contiguous()
-    )
-    whole = orthogonalize(joined, options)
-    return _in_pieces(whole, cut, cut.size).select(cut.dim + 1, group.rank).reshape(part.shape)
+    bucket = part.new_empty((cut.size, *part.shape))
+    bucket[group.rank] = part
+    all_gather(bucket.view(-1), bucket[group.rank].view(-1), group)
+    parts = [_in_pieces(each, cut, 1) for each in bucket]
+    joined = torch.cat(parts, dim=cut.dim + 1)
+    rows, cols = cut.whole((part.shape[0], part.shape[1]))
+    whole = orthogonalize(joined.reshape(rows, cols).contiguous(), options)
+    own = _in_pieces(whole, cut, cut.size).select(cut.dim + 1, group.rank)
+    return own.reshape(part.shape)
 
 
 def _in_pieces(matrix: Tensor, cut: MatrixCut, num_ranks: int) -> Tensor:

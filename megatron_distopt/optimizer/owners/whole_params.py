@@ -75,8 +75,7 @@ class OwnedParam:
         self.optimizer.param_groups[0].update(changed_options(now, self._options))
         self._options = now
         self._param.data = main.view(self._shape)
-        if grad is not None:
-            self._param.grad = grad.view(self._shape)
+        self._param.grad = None if grad is None else grad.view(self._shape)
         try:
             self.optimizer.step()
             if self._param.data_ptr() != main.data_ptr():  # the class has put another tensor there
@@ -87,9 +86,8 @@ class OwnedParam:
     def _let_go(self) -> None:
         """A shape without memory takes the place of the values."""
         self._param.grad = None
-        self._param.data = torch.zeros((), dtype=torch.float32, device=self._device).expand(
-            self._shape
-        )
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._param.data = zero.expand(self._shape)
 
     @property
     def has_state(self) -> bool:
@@ -98,8 +96,11 @@ class OwnedParam:
     def _written(self) -> dict[str, Any]:
         """What the class has written into its param group, beside options."""
         known = {**self.optimizer.defaults, **self._options}
-        group = option_values(self.optimizer.param_groups[0])
-        return {key: value for key, value in group.items() if key not in known}
+        return {
+            key: value
+            for key, value in option_values(self.optimizer.param_groups[0]).items()
+            if key not in known
+        }
 
     def split(self) -> tuple[Any, dict[str, Tensor]]:
         """All that is kept, as JSON and tensors: [Note: state as JSON]. A CheckpointError where no
@@ -147,8 +148,9 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {_TENSOR: {"name": name, **about}}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
         below = f"{path}." if path else ""
-        entries = [[key, _split(part, f"{below}{key}", tensors)] for key, part in value.items()]
-        return {_ENTRIES: entries}
+        return {
+            _ENTRIES: [[key, _split(part, f"{below}{key}", tensors)] for key, part in value.items()]
+        }
     if isinstance(value, (list, tuple)):
         parts = [_split(part, f"{path}.{number}", tensors) for number, part in enumerate(value)]
         return {_TUPLE if isinstance(value, tuple) else _LIST: parts}
@@ -217,7 +219,8 @@ class WholeParams(InParts):
 
     def __init__(self, groups: Groups, *, build: Build, params: TrainedParams) -> None:
         num_dims = max((len(shape) for shape in params.shapes.values()), default=1)
-        super().__init__(groups, build([{"params": [torch.zeros((2,) * num_dims)]}]).defaults)
+        small = torch.zeros((2,) * num_dims)
+        super().__init__(groups, build([{"params": [small]}]).defaults)
         self.state = OwnersState()  # type: ignore[assignment]
         self.owned: dict[str, OwnedParam] = {}  # what this rank updates, by the name of the param
         self.owners: list[OwnerPlan] = []
@@ -235,8 +238,11 @@ class WholeParams(InParts):
 
     def nbytes_elsewhere(self) -> int:
         """Bytes of all state of this rank."""
-        kept = [owned.split()[1] for owned in self.owned.values()]
-        return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
+        nbytes = 0
+        for owned in self.owned.values():
+            _, tensors = owned.split()
+            nbytes += sum(tensor.nbytes for tensor in tensors.values())
+        return nbytes
 
     def hold(
         self,
@@ -270,23 +276,21 @@ class WholeParams(InParts):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Collective: updates every main param that has a gradient."""
         for buffer in self._buffers:
-            spans = [flat.plan.in_buffer for flat in buffer.flat_params]
-            mains = [flat.main.detach() for flat in buffer.flat_params]
+            flat_params = buffer.flat_params
+            mains = [flat.main.detach() for flat in flat_params]
             # A param without a gradient comes to its owner as well, who is told so by its name.
             grads = [
                 torch.zeros_like(flat.main) if flat.main.grad is None else flat.main.grad
-                for flat in buffer.flat_params
+                for flat in flat_params
             ]
-            values = [ShardValues(zip(spans, tensors, strict=True)) for tensors in (mains, grads)]
+            values = ShardValues(flat_params, mains), ShardValues(flat_params, grads)
             Exchange(buffer, values, self._update).run()
         self.left_out = frozenset()
 
     def _update(self, owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
         main, grad = blocks
-        own_grad: Tensor | None = grad
-        if owner.name in self.left_out:
-            own_grad = None
-        elif owner.round is None:
+        own_grad = None if owner.name in self.left_out else grad
+        if own_grad is not None and owner.round is None:
             own_grad = grad.clone()  # it is the grad buffer itself, which a class may not change
         self.owned[owner.name].step(main, own_grad, self.options_of(owner.name))
 
@@ -295,4 +299,5 @@ def owned_params(inner: Optimizer) -> Iterator[tuple[str, OwnedParam, dict[str, 
     """What this rank updates as whole params: name, param and its param group; nothing with other
     inner optimizers."""
     if isinstance(inner, WholeParams):
-        yield from ((name, owned, inner.options_of(name)) for name, owned in inner.owned.items())
+        for name, owned in inner.owned.items():
+            yield name, owned, inner.options_of(name)
