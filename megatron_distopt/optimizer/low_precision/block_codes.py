@@ -43,6 +43,7 @@ _MANTISSA_BITS = 4
 #: fp16 has so many bits of mantissa, and its exponents count from there; its sign is bit 15.
 _FP16_MANTISSA_BITS, _FP16_BIAS, _FP16_SIGN = 10, 15, -0x8000
 _CUT_BITS = _FP16_MANTISSA_BITS - _MANTISSA_BITS
+_SIGN_SHIFT = 8  # between the signs of fp16 and of a code
 _LAST_KEPT = 1 << _CUT_BITS
 #: The exponent, as fp16 keeps it, that the largest value of a block gets: the largest of 3 bits.
 _TOP = 7
@@ -66,8 +67,7 @@ def encode(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]
     `noise` is int16 of the same shape with random bits, to round at random; None to round to
     nearest.
     """
-    largest = values.abs().amax(1)
-    exponents = _exponents_of(largest)
+    exponents = _exponents_of(values.abs().amax(1))
     is_too_large = exponents > _LARGEST_EXPONENT
     exponents.masked_fill_(is_too_large, _NAN_EXPONENT)
     finite = exponents.clamp(max=_NAN_EXPONENT - 1)
@@ -79,14 +79,12 @@ def encode(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]
         bits.add_(_LAST_KEPT // 2)
     else:
         bits.add_(noise & (_LAST_KEPT - 1))
-    is_negative = bits < 0
-    signs = is_negative.to(torch.uint8)
-    signs.mul_(_SIGN)
+    signs = bits >> _SIGN_SHIFT
+    signs.bitwise_and_(_SIGN)
     bits.bitwise_right_shift_(_CUT_BITS)
     bits.bitwise_and_(MAGNITUDE)
-    codes = bits.to(torch.uint8)
-    codes.bitwise_or_(signs)
-    return codes, exponents.to(torch.uint8)
+    bits.bitwise_or_(signs)
+    return bits.to(torch.uint8), exponents.to(torch.uint8)
 
 
 def encode_roots(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -101,7 +99,7 @@ def encode_roots(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, T
 def decode(codes: Tensor, exponents: Tensor) -> Tensor:
     """The fp32 values [blocks, 128] of what `encode` returned."""
     bits = codes.to(torch.int16)
-    signs = bits << 8
+    signs = bits << _SIGN_SHIFT
     signs.bitwise_and_(_FP16_SIGN)
     bits.bitwise_and_(MAGNITUDE)
     bits.bitwise_left_shift_(_CUT_BITS)
@@ -183,14 +181,11 @@ def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
 
 def _shifted(bits: Tensor, shift: int) -> Tensor:
     """Shifts zeros in from the left, as unsigned numbers are."""
-    kept = 32 - shift
-    lowest = (1 << kept) - 1
-    shifted = bits >> shift
-    return shifted.bitwise_and_(lowest)
+    lowest = (1 << (32 - shift)) - 1
+    return (bits >> shift).bitwise_and_(lowest)
 
 
 def _signed(number: int) -> int:
     """The int32 with the lowest 32 bits of a number."""
-    number &= 0xFFFFFFFF
-    is_negative = number >> 31
-    return number - (1 << 32) if is_negative else number
+    half = 1 << 31
+    return (number + half) % (2 * half) - half
