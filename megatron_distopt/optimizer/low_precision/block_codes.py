@@ -67,7 +67,8 @@ def encode(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]
     `noise` is int16 of the same shape with random bits, to round at random; None to round to
     nearest.
     """
-    exponents = _exponents_of(values.abs().amax(1))
+    largest = values.abs().amax(1)
+    exponents = _exponents_of(largest)
     is_too_large = exponents > _LARGEST_EXPONENT
     exponents.masked_fill_(is_too_large, _NAN_EXPONENT)
     finite = exponents.clamp(max=_NAN_EXPONENT - 1)
@@ -182,7 +183,8 @@ def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
 def _shifted(bits: Tensor, shift: int) -> Tensor:
     """Shifts zeros in from the left, as unsigned numbers are."""
     lowest = (1 << (32 - shift)) - 1
-    return (bits >> shift).bitwise_and_(lowest)
+    shifted = bits >> shift
+    return shifted.bitwise_and_(lowest)
 
 
 def _signed(number: int) -> int:
