@@ -47,7 +47,7 @@ from megatron_distopt.optimizer.inner import (
     restore_group,
 )
 from megatron_distopt.optimizer.main_params import FlatParam, by_group
-from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
+from megatron_distopt.optimizer.owners.sharded_muon import ShardedMuon
 from megatron_distopt.optimizer.owners.whole_params import owned_params
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
@@ -285,7 +285,7 @@ def _moment_for(
     inner = optimizer.inner
     updater = part_for(inner, inner.param_groups[flat.plan.key.group])
     if optimizer.plan.choice.is_adam or isinstance(
-        updater, (torch.optim.Adam, torch.optim.AdamW, FlatMuon)
+        updater, (torch.optim.Adam, torch.optim.AdamW, ShardedMuon)
     ):
         dtype = flat.main.dtype  # whatever it was saved in
     known = moment_to_fill(inner, flat.main, kind, dtype)

@@ -47,7 +47,7 @@ from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer.averages import AVERAGE
 from megatron_distopt.optimizer.inner import counts_in_groups, part_for
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
-from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon
+from megatron_distopt.optimizer.owners.sharded_muon import ShardedMuon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 _log = logging.getLogger("megatron_distopt")
@@ -409,7 +409,7 @@ def needed_moments(optimizer: ShardedOptimizer, number: int) -> frozenset[str]:
     updater = part_for(optimizer.inner, optimizer.inner.param_groups[number])
     if isinstance(updater, (torch.optim.Adam, torch.optim.AdamW)):
         return MOMENTS_OF_ADAM
-    if isinstance(updater, (torch.optim.SGD, FlatMuon)):
+    if isinstance(updater, (torch.optim.SGD, ShardedMuon)):
         return frozenset(("momentum_buffer",))
     return optimizer.plan.choice.moments
 

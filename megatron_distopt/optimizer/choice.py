@@ -28,8 +28,8 @@ from megatron_distopt.optimizer.adam import (
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice, option_text
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.owners.declared import (
+    ELEMENTS,
     Candidate,
-    Updates,
     declared_updates,
     known_updates,
 )
@@ -124,7 +124,7 @@ def _by_updates(
     """Of flat params where the class updates each element by itself, or else of whole params."""
     dims = () if params is None else {len(shape) for shape in params.shapes.values()} or {1, 2}
     updates, written = declared_updates(candidate, dims, config.updates)
-    if params is None or updates is Updates.ELEMENTS:
+    if params is None or updates == ELEMENTS:
         return InnerChoice(candidate.name, candidate.build, writes=written)
     check_compatible(config, {Feature.WHOLE_PARAMS: candidate.name})
     build = partial(WholeParams, build=candidate.build, params=params)

@@ -15,11 +15,15 @@ from torch.nn import Parameter
 
 from megatron_distopt.buffers import ShardedBuffer, move_into_buffer
 from megatron_distopt.comm import Group, gather_params, messages
-from megatron_distopt.layout import MatrixSpec, ParamSpec, lay_out, plan_owners
-from megatron_distopt.optimizer.main_params import FlatParamKey, build_flat_params, main_grads
+from megatron_distopt.layout import MatrixSpec, ParamSpec, lay_out
+from megatron_distopt.optimizer.main_params import (
+    FlatParamKey,
+    ParamGroup,
+    build_flat_params,
+    main_grads,
+)
 from megatron_distopt.optimizer.owners import exchange
-from megatron_distopt.optimizer.owners.exchange import OwnedBuffer
-from megatron_distopt.optimizer.owners.sharded_muon import FlatMuon, Matrices
+from megatron_distopt.optimizer.owners.sharded_muon import Matrices, ShardedMuon
 from tests.optimizer.test_muon import matrices_in, trained, values
 from tests.support.spawn import run_ranks
 
@@ -115,10 +119,15 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
     mains: list[list[Tensor]] = [[], []]
     for flat in flats:
         mains[flat.plan.key.group].append(flat.main)
-    optimizer = FlatMuon([{"params": each, **OPTIONS[number]} for number, each in enumerate(mains)])
-    plan = plan_owners(layout, SPECS)
-    owned = OwnedBuffer.of(buffer, plan, lambda name: group, flats)
-    optimizer.bind([owned], GROUPS, Matrices(SPECS, lambda name: group))
+    options = [{"ns_steps": 5, **of_group} for of_group in OPTIONS]
+    optimizer = ShardedMuon(
+        [{"params": mains[number], **options[number]} for number in range(2)],
+        matrices=Matrices(SPECS, lambda name: group),
+    )
+    names = [tuple(name for name in GROUPS if GROUPS[name] == number) for number in range(2)]
+    groups = [ParamGroup(options[number], names[number]) for number in range(2)]
+    optimizer.hold([buffer], flats, groups)
+    (plan,) = optimizer.owners
     sent = 0
     begin = exchange.begin_travel
 

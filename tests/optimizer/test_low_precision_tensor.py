@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Span
+from megatron_distopt.optimizer.low_precision import low_precision_adam
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     LowPrecisionTensor,
+    Precision,
     as_plain,
     memory_of,
     part_of,
@@ -102,7 +105,7 @@ def test_remainder_when_a_main_param_is_kept_so_then_every_bit_is_there(dtype: s
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
     values[:4] = torch.tensor(TIES)
     values[4:8] = torch.tensor([torch.inf, -torch.inf, 3.4e38, 1e-42])
-    main.stored.update(0, NUMEL, values.clone())
+    main.stored.update(slice(0, NUMEL), values.clone())
     assert torch.equal(as_plain(main), values)
     assert torch.equal(model, values.bfloat16())
     second.copy_(_values())
@@ -110,7 +113,7 @@ def test_remainder_when_a_main_param_is_kept_so_then_every_bit_is_there(dtype: s
     assert torch.equal(as_plain(main), values)
     assert bool((second >= 0).all())
     values[0] = torch.nan
-    main.stored.update(0, NUMEL, values.clone())
+    main.stored.update(slice(0, NUMEL), values.clone())
     assert bool(as_plain(main)[0].isnan()) and torch.equal(as_plain(main)[1:], values[1:])
 
 
@@ -162,3 +165,28 @@ def test_coded_when_it_is_copied_then_the_copy_is_plain() -> None:
     assert moment.mul_(4) is moment and torch.equal(moment.clone(), values * 4)  # the root doubles
     torch._foreach_copy_([moment], [values])
     assert torch.equal(moment.clone(), values)
+
+
+def _first_moment(precision: Precision, stretch: int) -> Tensor:
+    """What steps in stretches of a length leave, in a buffer where blocks begin elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    model = torch.randn(3 + NUMEL, generator=generator).bfloat16()[3:]
+    main = model.float() if precision.main_params_dtype == "float32" else precision.main(model)
+    optimizer = low_precision_adam.LowPrecisionAdam(
+        [{"params": [main]}], lr=0.1, precision=precision
+    )
+    with mock.patch.object(low_precision_adam, "_STRETCH_ON_CPU", stretch):
+        for _ in range(3):
+            main.grad = torch.randn(NUMEL, generator=generator)
+            optimizer.step()
+    return as_plain(optimizer.state[main]["exp_avg"]).clone()
+
+
+@pytest.mark.parametrize("second", MOMENTS)
+@pytest.mark.parametrize("main", ["float32", "bfloat16", "remainder"])
+def test_first_moment_when_stretches_have_other_lengths_then_no_block_of_it_is_cut(
+    main: str, second: str
+) -> None:
+    """Their lengths depend on the number of threads."""
+    precision = Precision(main, "int8", second)
+    assert torch.equal(_first_moment(precision, NUMEL), _first_moment(precision, 200))

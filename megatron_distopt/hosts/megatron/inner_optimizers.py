@@ -158,19 +158,6 @@ def inner_for(
     return adopt_instance(base, params, config), base.param_groups
 
 
-def check_is_adam(base: Optimizer) -> None:
-    """Refuses a host's own optimizer whose place Muon and an Adam cannot take."""
-    if not is_adam(base):
-        raise unsupported_base(type(base).__name__)
-
-
-def unsupported_base(name: str) -> ConfigError:
-    return ConfigError(
-        f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. Write "
-        "--optimizer adam, whose place is taken, or drop --distopt-optimizer muon."
-    )
-
-
 def plan_groups(
     named: Mapping[str, Parameter], torch_groups: Sequence[Mapping[str, Any]], choice: InnerChoice
 ) -> tuple[ParamGroup, ...]:

@@ -7,36 +7,28 @@ stay with Adam. A param group with a key `use_muon` says so itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from string import digits
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
+from megatron_distopt.hosts.megatron.inner_optimizers import groups_of, is_adam
 from megatron_distopt.layout import MatrixCut, MatrixSpec, Placement
 from megatron_distopt.optimizer.inner import InnerChoice
-from megatron_distopt.optimizer.owners.muon_options import (
-    MuonOptions,
-    TorchMuonOptions,
-    is_muons_group,
-)
+from megatron_distopt.optimizer.owners.muon_options import MuonOptions, TorchMuonOptions
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, choose_muon, matrix_of
 
 #: What the option `optimizer` calls it.
 MUON = "muon"
-
-
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-
-
 #: A key of a param group in which a host or its user says it itself.
 _MARK = "use_muon"
-
-
 #: Options of Adam, and not of Muon.
 _NOT_MUONS = ("betas", "eps")
 
@@ -76,14 +68,16 @@ class FusedWeights:
 
     def rows_of(self, name: str, rows: int, request: MuonRequest) -> tuple[int, ...]:
         """Rows of the parts of a weight; none where it is one matrix."""
-        if request.split != "none" and name.endswith(self.qkv):
+        if request.split == "none":
+            return ()
+        if name.endswith(self.qkv):
             # A host takes another shape for one matrix.
-            return () if request.is_hosts and rows % sum(self.qkv_rows) else self.qkv_rows
-        if request.split != "none" and name.endswith(self.kv) and not request.is_hosts:
+            is_one = request.is_hosts and rows % sum(self.qkv_rows)
+            return () if is_one else self.qkv_rows
+        if name.endswith(self.kv) and not request.is_hosts:
             return self.kv_rows
-        if request.split == "all" and name.rstrip(digits).endswith(self.gated) and self.is_gated:
-            return (rows // 2, rows // 2)
-        return ()
+        is_gated = self.is_gated and name.rstrip(digits).endswith(self.gated)
+        return (rows // 2, rows // 2) if is_gated and request.split == "all" else ()
 
 
 def matrices_of(
@@ -110,39 +104,42 @@ def is_matrix_of_layer(name: str, param: Tensor) -> bool:
     return _IN_LAYER.search(name) is not None and param.dim() == 2
 
 
+def check_is_adam(name: str, *, is_adam: bool) -> None:
+    """Refuses an optimizer of the host, called `name`, whose place Muon and an Adam cannot take."""
+    if not is_adam:
+        raise ConfigError(
+            f"optimizer is muon, and the host's is {name}. Muon leaves other params to an Adam. "
+            "Write --optimizer adam, whose place is taken, or drop --distopt-optimizer muon."
+        )
+
+
 def with_muon_groups(
-    groups: Iterable[Mapping[str, Any]],
-    is_for_muon: Callable[[Parameter], bool],
+    base: Optimizer,
+    named: Mapping[str, Parameter],
+    is_for_muon: Callable[[str, Parameter], bool],
     options: MuonOptions,
-) -> list[dict[str, Any]]:
-    """A host's param groups, each cut into one for Muon and one for Adam where it has params of
-    both kinds.
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The param groups of a host's Adam, each cut into one for Muon and one for Adam where it has
+    params of both kinds; and the names of Muon's params.
 
     `is_for_muon` is asked about params in groups that do not say it themselves.
     """
-    cut: list[dict[str, Any]] = []
-    for group in groups:
+    check_is_adam(type(base).__name__, is_adam=is_adam(base))
+    name_of = {param: name for name, param in named.items()}
+    cut, names = list[dict[str, Any]](), list[str]()
+    for group in groups_of(base):
         kept = {key: value for key, value in group.items() if key != "params"}
         for_muon, rest = list[Parameter](), list[Parameter]()
         for param in group["params"]:
-            (for_muon if group.get(_MARK, is_for_muon(param)) else rest).append(param)
+            is_muons = group.get(_MARK, is_for_muon(name_of.get(param, ""), param))
+            (for_muon if is_muons else rest).append(param)
         if rest or not for_muon:
             cut.append({"params": rest, **kept})
         if for_muon:
             kept = {key: value for key, value in kept.items() if key not in _NOT_MUONS}
             cut.append({"params": for_muon, **vars(options), **kept})
-    return cut
-
-
-def muon_params(groups: Iterable[Mapping[str, Any]]) -> frozenset[Parameter]:
-    return frozenset(
-        param for group in groups if is_muons_group(group) for param in group["params"]
-    )
-
-
-def config_for_adam(config: DistOptConfig) -> DistOptConfig:
-    """The options of the optimizer that updates what is not Muon's."""
-    return replace(config, optimizer="adam")
+            names += [name_of[param] for param in for_muon if param in name_of]
+    return cut, names
 
 
 def muon_and_adam(

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import mpu
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.comm import Group
-from megatron_distopt.hosts.megatron.inner_optimizers import check_is_adam, groups_of
 from megatron_distopt.hosts.megatron.muon_groups import (
     FusedWeights,
     MuonRequest,
     is_matrix_of_layer,
     matrices_of,
-    muon_params,
     with_muon_groups,
 )
 from megatron_distopt.hosts.megatron.naming import ModelRanks, placement_of
@@ -30,24 +27,16 @@ def muon_matrices(
     base: Optimizer, request: MuonRequest, buffers: Sequence[BufferPlan], args: Any
 ) -> tuple[Matrices, list[dict[str, Any]]]:
     """The matrices of this rank that Muon updates, and the fork's param groups, cut in two."""
-    check_is_adam(base)
     fused = _fused_weights(args)
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     params = {name: param for plan in buffers for name, param in plan.params.items()}
-    name_of = {param: name for name, param in params.items()}
-
-    def is_for_muon(param: Parameter) -> bool:
-        return is_matrix_of_layer(name_of.get(param, ""), param)
-
-    groups = with_muon_groups(groups_of(base), is_for_muon, request.options)
-    members = muon_params(groups)
+    groups, names = with_muon_groups(base, params, is_matrix_of_layer, request.options)
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
     ranks = ModelRanks(tensor, tensor, is_gated=has_gates(args))
     specs: dict[str, MatrixSpec] = {}
-    for name, param in params.items():
-        if param in members:
-            placement = placement_of(name, param, ranks, is_expert=False)
-            specs[name] = matrices_of(name, param, placement, request, fused)
+    for name in names:
+        placement = placement_of(name, params[name], ranks, is_expert=False)
+        specs[name] = matrices_of(name, params[name], placement, request, fused)
     tensor_group = Group.of(mpu.get_tensor_model_parallel_group())
     return Matrices(specs, group_of.__getitem__, lambda name: tensor_group), groups
 

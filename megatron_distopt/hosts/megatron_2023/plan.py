@@ -27,12 +27,7 @@ from megatron_distopt.config import DistOptConfig, config_from_arguments, config
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
 from megatron_distopt.hosts.megatron.inner_optimizers import inner_for, plan_groups
-from megatron_distopt.hosts.megatron.muon_groups import (
-    MUON,
-    MuonRequest,
-    config_for_adam,
-    muon_and_adam,
-)
+from megatron_distopt.hosts.megatron.muon_groups import MUON, MuonRequest, muon_and_adam
 from megatron_distopt.hosts.megatron.naming import names_by_param
 from megatron_distopt.hosts.megatron_2023.buffers import BufferPlan, dense_group, plan_grad_buffers
 from megatron_distopt.hosts.megatron_2023.facts import GATHERS_STATE, check_flags
@@ -175,7 +170,7 @@ def _choose(
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
     request = MuonRequest.of(config)
     matrices, groups = muon_matrices(base, request, buffers, args)
-    adam, _ = inner_for(base, config_for_adam(config), device.type)
+    adam, _ = inner_for(base, dataclasses.replace(config, optimizer="adam"), device.type)
     return muon_and_adam(adam, matrices, config, request), groups
 
 

@@ -17,6 +17,7 @@ Source of the fused layouts: `SelfAttention`, `CrossAttention` and `MLP` of mega
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.nn import Parameter
@@ -26,18 +27,13 @@ from megatron_distopt.comm import Group
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.hosts.megatron.inner_optimizers import (
-    check_is_adam,
-    groups_of,
-    unsupported_base,
-)
 from megatron_distopt.hosts.megatron.muon_groups import (
     MUON,
     FusedWeights,
     MuonRequest,
+    check_is_adam,
     is_matrix_of_layer,
     matrices_of,
-    muon_params,
     with_muon_groups,
 )
 from megatron_distopt.hosts.megatron.naming import placement_of
@@ -88,8 +84,7 @@ def request_from(config: DistOptConfig, host: Any) -> MuonRequest | None:
     if config.optimizer != MUON:
         return None
     if not is_hosts_muon(host):
-        if host.optimizer != "adam":
-            raise unsupported_base(host.optimizer)
+        check_is_adam(host.optimizer, is_adam=host.optimizer == "adam")
         return MuonRequest.of(config)
     check_compatible(config, {Feature.HOSTS_MUON: "megatron-core's own Muon"})
     for name, served, remedy in (
@@ -145,19 +140,11 @@ def muon_matrices(
     Refuses another optimizer of the host's than Adam, and weights of other shapes than Muon or the
     config has.
     """
-    name_of = {param: name for name, param in named.items()}
-    groups: list[dict[str, Any]] = []
+    groups, names = list[dict[str, Any]](), list[str]()
     if optimizer is not None:
-        check_is_adam(optimizer)
-        groups = with_muon_groups(
-            groups_of(optimizer),
-            lambda param: _is_for_muon(name_of[param], param, request),
-            request.options,
-        )
-    specs = {
-        name_of[param]: _matrices_of(name_of[param], param, request, chunks)
-        for param in muon_params(groups)
-    }
+        is_for_muon = partial(_is_for_muon, request=request)
+        groups, names = with_muon_groups(optimizer, named, is_for_muon, request.options)
+    specs = {name: _matrices_of(name, named[name], request, chunks) for name in names}
 
     def tensor_group(name: str) -> Group:
         return Group.of(tensor_group_of(name, named[name], chunks))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -42,7 +43,7 @@ from megatron_distopt.hosts.megatron.inner_optimizers import (
     is_adam,
     plan_groups,
 )
-from megatron_distopt.hosts.megatron.muon_groups import config_for_adam, muon_and_adam
+from megatron_distopt.hosts.megatron.muon_groups import muon_and_adam
 from megatron_distopt.hosts.megatron.naming import names_by_param
 from megatron_distopt.hosts.megatron_core.buffers import (
     adopt_buffer,
@@ -134,7 +135,7 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
             matrices, groups = muon_matrices(
                 optimizer, merged.muon, self.named, self.buffers, self.model_chunks
             )
-            adam = choose_inner(config_for_adam(config), device.type)
+            adam = choose_inner(replace(config, optimizer="adam"), device.type)
             choice = muon_and_adam(adam, matrices, config, merged.muon)
         plan = StepPlan(
             groups=plan_groups(self.named, groups, choice),

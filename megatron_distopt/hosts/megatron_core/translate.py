@@ -14,7 +14,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.config import OPTIONS, DistOptConfig, NonFinitePolicy
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
 from megatron_distopt.hosts.megatron.flag import with_hosts_own
-from megatron_distopt.hosts.megatron.muon_groups import MUON, MuonRequest, config_for_adam
+from megatron_distopt.hosts.megatron.muon_groups import MUON, MuonRequest
 from megatron_distopt.hosts.megatron.naming import names_by_param
 from megatron_distopt.hosts.megatron.refused import check_refused
 from megatron_distopt.hosts.megatron_core.buffers import layout_of
@@ -169,7 +169,7 @@ def check_model(chunks: Sequence[Any], merged: Merged) -> InnerChoice | None:
         trained = {name: param for param, name in names.items() if param.requires_grad}
         # by whom each is sharded does not matter yet
         params = TrainedParams.of(trained, lambda name: Group.of())
-        asked = config_for_adam(config) if merged.muon else config
+        asked = replace(config, optimizer="adam") if merged.muon else config
         if ":" not in asked.optimizer:
             asked = replace(asked, updates=None)  # of a class that may take the place of the host's
         choice = choose_inner(asked, device.type, params)

@@ -38,11 +38,12 @@ _LEAST_EXPONENT = 20
 #: The bits of infinity; those of every NaN are more.
 _INFINITY_BITS = 0x7F800000
 #: Of a code, which is a byte: its sign, and the 3 bits of exponent and 4 of mantissa.
-SIGN, MAGNITUDE = 0x80, 0x7F
+_SIGN, MAGNITUDE = 0x80, 0x7F
 _MANTISSA_BITS = 4
 #: fp16 has so many bits of mantissa, and its exponents count from there; its sign is bit 15.
 _FP16_MANTISSA_BITS, _FP16_BIAS, _FP16_SIGN = 10, 15, -0x8000
 _CUT_BITS = _FP16_MANTISSA_BITS - _MANTISSA_BITS
+_SIGN_SHIFT = 8  # between the signs of fp16 and of a code
 _LAST_KEPT = 1 << _CUT_BITS
 #: The exponent, as fp16 keeps it, that the largest value of a block gets: the largest of 3 bits.
 _TOP = 7
@@ -79,20 +80,27 @@ def encode(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]
         bits.add_(_LAST_KEPT // 2)
     else:
         bits.add_(noise & (_LAST_KEPT - 1))
-    is_negative = bits < 0
-    signs = is_negative.to(torch.uint8)
-    signs.mul_(SIGN)
+    signs = bits >> _SIGN_SHIFT
+    signs.bitwise_and_(_SIGN)
     bits.bitwise_right_shift_(_CUT_BITS)
     bits.bitwise_and_(MAGNITUDE)
-    codes = bits.to(torch.uint8)
-    codes.bitwise_or_(signs)
-    return codes, exponents.to(torch.uint8)
+    bits.bitwise_or_(signs)
+    return bits.to(torch.uint8), exponents.to(torch.uint8)
+
+
+def encode_roots(values: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`encode` for the roots of values that are at least 0 and stay; see [Note: roots]."""
+    roots = root_of(values)
+    codes, exponents = encode(roots, noise)
+    is_lost = (codes == 0) & (roots > 0)
+    codes.add_(is_lost)  # the smallest code
+    return codes, exponents
 
 
 def decode(codes: Tensor, exponents: Tensor) -> Tensor:
     """The fp32 values [blocks, 128] of what `encode` returned."""
     bits = codes.to(torch.int16)
-    signs = bits << 8
+    signs = bits << _SIGN_SHIFT
     signs.bitwise_and_(_FP16_SIGN)
     bits.bitwise_and_(MAGNITUDE)
     bits.bitwise_left_shift_(_CUT_BITS)
@@ -174,14 +182,12 @@ def random_bits(start: int, numel: int, count: Tensor) -> Tensor:
 
 def _shifted(bits: Tensor, shift: int) -> Tensor:
     """Shifts zeros in from the left, as unsigned numbers are."""
-    kept = 32 - shift
-    lowest = (1 << kept) - 1
+    lowest = (1 << (32 - shift)) - 1
     shifted = bits >> shift
     return shifted.bitwise_and_(lowest)
 
 
 def _signed(number: int) -> int:
     """The int32 with the lowest 32 bits of a number."""
-    number &= 0xFFFFFFFF
-    is_negative = number >> 31
-    return number - (1 << 32) if is_negative else number
+    half = 1 << 31
+    return (number + half) % (2 * half) - half

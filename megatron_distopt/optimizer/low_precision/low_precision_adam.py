@@ -8,47 +8,75 @@ state is stored. With [Note: remainder] the result is that of fp32 state to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import has_torch_fused
 from megatron_distopt.optimizer.inner import IMPLEMENTATION, FlatOptimizer, Groups
+from megatron_distopt.optimizer.low_precision.block_codes import random_bits
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     FULL,
+    SECOND_MOMENT,
     LowPrecisionTensor,
     Precision,
     stored_of,
 )
-from megatron_distopt.optimizer.low_precision.stored_values import (
-    ParamUpdate,
-    PlainValues,
-    RemainderValues,
-)
+from megatron_distopt.optimizer.low_precision.stored_values import RemainderValues, StoredValues
 
 #: Elements of a stretch: for each thread of a CPU, and on a device, where it is scratch memory and
 #: launches.
 _STRETCH_ON_CPU, _STRETCH = 1 << 16, 1 << 23
-_MOMENTS = _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+_MOMENTS = "exp_avg", SECOND_MOMENT
 
 
 @dataclass(frozen=True, eq=False)
+class _ParamUpdate:
+    """A flat param that is updated in this step, with its state as it is stored."""
+
+    start: int  # the place of its first value in the buffer, for random bits
+    main: StoredValues
+    first: StoredValues  # moment
+    second: StoredValues  # moment
+    grad: Tensor  # fp32 1-D
+    step: Tensor  # count of updates
+    model: Tensor | None  # what the main param is rounded into, if it does not write it by itself
+
+
 class _Stretch:
     """Some neighbouring elements of a flat param, fp32; the gradient is a view, the others may be
     copies."""
 
-    update: ParamUpdate
-    start: int
-    stop: int
-    grad: Tensor
-    main: Tensor
-    first: Tensor
-    second: Tensor
+    def __init__(self, update: _ParamUpdate, place: slice) -> None:
+        self.update, self.place = update, place
+        self.grad = update.grad[place]
+        self.main = update.main.read(place)
+        self.first = update.first.read(place)
+        self.second = update.second.read(place)
+
+    def write(self) -> None:
+        """Rounds the values into the stored state, and those of the main param into the model
+        param."""
+        update, place, noise = self.update, self.place, None
+        if update.main.is_rounded_at_random or update.second.is_rounded_at_random:
+            count = update.step.to(self.grad.device)
+            noise = random_bits(update.start + place.start, self.grad.numel(), count)
+        update.first.update(place, self.first)
+        update.second.update(place, self.second, noise)
+        if noise is not None and update.main.is_rounded_at_random:
+            noise = noise >> 15  # other bits than those of the second moment
+        # the last one: it may write the sign bits of the second moment
+        update.main.update(place, self.main, noise)
+        if update.model is not None:
+            # What is stored is rounded, not what was computed, so that a checkpoint gives the same
+            # model param.
+            update.model[place] = update.main.read(place)
 
 
 class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
@@ -94,22 +122,13 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every param that has a gradient."""
-        updates = list[ParamUpdate]()
-        for index, group in enumerate(self.param_groups):
-            updates += [
-                self._prepared(index, main, main.grad)
-                for main in group["params"]
-                if main.grad is not None
-            ]
-        tensors = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        for index, group in enumerate(self.param_groups):
-            members = [update for update in updates if update.group == index]
-            if members:
-                self._update_in_stretches(group, members, tensors)
+        for group in self.param_groups:
+            mains = [main for main in group["params"] if main.grad is not None]
+            if mains:
+                self._update_in_stretches(group, [self._prepared(main) for main in mains])
 
     def new_moment(self, main: Tensor, kind: str) -> Tensor:
-        precision = self._precision_of(main)
-        return precision.second_to_fill(main) if kind == _SECOND else precision.first(main)
+        return self._precision_of(main).moment(main, kind)
 
     @torch.no_grad()
     def take_moments(self, main: Tensor) -> None:
@@ -120,95 +139,87 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
     def _precision_of(self, main: Tensor) -> Precision:
         return self.precision if self._device_type in (None, main.device.type) else FULL
 
-    def _prepared(self, group: int, main: Tensor, grad: Tensor) -> ParamUpdate:
+    def _prepared(self, main: Tensor) -> _ParamUpdate:
         """Makes the state that is not there yet, and brings the other into its form."""
-        state = self.state[main]
+        state, stored = self.state[main], stored_of(main)
         if "step" not in state:
             # As torch does: where its fused kernel reads it, else on the CPU.
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=main.device if self._is_fused else CPU
-            )
+            device = main.device if self._is_fused else CPU
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         for kind in _MOMENTS:
             self._bring_into_form(main, state, kind)
-        stored, model = stored_of(main), self._models.get(main)
         if isinstance(stored, RemainderValues):
             stored.settle()
-            model = None
-        # it is the model param itself
-        elif isinstance(stored, PlainValues) and stored.tensor is not main:
-            model = None
-        first, second = (stored_of(state[kind]) for kind in _MOMENTS)
-        return ParamUpdate(
-            self._places.get(main, 0), group, stored, first, second, grad, state["step"], model
+        return _ParamUpdate(
+            start=self._places.get(main, 0),
+            main=stored,
+            first=stored_of(state["exp_avg"]),
+            second=stored_of(state[SECOND_MOMENT]),
+            grad=main.grad,  # type: ignore[arg-type]
+            step=state["step"],
+            model=None if isinstance(main, LowPrecisionTensor) else self._models.get(main),
         )
 
     def _bring_into_form(self, main: Tensor, state: dict[str, Any], kind: str) -> None:
-        """Moments of which others have made plain tensors, as by loading them, go back into the
-        form."""
-        precision = self._precision_of(main)
-        begin = precision.second if kind == _SECOND else precision.first
+        """Makes a moment, or brings one of which others have made a plain tensor, as by loading it,
+        back into the form."""
         known, stored = state.get(kind), stored_of(main)
-        if known is None:
-            state[kind] = begin(main)
+        if kind == SECOND_MOMENT and isinstance(stored, RemainderValues):
+            if known is None:
+                state[kind] = LowPrecisionTensor(stored.second).zero_()
+            elif stored_of(known) is not stored.second:
+                state[kind] = LowPrecisionTensor(stored.second).copy_(known)
             return
-        if kind == _SECOND and isinstance(stored, RemainderValues):
-            is_in_form = stored_of(known) is stored.second
-        else:
-            dtype = precision.exp_avg_sq_dtype if kind == _SECOND else precision.exp_avg_dtype
-            is_in_form = isinstance(known, LowPrecisionTensor) or known.dtype == getattr(
-                torch, dtype
-            )
+        is_in_form = isinstance(known, LowPrecisionTensor)
+        if known is not None and not is_in_form:
+            is_in_form = known.dtype == getattr(torch, self._precision_of(main).form_of(kind))
         if not is_in_form:
-            values = known.to(torch.float32, copy=True)
-            state[kind] = begin(main).copy_(values)
+            state[kind] = self.new_moment(main, kind)
+            if known is not None:
+                state[kind].copy_(known)
 
-    def _update_in_stretches(
-        self, group: dict[str, Any], updates: list[ParamUpdate], tensors: dict[str, Tensor | None]
-    ) -> None:
-        steps, found_inf = [update.step for update in updates], tensors["found_inf"]
+    def _update_in_stretches(self, group: dict[str, Any], updates: Sequence[_ParamUpdate]) -> None:
+        """All members of a param group; torch's kernel takes several stretches at once."""
+        beta1, beta2 = group["betas"]
         options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-        options["beta1"], options["beta2"] = group["betas"]
+        options |= {"beta1": beta1, "beta2": beta2}
+        found_inf = getattr(self, "found_inf", None)
+        steps = [update.step for update in updates]
         torch._foreach_add_(steps, 1)
         for stretches in _gathered(updates):
-            parts = [
-                [getattr(stretch, name) for stretch in stretches]
-                for name in ("main", "grad", "first", "second")
-            ]
+            mains = [stretch.main for stretch in stretches]
+            grads = [stretch.grad for stretch in stretches]
+            firsts = [stretch.first for stretch in stretches]
+            seconds = [stretch.second for stretch in stretches]
             counts = [stretch.update.step for stretch in stretches]
             if self._is_fused:
-                kernel: Callable[..., None] = (
-                    torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-                )
-                kernel(*parts, [], counts, **options, **tensors)
+                fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+                options |= {"grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
+                fused(mains, grads, firsts, seconds, [], counts, **options)
             else:
+                plain = adamw if self.decoupled else adam
                 before = [count - 1 for count in counts]  # it counts by itself
-                name = "adamw" if self.decoupled else "adam"
-                getattr(import_module(f"torch.optim.{name}"), name)(
-                    *parts, [], before, foreach=True, **options
-                )
+                plain(mains, grads, firsts, seconds, [], before, foreach=True, **options)
             for stretch in stretches:
-                stretch.update.write(
-                    stretch.start, stretch.stop, stretch.main, stretch.first, stretch.second
-                )
+                stretch.write()
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
-def _gathered(updates: Iterable[ParamUpdate]) -> Iterator[list[_Stretch]]:
+def _gathered(updates: Sequence[_ParamUpdate]) -> Iterator[list[_Stretch]]:
     """Stretches of about the same number of elements in all, for one call of the kernel."""
     gathered, numel = list[_Stretch](), 0
     for update in updates:
-        most = (
-            _STRETCH_ON_CPU * torch.get_num_threads()
-            if update.grad.device.type == CPU
-            else _STRETCH
-        )
+        is_on_cpu = update.grad.device.type == CPU
+        most = _STRETCH_ON_CPU * torch.get_num_threads() if is_on_cpu else _STRETCH
         start = 0
         while start < update.main.numel:
-            stop = update.second.end_of_stretch(start, most)
-            values = (stored.read(start, stop) for stored in update.state)
-            gathered.append(_Stretch(update, start, stop, update.grad[start:stop], *values))
-            numel, start = numel + stop - start, stop
+            # If a moment has blocks, it ends with one of them; those of both begin alike.
+            about = slice(start, start + most)
+            stop = max(update.first.around(about).stop, update.second.around(about).stop)
+            gathered.append(_Stretch(update, slice(start, stop)))
+            numel += stop - start
+            start = stop
             if numel >= most:
                 yield gathered
                 gathered, numel = [], 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.errors import LayoutError, refusal
+from megatron_distopt.errors import LayoutError
 from megatron_distopt.layout import Span
 from megatron_distopt.layout.buckets import BLOCK_NUMEL
 from megatron_distopt.layout.estimate import MOMENT_NBYTES, WITH_SCALES
@@ -31,6 +31,8 @@ from megatron_distopt.optimizer.low_precision.stored_values import (
 )
 
 _CLONE = "Its values are stored in another form; call clone() for a plain copy of them."
+#: The moment whose root Adam divides by, as torch calls it.
+SECOND_MOMENT = "exp_avg_sq"
 #: An operator on a view, with its arguments behind the tensor.
 _Viewing = tuple[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]]
 
@@ -81,17 +83,15 @@ class LowPrecisionTensor(Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         if new.shape != self.shape or new.dtype != self.dtype:
-            rule = f"stay {self.dtype} {list(self.shape)}, as it is stored"
-            found = f"{new.dtype} {list(new.shape)}"
             raise LayoutError(
-                refusal(
-                    "data of a low-precision tensor", found, rule, "Assign a copy on another device"
-                )
+                f"data of a low-precision tensor of {list(self.shape)} was assigned {new.dtype} "
+                f"{list(new.shape)}, and must stay {self.dtype} of its shape. Assign a copy on "
+                "another device."
             )
-        if not isinstance(new, LowPrecisionTensor) and not torch.equal(
-            values := self.values(), new.to(values.device)
-        ):
-            self._write(new.to(self.stored.device))
+        if not isinstance(new, LowPrecisionTensor):
+            values, assigned = self.values(), new.to(self.stored.device)
+            if not torch.equal(values, assigned):
+                self._write(assigned)
         self.move_to(new.device)
 
     def move_to(self, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class LowPrecisionTensor(Tensor):
 
     def values(self) -> Tensor:
         """A plain copy, fp32 of the same shape."""
-        return self._through(self.stored.read(self._span.start, self._span.stop)).clone()
+        return self._through(self.stored.read(self._span.as_slice())).clone()
 
     def _through(self, stretch: Tensor) -> Tensor:
         for view, args, kwargs in self._views:
@@ -116,12 +116,12 @@ class LowPrecisionTensor(Tensor):
         return stretch
 
     def _write(self, values: Tensor) -> None:
-        start, stop = self._span.start, self._span.stop
+        stretch = self._span.as_slice()
         if self._views:
-            stretch = self.stored.read(start, stop).clone()
-            self._through(stretch).copy_(values)
-            values = stretch
-        self.stored.write(start, stop, values)
+            whole = self.stored.read(stretch).clone()
+            self._through(whole).copy_(values)
+            values = whole
+        self.stored.write(stretch, values)
 
     def _viewed(
         self, view: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -194,7 +194,7 @@ def stored_of(tensor: Tensor) -> StoredValues:
 def part_of(tensor: Tensor, span: Span) -> Tensor:
     """Some elements of what is stored for a flat param, to be stored by themselves from now on."""
     if isinstance(tensor, LowPrecisionTensor):
-        return LowPrecisionTensor(tensor.stored.part(span.start, span.stop))
+        return LowPrecisionTensor(tensor.stored.part(span.as_slice()))
     return tensor[span.as_slice()]
 
 
@@ -224,7 +224,8 @@ class Precision:
     def nbytes_of_moments(self) -> float:
         """Bytes an element of both moments."""
         forms = self.exp_avg_dtype, self.exp_avg_sq_dtype
-        return sum(MOMENT_NBYTES[form] + (form == WITH_SCALES) / BLOCK_NUMEL for form in forms)
+        scales = forms.count(WITH_SCALES) / BLOCK_NUMEL
+        return sum(MOMENT_NBYTES[form] for form in forms) + scales
 
     def main(self, model: Tensor) -> Tensor:
         """A main param in another form than float32 that begins as its bf16 model param, 1-D, that
@@ -238,32 +239,17 @@ class Precision:
         second = stored_zeros(plain, self.exp_avg_sq_dtype, is_second=True, has_ties=True)
         return LowPrecisionTensor(RemainderValues(model, low, second))
 
-    def first(self, main: Tensor) -> Tensor:
-        """A first moment of zeros for a main param."""
-        return _shown(stored_zeros(stored_of(main), self.exp_avg_dtype))
+    def form_of(self, moment: str) -> str:
+        """The form of the moment that torch calls so."""
+        return str(getattr(self, f"{moment}_dtype"))
 
-    def second(self, main: Tensor) -> Tensor:
-        """A second moment of zeros for a main param; it may hold bits of the main param, see [Note:
-        remainder]."""
-        stored = stored_of(main)
-        if isinstance(stored, RemainderValues):
-            return LowPrecisionTensor(stored.second).zero_()
-        return self.second_to_fill(main)
-
-    def second_to_fill(self, main: Tensor) -> Tensor:
-        """A second moment of zeros in memory of its own, also where the one in use holds bits of
-        the main param."""
-        return _shown(stored_zeros(stored_of(main), self.exp_avg_sq_dtype, is_second=True))
+    def moment(self, main: Tensor, kind: str) -> Tensor:
+        """A moment of zeros for a main param, in memory of its own; a plain tensor where operators
+        may as well use it as it is."""
+        is_second = kind == SECOND_MOMENT
+        stored = stored_zeros(stored_of(main), self.form_of(kind), is_second=is_second)
+        return stored.tensor if isinstance(stored, PlainValues) else LowPrecisionTensor(stored)
 
 
 #: Where no option says anything.
 FULL = Precision()
-
-
-def _shown(stored: StoredValues) -> Tensor:
-    """A plain tensor where operators may as well use it as it is."""
-    return (
-        stored.tensor
-        if isinstance(stored, PlainValues) and not stored.has_ties
-        else LowPrecisionTensor(stored)
-    )

@@ -23,23 +23,22 @@ from torch import Tensor
 from megatron_distopt.layout.buckets import BLOCK_NUMEL, VECTOR_NUMEL
 from megatron_distopt.optimizer.low_precision.block_codes import (
     MAGNITUDE,
-    SIGN,
     decode,
     encode,
-    random_bits,
-    root_of,
+    encode_roots,
     round_to_bf16,
 )
 
 _LOWER, _HALF = 1 << 16, 1 << 15
+#: The integers that have the bits of a number of so many bytes, and its sign as theirs.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class StoredValues(ABC):
     """fp32 values, 1-D, in the form in which they are stored."""
 
-    # whether `read` returns a view, so that nothing needs to be written back
-    is_read_in_place = False
-    is_rounded_at_random = False  # by an update; see [Note: stochastic rounding] in block_codes.py
+    # the values are at least 0, and sign bits are not theirs; see [Note: remainder]
+    is_unsigned = False
 
     @property
     @abstractmethod
@@ -54,26 +53,43 @@ class StoredValues(ABC):
     def device(self) -> torch.device:
         return self.parts[0].device
 
+    @property
+    def is_rounded_at_random(self) -> bool:
+        """By an update, of a second moment or main param; see [Note: stochastic rounding] in
+        block_codes.py."""
+        return self.parts[0].dtype in (torch.bfloat16, torch.uint8)
+
     @abstractmethod
-    def read(self, start: int, stop: int) -> Tensor:
-        """Some of the values, fp32 [stop - start]: a view where they are stored so, and else a
+    def read(self, stretch: slice) -> Tensor:
+        """Some of the values, fp32 1-D: a view where they are stored so, and else a
         copy."""
 
     @abstractmethod
-    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Rounds fp32 values [stop - start], which may be overwritten, to the form.
+    def update(self, stretch: slice, values: Tensor, noise: Tensor | None = None) -> None:
+        """Rounds fp32 values of whole blocks, which may be overwritten, to the form.
 
         `noise` is int32 of the same shape, random and at least 0, to round at random; None to round
-        to nearest.
+        to nearest. Sign bits that hold ties are lost: the update of the main param writes them.
         """
 
-    def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """As `write`, at the end of a step, in which the model param may be written as well."""
-        if not self.is_read_in_place:
-            self.write(start, stop, values, noise if self.is_rounded_at_random else None)
+    def write(self, stretch: slice, values: Tensor) -> None:
+        """Rounds any fp32 values to nearest, as others do between steps."""
+        around = self.around(stretch)
+        whole = self.read(around)
+        whole.narrow(0, stretch.start - around.start, values.numel()).copy_(values)
+        stored = self.parts[0][around]
+        signs = signs_of(stored)
+        self.update(around, whole)
+        if self.is_unsigned:
+            set_signs(stored, signs)
+
+    def around(self, stretch: slice) -> slice:
+        """All values of the blocks with some values of a stretch, which may end behind the last
+        value."""
+        return slice(stretch.start, min(stretch.stop, self.numel))
 
     @abstractmethod
-    def part(self, start: int, stop: int) -> StoredValues:
+    def part(self, stretch: slice) -> StoredValues:
         """Some of the values, to be stored by themselves from now on; the whole is not to be used
         any more."""
 
@@ -82,58 +98,38 @@ class StoredValues(ABC):
         """Replaces every part of the memory by what a function makes of it; tensors that show the
         values follow."""
 
-    def end_of_stretch(self, start: int, numel: int) -> int:
-        """Where a stretch of about `numel` values from `start` should end, so that no block is
-        cut."""
-        return min(start + numel, self.numel)
-
 
 @dataclass(eq=False)
 class PlainValues(StoredValues):
-    """One number for each value, of any dtype."""
+    """One number for each value, fp32 or bf16."""
 
     tensor: Tensor  # 1-D
-    # the signs are not those of the values, which are at least 0; see [Note: remainder]
-    has_ties: bool = False
-
-    def __post_init__(self) -> None:
-        self.is_read_in_place = self.tensor.dtype == torch.float32 and not self.has_ties
-        self.is_rounded_at_random = self.tensor.dtype == torch.bfloat16
+    is_unsigned: bool = False
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return (self.tensor,)
 
-    def read(self, start: int, stop: int) -> Tensor:
-        stored = self.tensor[start:stop]
-        if self.has_ties:
+    def read(self, stretch: slice) -> Tensor:
+        stored = self.tensor[stretch]
+        if self.is_unsigned:
             stored = stored.abs()
         return stored.to(torch.float32)
 
-    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
-        stored = self.tensor[start:stop]
+    def update(self, stretch: slice, values: Tensor, noise: Tensor | None = None) -> None:
+        stored = self.tensor[stretch]
+        if values.data_ptr() == stored.data_ptr():
+            return  # `read` gave a view
         if noise is not None and stored.dtype == torch.bfloat16:
-            lower = noise.bitwise_and(_LOWER - 1)
+            lower = noise & (_LOWER - 1)
             values = round_to_bf16(values, lower)
-        if self.has_ties:
-            values = values.to(stored.dtype).copysign_(stored)
         stored.copy_(values)
 
-    def part(self, start: int, stop: int) -> PlainValues:
-        return PlainValues(self.tensor[start:stop], self.has_ties)
+    def part(self, stretch: slice) -> PlainValues:
+        return PlainValues(self.tensor[stretch], self.is_unsigned)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.tensor = move(self.tensor)
-
-    def ties(self, start: int, stop: int) -> Tensor:
-        """bool [stop - start]: the sign bits."""
-        return self.tensor[start:stop].signbit()
-
-    def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
-        stored = self.tensor[start:stop]
-        stored.abs_()
-        signed = torch.where(ties, -stored, stored)
-        stored.copy_(signed)
 
 
 @dataclass(eq=False)
@@ -144,91 +140,53 @@ class BlockValues(StoredValues):
     codes: Tensor  # uint8 1-D
     exponents: Tensor  # uint8 1-D, by block
     phase: int = 0  # values of the first block that belong to others, and are not in `codes`
-    is_root: bool = False  # codes are of the root; see [Note: roots] in block_codes.py
-    has_ties: bool = False  # see `PlainValues`
-
-    def __post_init__(self) -> None:
-        self.is_rounded_at_random = self.is_root
+    is_unsigned: bool = False  # codes are of roots, [Note: roots] in block_codes.py
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return self.codes, self.exponents
 
-    def read(self, start: int, stop: int) -> Tensor:
-        blocks, head = self._blocks(start, stop)
-        codes = self.codes[start:stop]
-        if self.is_root:
+    def read(self, stretch: slice) -> Tensor:
+        codes = self.codes[stretch]
+        if self.is_unsigned:
             codes = codes & MAGNITUDE
-        padded = _padded(codes, head, len(blocks))
-        exponents = self.exponents[blocks.start : blocks.stop]
-        decoded = decode(padded, exponents).view(-1)
-        values = decoded[head : head + stop - start]
-        if self.is_root:
-            values.square_()
-        return values
+        head = self._head(stretch)
+        decoded = decode(_in_blocks(codes, head), self.exponents[self._blocks(stretch)])
+        values = decoded.view(-1).narrow(0, head, codes.numel())
+        return values.square_() if self.is_unsigned else values
 
-    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
-        first, last = self._whole(start, stop)
-        # the scale of a block that is cut may become another one
-        if (first, last) != (start, stop):
-            around = self.read(first, last)
-            around[start - first : stop - first] = values
-            self.write(first, last, around)
-            return
-        blocks, head = self._blocks(start, stop)
-        short = None
+    def update(self, stretch: slice, values: Tensor, noise: Tensor | None = None) -> None:
+        head = self._head(stretch)
+        blocks = _in_blocks(values, head)
         if noise is not None:
-            short = _padded(noise.to(torch.int16), head, len(blocks))
-        padded = _padded(values, head, len(blocks))
-        padded = root_of(padded) if self.is_root else padded.clone()
-        codes, exponents = encode(padded, short)
-        if self.is_root:
-            is_lost = (codes == 0) & (padded > 0)
-            codes.add_(is_lost)  # the smallest code
-        flat = codes.view(-1)
-        codes = flat[head : head + stop - start]
-        stored = self.codes[start:stop]
-        if self.has_ties:
-            codes = codes | (stored & SIGN)
-        stored.copy_(codes)
-        self.exponents[blocks.start : blocks.stop] = exponents
+            noise = _in_blocks(noise.to(torch.int16), head)
+        rounded = encode_roots if self.is_unsigned else encode
+        codes, exponents = rounded(blocks, noise)
+        self.codes[stretch] = codes.view(-1).narrow(0, head, values.numel())
+        self.exponents[self._blocks(stretch)] = exponents
 
-    def part(self, start: int, stop: int) -> BlockValues:
-        blocks, head = self._blocks(start, stop)
-        codes = self.codes[start:stop]
-        exponents = self.exponents[blocks.start : blocks.stop].clone()
-        return BlockValues(codes, exponents, head, self.is_root, self.has_ties)
+    def part(self, stretch: slice) -> BlockValues:
+        codes = self.codes[stretch]
+        exponents = self.exponents[self._blocks(stretch)].clone()
+        return BlockValues(codes, exponents, self._head(stretch), self.is_unsigned)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.codes = move(self.codes)
         self.exponents = move(self.exponents)
 
-    def ties(self, start: int, stop: int) -> Tensor:
-        signs = self.codes[start:stop] & SIGN
-        return signs != 0
+    def around(self, stretch: slice) -> slice:
+        first = stretch.start - self._head(stretch)
+        end_of_block = _num_blocks(stretch.stop + self.phase) * BLOCK_NUMEL
+        return slice(max(first, 0), min(end_of_block - self.phase, self.numel))
 
-    def set_ties(self, start: int, stop: int, ties: Tensor) -> None:
-        signs = ties.to(torch.uint8) * SIGN
-        codes = self.codes[start:stop]
-        codes.bitwise_and_(MAGNITUDE)
-        codes.bitwise_or_(signs)
+    def _head(self, stretch: slice) -> int:
+        """How many values of its first block lie before a stretch."""
+        return int(stretch.start + self.phase) % BLOCK_NUMEL
 
-    def end_of_stretch(self, start: int, numel: int) -> int:
-        stop = min(start + numel, self.numel)
-        _, end = self._whole(start, stop)
-        return end
-
-    def _blocks(self, start: int, stop: int) -> tuple[range, int]:
-        """The blocks with some values, and how many values of the first one lie before."""
-        first, head = divmod(start + self.phase, BLOCK_NUMEL)
-        return range(first, _num_blocks(stop + self.phase)), head
-
-    def _whole(self, start: int, stop: int) -> tuple[int, int]:
-        """All values of the blocks with some values."""
-        blocks, _ = self._blocks(start, stop)
-        first = blocks.start * BLOCK_NUMEL - self.phase
-        last = blocks.stop * BLOCK_NUMEL - self.phase
-        return max(first, 0), min(last, self.numel)
+    def _blocks(self, stretch: slice) -> slice:
+        """The blocks with some values of a stretch."""
+        first = (stretch.start + self.phase) // BLOCK_NUMEL
+        return slice(first, _num_blocks(stretch.stop + self.phase))
 
 
 @dataclass(eq=False)
@@ -247,50 +205,47 @@ class RemainderValues(StoredValues):
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        if self.held is None:
-            return (self.low,)
-        return self.low, self.held
+        return (self.low,) if self.held is None else (self.low, self.held)
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, stretch: slice) -> Tensor:
         if self.held is not None:
-            return self.held[start:stop]
+            return self.held[stretch]
         # which may have moved away between two steps
-        model = self.model[start:stop].to(self.low.device)
+        model = self.model[stretch].to(self.low.device)
+        ties = signs_of(self.second.parts[0][stretch])
         bits = _upper(model)
-        bits.add_(self.low[start:stop])
-        ties = self.second.ties(start, stop)
+        bits.add_(self.low[stretch])
         bits.add_(ties, alpha=_LOWER)
         return bits.view(torch.float32)
 
-    def write(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
+    def update(self, stretch: slice, values: Tensor, noise: Tensor | None = None) -> None:
+        model = self.model[stretch]
+        model.copy_(values)
+        bits = values.view(torch.int32)
+        differences = bits - _upper(model)
+        # NaN rounds to another NaN; there is nothing to add.
+        differences.masked_fill_(values.isnan(), 0)
+        self.low[stretch] = differences
+        is_tie = differences == _HALF
+        set_signs(self.second.parts[0][stretch], is_tie)
+
+    def write(self, stretch: slice, values: Tensor) -> None:
         if self.held is None:
-            self.held = self.read(0, self.numel)
-        self.held[start:stop].copy_(values)
+            self.held = self.read(slice(0, self.numel))
+        self.held[stretch] = values
 
     def settle(self) -> None:
         """Before a step: puts what is held into param and remainder."""
         if self.held is not None:
             values = self.held
             self.held = None
-            self.update(0, self.numel, values)
+            self.update(slice(0, self.numel), values)
 
-    def update(self, start: int, stop: int, values: Tensor, noise: Tensor | None = None) -> None:
-        model = self.model[start:stop]
-        model.copy_(values)
-        bits = values.view(torch.int32)
-        differences = bits - _upper(model)
-        # NaN rounds to another NaN; there is nothing to add.
-        differences.masked_fill_(values.isnan(), 0)
-        self.low[start:stop] = differences
-        is_tie = differences == _HALF
-        self.second.set_ties(start, stop, is_tie)
-
-    def part(self, start: int, stop: int) -> RemainderValues:
-        model = self.model[start:stop]
-        low = self.low[start:stop]
-        second = self.second.part(start, stop)
-        held = None if self.held is None else self.held[start:stop]
-        return RemainderValues(model, low, second, held)
+    def part(self, stretch: slice) -> RemainderValues:
+        model = self.model[stretch]
+        low = self.low[stretch]
+        held = None if self.held is None else self.held[stretch]
+        return RemainderValues(model, low, self.second.part(stretch), held)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.low = move(self.low)
@@ -298,51 +253,26 @@ class RemainderValues(StoredValues):
             self.held = move(self.held)
         self.second.move(move)  # it holds bits of these values
 
-    def end_of_stretch(self, start: int, numel: int) -> int:
-        return self.second.end_of_stretch(start, numel)
-
-
-@dataclass(frozen=True, eq=False)
-class ParamUpdate:
-    """A flat param that is updated in this step, with its state as it is stored."""
-
-    place: int  # of the first value in its buffer, for random bits
-    group: int  # index of its param group
-    main: StoredValues
-    first: StoredValues  # moment
-    second: StoredValues  # moment
-    grad: Tensor  # fp32 1-D
-    step: Tensor  # count of updates
-    model: Tensor | None  # what the main param is rounded into, if it does not write it by itself
-
-    @property
-    def state(self) -> tuple[StoredValues, StoredValues, StoredValues]:
-        return self.main, self.first, self.second
-
-    def write(self, start: int, stop: int, main: Tensor, first: Tensor, second: Tensor) -> None:
-        """Rounds fp32 values [stop - start] into the stored state, and those of the main param into
-        the model param."""
-        noise = None
-        if self.main.is_rounded_at_random or self.second.is_rounded_at_random:
-            count = self.step.to(self.grad.device)
-            noise = random_bits(self.place + start, stop - start, count)
-        self.first.update(start, stop, first)
-        self.second.update(start, stop, second, noise)
-        if noise is not None and self.main.is_rounded_at_random:
-            noise = noise >> 15  # other bits than those of the second moment
-        # the last one: it may write the sign bits of the second moment
-        self.main.update(start, stop, main, noise)
-        if self.model is not None:
-            # What is stored is rounded, not what was computed, so that a checkpoint gives the same
-            # model param.
-            self.model[start:stop] = self.main.read(start, stop)
-
 
 def _upper(model: Tensor) -> Tensor:
     """bf16 as the upper halves of int32."""
-    upper = model.view(torch.int16)
-    bits = upper.to(torch.int32)
+    bits = model.view(torch.int16).to(torch.int32)
     return bits.bitwise_left_shift_(16)
+
+
+def signs_of(stored: Tensor) -> Tensor:
+    """bool, in the shape of numbers or codes: their sign bits."""
+    return stored.view(_INTEGERS[stored.element_size()]) < 0
+
+
+def set_signs(stored: Tensor, signs: Tensor) -> None:
+    """Writes the sign bits of numbers or codes in place."""
+    bits = stored.view(_INTEGERS[stored.element_size()])
+    limits = torch.iinfo(bits.dtype)
+    bits.bitwise_and_(limits.max)
+    signed = signs.to(bits.dtype)
+    signed.mul_(limits.min)
+    bits.bitwise_or_(signed)
 
 
 def _num_blocks(numel: int) -> int:
@@ -350,14 +280,14 @@ def _num_blocks(numel: int) -> int:
     return -(-numel // BLOCK_NUMEL)
 
 
-def _padded(values: Tensor, head: int, num_blocks: int) -> Tensor:
-    """Whole blocks, with zeros around the values; [num_blocks, 128]."""
-    numel = num_blocks * BLOCK_NUMEL
+def _in_blocks(values: Tensor, head: int) -> Tensor:
+    """Whole blocks, with `head` zeros before the values and others behind; [blocks, 128]."""
+    numel = _num_blocks(head + values.numel()) * BLOCK_NUMEL
     if values.numel() != numel:
         whole = values.new_zeros(numel)
-        whole[head : head + values.numel()] = values
+        whole.narrow(0, head, values.numel()).copy_(values)
         values = whole
-    return values.view(num_blocks, BLOCK_NUMEL)
+    return values.view(-1, BLOCK_NUMEL)
 
 
 def phase_of(stored: StoredValues) -> int:
@@ -377,8 +307,7 @@ def phase_of(stored: StoredValues) -> int:
 
 def zeros_in_phase(numel: int, phase: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """1-D, see `phase_of`."""
-    whole = torch.zeros(phase + numel, dtype=dtype, device=device)
-    return whole[phase:]
+    return torch.zeros(phase + numel, dtype=dtype, device=device)[phase:]
 
 
 def stored_zeros(
@@ -392,4 +321,4 @@ def stored_zeros(
         return PlainValues(zeros, has_ties)
     num_blocks = _num_blocks(phase + main.numel)
     exponents = torch.zeros(num_blocks, dtype=torch.uint8, device=main.device)
-    return BlockValues(zeros, exponents, phase, is_root=is_second, has_ties=has_ties)
+    return BlockValues(zeros, exponents, phase, is_second)

@@ -13,6 +13,7 @@ received into the memory where they are used.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,20 +42,6 @@ class OwnedBuffer:
     device: torch.device
     flat_params: Sequence[FlatParam]  # of those params, on this rank
 
-    @classmethod
-    def of(
-        cls,
-        buffer: ShardedBuffer,
-        plan: OwnerPlan,
-        group_of: Callable[[str], Group],
-        flat_params: Sequence[FlatParam],
-    ) -> OwnedBuffer:
-        """Of a buffer whose plan is not empty; `group_of` finds the group by the name of a
-        param."""
-        names = plan.owners_of
-        members = [flat for flat in flat_params if flat.plan.shards[0].name in names]
-        return cls(plan, group_of(next(iter(names))), buffer.param.device, members)
-
 
 def choose_owners(
     owners: list[OwnerPlan],
@@ -64,31 +51,33 @@ def choose_owners(
     flat_params: Sequence[FlatParam],
 ) -> list[OwnedBuffer]:
     """The buffers with params in `specs`; adds to `owners` the plans of new ones, at the end of
-    `buffers`."""
+    `buffers`. `group_of` finds the group that shards a param by its name."""
     for buffer in buffers[len(owners) :]:
-        names = [
-            slot.name
-            for slot in buffer.layout.slots
-            if slot.name in specs and buffer.holds(slot.name)
-        ]
-        owners.append(plan_owners(buffer.layout, {name: specs[name] for name in names}))
-    both = zip(buffers, owners, strict=True)
-    return [
-        OwnedBuffer.of(buffer, plan, group_of, flat_params) for buffer, plan in both if plan.owners
-    ]
+        held = [slot.name for slot in buffer.layout.slots if buffer.holds(slot.name)]
+        matrices = {name: specs[name] for name in held if name in specs}
+        owners.append(plan_owners(buffer.layout, matrices))
+    owned = []
+    for buffer, plan in zip(buffers, owners, strict=True):
+        names = plan.owners_of
+        if names:
+            group = group_of(next(iter(names)))
+            members = [flat for flat in flat_params if flat.plan.shards[0].name in names]
+            owned.append(OwnedBuffer(plan, group, buffer.param.device, members))
+    return owned
 
 
 class ShardValues:
-    """One number for each element that this rank has of some params: span in the buffer and 1-D
-    tensor of each flat param. `dtype_of` knows params of which this rank has no element, too.
-    """
+    """One number for each element that this rank has of some params, as a 1-D tensor of each flat
+    param. `dtype_of` knows params of which this rank has no element, too."""
 
     def __init__(
         self,
-        pieces: Iterable[tuple[Span, Tensor]],
+        flat_params: Sequence[FlatParam],
+        tensors: Sequence[Tensor],
         dtype_of: Callable[[str], torch.dtype] = lambda name: torch.float32,
     ) -> None:
-        self._pieces = sorted(pieces, key=lambda piece: piece[0])
+        spans = [flat.plan.in_buffer for flat in flat_params]
+        self._pieces = sorted(zip(spans, tensors, strict=True), key=lambda piece: piece[0])
         self._starts = [span.start for span, _ in self._pieces]
         self.dtype_of = dtype_of
 
@@ -103,39 +92,27 @@ class ShardValues:
         return tensor[in_buffer.relative_to(span.start).as_slice()]
 
 
-@torch.no_grad()
-def exchange(
-    buffer: OwnedBuffer,
-    values: Sequence[ShardValues],
-    update: Update,
-    left_out: Collection[str] = (),
-) -> None:
-    """Collective: updates all blocks of a buffer, each on its owner.
+@dataclass(frozen=True, eq=False)
+class _Moving:
+    """A block of which pieces are under way, to it or from it."""
+
+    block: Tensor  # 1-D; empty where this rank owns no block of the round
+    under_way: Pending
+
+
+class Exchange:
+    """An update of all blocks of a buffer, each on its owner.
 
     All values of this rank travel to the owner, and the first one travels back. `left_out` names
     params that are not updated in this step, the same on all ranks.
     """
-    _Exchange(buffer, values, update, left_out).run()
-
-
-@dataclass(frozen=True, eq=False)
-class _Arriving:
-    """A block that this rank owns and lacks pieces of."""
-
-    owner: MatrixOwner | None  # None where this rank owns no block of the round
-    blocks: Sequence[Tensor]  # one for each of the values
-    under_way: Sequence[Pending]
-
-
-class _Exchange:
-    """One run through the rounds."""
 
     def __init__(
         self,
         buffer: OwnedBuffer,
         values: Sequence[ShardValues],
         update: Update,
-        left_out: Collection[str],
+        left_out: Collection[str] = (),
     ) -> None:
         self._buffer, self._values, self._update = buffer, values, update
         rank, plan = buffer.group.rank, buffer.plan
@@ -146,86 +123,69 @@ class _Exchange:
         self._arriving = _by_round(plan.arriving(rank), left_out)
 
     def run(self) -> None:
+        """Collective; without autograd."""
         coming = self._begin(0)
         for owner in self._staying:
-            self._update(owner, [each.of(owner.in_buffer) for each in self._values])
-        returning: list[tuple[Pending, Tensor]] = []  # with the memory that is being sent
+            self._update(owner, [values.of(owner.in_buffer) for values in self._values])
+        returning = list[_Moving]()
         for number in range(self._buffer.plan.num_rounds):
             arrived, coming = coming, self._begin(number + 1)
-            for under_way in arrived.under_way:
-                under_way.wait()
-            if arrived.owner is not None:
-                self._update(arrived.owner, arrived.blocks)
-            returning.append((self._send_back(number, arrived), arrived.blocks[0]))
+            for moving in arrived:
+                moving.under_way.wait()
+            if number in self._owned:
+                self._update(self._owned[number], [moving.block for moving in arrived])
+            returning.append(self._move(number, len(arrived), arrived[0].block, is_back=True))
             if len(returning) > 1:
-                returning.pop(0)[0].wait()
-        for under_way, _ in returning:
-            under_way.wait()
+                returning.pop(0).under_way.wait()
+        for moving in returning:
+            moving.under_way.wait()
 
-    def _begin(self, number: int) -> _Arriving:
+    def _begin(self, number: int) -> list[_Moving]:
         """Sends this rank's pieces of the round, and receives those of the block that it owns."""
         owner = self._owned.get(number)
-        blocks, under_way = list[Tensor](), list[Pending]()
+        coming = []
         for index, values in enumerate(self._values):
-            numel, dtype = (
-                (0, None) if owner is None else (owner.in_buffer.numel, values.dtype_of(owner.name))
-            )
-            block = torch.empty(numel, dtype=dtype, device=self._buffer.device)
-            own = self._own_piece(owner, block, values)
-            if own is not None:
-                own[0].copy_(own[1])
-            pieces, places = self._pieces(number, values), self._places(number, block)
-            under_way.append(
-                begin_travel(pieces, places, self._tag(number, index), self._buffer.group)
-            )
-            blocks.append(block)
-        return _Arriving(owner, blocks, under_way)
+            block = torch.empty(0, device=self._buffer.device)
+            if owner is not None:
+                numel, dtype = owner.in_buffer.numel, values.dtype_of(owner.name)
+                block = torch.empty(numel, dtype=dtype, device=self._buffer.device)
+            coming.append(self._move(number, index, block))
+        return coming
 
-    def _send_back(self, number: int, arrived: _Arriving) -> Pending:
-        """The way of `_begin`, backwards, for the first of the values."""
-        block, values = arrived.blocks[0], self._values[0]
-        own = self._own_piece(arrived.owner, block, values)
-        if own is not None:
-            own[1].copy_(own[0])
-        places, pieces = self._places(number, block), self._pieces(number, values)
-        return begin_travel(
-            places, pieces, self._tag(number, len(self._values)), self._buffer.group
-        )
-
-    def _tag(self, number: int, index: int) -> int:
-        return (len(self._values) + 1) * number + index
-
-    def _pieces(self, number: int, values: ShardValues) -> list[Parcel]:
-        """This rank's pieces of blocks of other ranks, with their owners."""
-        return [
+    def _move(self, number: int, index: int, block: Tensor, *, is_back: bool = False) -> _Moving:
+        """Begins to move the pieces of a round to their owners, or the first of the values back."""
+        values = self._values[0 if is_back else index]
+        self._copy_own(number, block, values, is_back=is_back)
+        outgoing = [
             Parcel(travel.owner, values.of(travel.in_buffer))
-            for travel in self._leaving.get(number, [])
+            for travel in self._leaving.get(number, ())
         ]
-
-    def _places(self, number: int, block: Tensor) -> list[Parcel]:
-        """The places of other ranks' pieces in the block of this rank, with their holders."""
-        return [
+        incoming = [
             Parcel(travel.holder, block[travel.in_block.as_slice()])
-            for travel in self._arriving.get(number, [])
+            for travel in self._arriving.get(number, ())
         ]
+        if is_back:
+            outgoing, incoming = incoming, outgoing
+        tag = (len(self._values) + 1) * number + index
+        return _Moving(block, begin_travel(outgoing, incoming, tag, self._buffer.group))
 
-    def _own_piece(
-        self, owner: MatrixOwner | None, block: Tensor, values: ShardValues
-    ) -> tuple[Tensor, Tensor] | None:
-        """What this rank has itself of a block that it owns, in the block and in the values: one
-        stretch, or none."""
-        layout, own = self._buffer.plan.layout, None
-        if owner is not None:
-            shard = layout.buckets[owner.bucket].shard(self._buffer.group.rank, layout.num_shards)
-            own = owner.in_buffer.intersect(shard)
-        if owner is None or own is None:
-            return None
-        return block[own.relative_to(owner.in_buffer.start).as_slice()], values.of(own)
+    def _copy_own(self, number: int, block: Tensor, values: ShardValues, *, is_back: bool) -> None:
+        """What this rank has itself of the block that it owns is one stretch, or nothing."""
+        owner, layout = self._owned.get(number), self._buffer.plan.layout
+        if owner is None:
+            return
+        shard = layout.buckets[owner.bucket].shard(self._buffer.group.rank, layout.num_shards)
+        own = owner.in_buffer.intersect(shard)
+        if own is not None:
+            place = block[own.relative_to(owner.in_buffer.start).as_slice()]
+            piece = values.of(own)
+            source, target = (place, piece) if is_back else (piece, place)
+            target.copy_(source)
 
 
 def _by_round(travels: Iterable[Travel], left_out: Collection[str]) -> dict[int, list[Travel]]:
-    by_round: dict[int, list[Travel]] = {}
+    by_round = defaultdict[int, list[Travel]](list)
     for travel in travels:
         if travel.name not in left_out:
-            by_round.setdefault(travel.round, []).append(travel)
+            by_round[travel.round].append(travel)
     return by_round

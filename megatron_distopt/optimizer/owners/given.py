@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer.inner import Build, Groups
+from megatron_distopt.optimizer.inner import Build, Groups, option_values
 
 #: What torch keeps in an optimizer itself, and methods that a scheduler or we have replaced.
 _NOT_OF_CLASS = (
@@ -30,8 +30,10 @@ _NOT_OF_CLASS = (
     "zero_grad",
     "add_param_group",
     "load_state_dict",
+    "state_dict",
 )
-_NUMBERS_AND_TEXTS = (
+#: Of values that are copied.
+_COPIED = {
     type(None),
     bool,
     int,
@@ -42,8 +44,9 @@ _NUMBERS_AND_TEXTS = (
     type,
     torch.dtype,
     torch.device,
-)
-_COPIED = {*_NUMBERS_AND_TEXTS, FunctionType, BuiltinFunctionType}
+    FunctionType,
+    BuiltinFunctionType,
+}
 
 
 def check_new(instance: Optimizer) -> None:
@@ -54,41 +57,20 @@ def check_new(instance: Optimizer) -> None:
     steps = [state["step"] for state in states if "step" in state]
     if states and (not steps or any(float(step) != 0 for step in steps)):
         kind = type(instance)
-        if any(state for state in _rebuilt(instance).state.values()):
-            raise ConfigError(
-                f"{kind.__name__} has state before its first step, because its constructor makes "
-                "it. So it cannot be told whether the object was stepped or loaded since, and that "
-                "would be lost. Name the class, "
-                f"DistOptConfig(optimizer='{kind.__module__}:{kind.__name__}'), or use "
-                "torch.optim.AdamW."
-            )
         raise ConfigError(
             "The optimizer has state already, which would be lost: it was stepped or loaded "
-            "before. Build the distributed optimizer before the first step or load_state_dict."
+            "before. Build the distributed optimizer before the first step or load_state_dict. If "
+            f"the constructor of {kind.__name__} makes that state, name the class: "
+            f"DistOptConfig(optimizer='{kind.__module__}:{kind.__name__}')."
         )
 
 
 def accepted(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """Those options that the constructor takes; all of them where it takes any keyword."""
     parameters = inspect.signature(chosen).parameters
-    takes_any = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+    kinds = {parameter.kind for parameter in parameters.values()}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     return {name: value for name, value in options.items() if takes_any or name in parameters}
-
-
-def _rebuilt(instance: Optimizer) -> Optimizer:
-    """A new one of the class, with the defaults of an object, over small params."""
-    kind = type(instance)
-    try:
-        groups = [_small_group(group) for group in instance.param_groups]
-        return kind(groups, **accepted(kind, instance.defaults))
-    except Exception as error:
-        raise ConfigError(
-            f"{kind.__name__} cannot be built again from its defaults, as it has to be over "
-            f"sharded params ({type(error).__name__}: {error}). Use another class, such as "
-            "torch.optim.AdamW."
-        ) from error
 
 
 def build_alike(instance: Optimizer) -> Build:
@@ -98,20 +80,38 @@ def build_alike(instance: Optimizer) -> Build:
     Raises:
         ConfigError: it was built with arguments that its defaults do not name.
     """
-    own = _attributes_of(instance)
+    kind, own = type(instance), _attributes_of(instance)
+    rebuild = partial(kind, **accepted(kind, instance.defaults))
     copied = {name: value for name, value in own.items() if _leaf_types(value) <= _COPIED}
-    if len(copied) < len(own):
-        again = _attributes_of(_rebuilt(instance))
-        for name in own.keys() - copied.keys():
+    made_anew = own.keys() - copied.keys()
+    if made_anew:
+        again = _attributes_of(_rebuilt(instance, rebuild))
+        for name in made_anew:
             kinds = _leaf_types(own[name]) ^ _leaf_types(again.get(name))
             if kinds - _COPIED - {Tensor} or type(own[name]) is not type(again.get(name)):
                 raise ConfigError(
-                    f"Attribute {name!r} of {type(instance).__name__} is another one after it was "
-                    f"built from its defaults: {_names(own[name])} became "
-                    f"{_names(again.get(name))}. Leave that argument of its constructor out."
+                    f"Attribute {name!r} of {kind.__name__} is another one after it was built from "
+                    f"its defaults: {_names(own[name])} became {_names(again.get(name))}. Leave "
+                    "that argument of its constructor out."
                 )
-    rebuild = partial(type(instance), **accepted(type(instance), instance.defaults))
     return partial(_build, rebuild, copied, instance.defaults)
+
+
+def _rebuilt(instance: Optimizer, rebuild: Build) -> Optimizer:
+    """A new one over small params."""
+    groups = list[dict[str, Any]]()
+    for group in instance.param_groups:
+        shapes = {(2,) * param.dim() for param in group["params"]}
+        params = [torch.zeros(shape) for shape in sorted(shapes)]
+        groups.append({**option_values(group), "params": params})
+    try:
+        return rebuild(groups)
+    except Exception as error:
+        name = type(instance).__name__
+        raise ConfigError(
+            f"{name} cannot be built again from its defaults, as it has to be over sharded params "
+            f"({type(error).__name__}: {error}). Use another class, such as torch.optim.AdamW."
+        ) from error
 
 
 def _build(
@@ -128,7 +128,7 @@ def _attributes_of(instance: Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(instance).items()
-        if name not in (*_NOT_OF_CLASS, "state_dict") and not name.startswith("_optimizer_")
+        if name not in _NOT_OF_CLASS and not name.startswith("_optimizer_")
     }
 
 
@@ -143,10 +143,3 @@ def _leaf_types(value: Any) -> set[type]:
 
 def _names(value: Any) -> str:
     return " and ".join(sorted(kind.__name__ for kind in _leaf_types(value))) or "nothing"
-
-
-def _small_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Its options, and a small param for each number of dimensions."""
-    shapes = sorted({(2,) * param.dim() for param in group["params"]})
-    options = {key: value for key, value in group.items() if key != "param_names"}
-    return {**options, "params": [torch.zeros(shape) for shape in shapes]}

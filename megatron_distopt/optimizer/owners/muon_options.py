@@ -222,11 +222,8 @@ class MegatronMuonOptions(_SharedOptions):
         """
         sets = _SETS[self.coefficient_type]
         is_last_repeated = self.coefficient_type in _REPEAT_LAST
-        return tuple(
-            islice(
-                chain(sets, repeat(sets[-1])) if is_last_repeated else cycle(sets), self.ns_steps
-            )
-        )
+        every = chain(sets, repeat(sets[-1])) if is_last_repeated else cycle(sets)
+        return tuple(islice(every, self.ns_steps))
 
     def norm_of(self, matrix: Tensor) -> Tensor:
         """In fp32."""

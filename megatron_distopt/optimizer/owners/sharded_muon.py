@@ -16,7 +16,7 @@ and "distributed"; its "blockwise" takes the part of a rank for a matrix of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,10 +36,10 @@ from megatron_distopt.optimizer.choice import WITH_MUON, adopt_instance, fused_i
 from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice, InParts
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.owners.exchange import (
+    Exchange,
     OwnedBuffer,
     ShardValues,
     choose_owners,
-    exchange,
 )
 from megatron_distopt.optimizer.owners.muon import (
     Muon,
@@ -138,7 +138,7 @@ def choose_muon(
     """Muon for param groups with its options, and another inner optimizer for the others, if there
     are some."""
     check_compatible(config, {Feature.WHOLE_PARAMS: "Muon"})
-    build = partial(MuonAndAdam, rest=None if rest is None else rest.build, matrices=matrices)
+    build = partial(ShardedMuon, matrices=matrices, rest=None if rest is None else rest.build)
     if rest is None:
         return InnerChoice(source, build, why, defaults)
     return InnerChoice(
@@ -146,25 +146,34 @@ def choose_muon(
     )
 
 
-class MuonAndAdam(InParts):
-    """Muon for its param groups; `rest` builds what updates the others."""
+class ShardedMuon(InParts):
+    """Muon for its param groups, whose params are pieces of matrices that other ranks have the rest
+    of; `rest` builds what updates the other groups.
 
-    def __init__(self, groups: Groups, *, rest: Build | None, matrices: Matrices) -> None:
+    `step` is collective over the groups of the buffers, also on a rank without params; every rank
+    has as many param groups. Options that a group of Muon lacks are the defaults of its formula.
+    """
+
+    def __init__(self, groups: Groups, *, matrices: Matrices, rest: Build | None = None) -> None:
         super().__init__([{"params": []}], {})
         self._matrices, self.owners = matrices, list[OwnerPlan]()
-        others = [group for group in groups if not is_muons_group(group)]
-        # A rank may have no params for one of them, and torch refuses an empty list of groups.
-        self._muon = FlatMuon(
-            [group for group in groups if is_muons_group(group)] or [{"params": []}]
-        )
-        self._rest = rest(others or [{"params": []}]) if rest is not None else None
-        self._parts = [self._muon] if self._rest is None else [self._muon, self._rest]
-        groups_of = {part: iter(part.param_groups) for part in self._parts}
-        self.param_groups = [next(groups_of[self.part_for(group)]) for group in groups]
+        self._buffers: Sequence[OwnedBuffer] = ()
+        self._group_of: Mapping[str, int] = {}
+        self._cut_over: Mapping[str, Group | None] = {}
+        # A rank may have no params for the rest, and torch refuses an empty list of groups.
+        others = [group for group in groups if not is_muons_group(group)] or [{"params": []}]
+        self._rest = None if rest is None else rest(others)
+        of_rest = iter(() if self._rest is None else self._rest.param_groups)
+        self.param_groups = []
+        for group in groups:
+            if is_muons_group(group):
+                self.add_param_group({**vars(formula_of(group)()), **group})
+            else:
+                self.param_groups.append(next(of_rest))
 
     def part_for(self, group: Mapping[str, Any]) -> Optimizer:
-        """Muon for its own groups."""
-        return self._muon if is_muons_group(group) or self._rest is None else self._rest
+        """Itself for groups of Muon."""
+        return self if is_muons_group(group) or self._rest is None else self._rest
 
     def hold(
         self,
@@ -172,85 +181,47 @@ class MuonAndAdam(InParts):
         flat_params: Sequence[FlatParam],
         groups: Sequence[ParamGroup],
     ) -> None:
-        """Chooses the owners of new buffers, and tells Muon what its flat params are pieces of."""
-        of_muon = [group.names for group in groups if is_muons_group(group.options)]
-        group_of = {name: number for number, names in enumerate(of_muon) for name in names}
-        matrices = {name: spec for name, spec in self._matrices.specs.items() if name in group_of}
-        owned = choose_owners(self.owners, buffers, matrices, self._matrices.group_of, flat_params)
-        self._muon.bind(owned, group_of, self._matrices)
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Collective: updates every main param that has a gradient."""
-        self._muon.left_out, self.left_out = self.left_out, frozenset()
-        for part in self._parts:
-            part.state = self.state  # others may assign another one
-            part.step()
-
-
-class FlatMuon(Optimizer):
-    """Muon whose params are flat, fp32 1-D: pieces of matrices that other ranks have the rest of.
-
-    `step` is collective over the groups of the buffers, also on a rank without params; every rank
-    has as many param groups. Options that a group lacks are the defaults of its formula.
-    """
-
-    #: Names of params that are not updated in the next step, and are in those after it; the same on
-    #: all ranks.
-    left_out: frozenset[str] = frozenset()
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        self._buffers: tuple[OwnedBuffer, ...] = ()
-        self._group_of: Mapping[str, int] = {}
-        self._specs: Mapping[str, MatrixSpec] = {}
-        self._cut_over: Mapping[str, Group | None] = {}
-        super().__init__(params, {})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({**vars(formula_of(param_group)()), **param_group})
-
-    def bind(
-        self, buffers: Sequence[OwnedBuffer], group_of: Mapping[str, int], matrices: Matrices
-    ) -> None:
-        """Says what the params are pieces of: buffers, in the same order on all ranks, and by name
-        of every matrix param, whether this rank has a piece of it or not, the number of its param
-        group.
-        """
-        self._buffers, self._group_of, self._specs = tuple(buffers), dict(group_of), matrices.specs
-        cut = [
-            name
-            for each in buffers
-            for name in each.plan.owners_of
-            if matrices.specs[name].cut is not None
-        ]
-        self._cut_over = {name: matrices.cut_over(name) for name in cut}
+        """Chooses the owners of new buffers, and learns what its flat params are pieces of."""
+        self._group_of = {
+            name: number
+            for number, group in enumerate(groups)
+            for name in group.names
+            if is_muons_group(group.options)
+        }
+        every, group_of = self._matrices.specs, self._matrices.group_of
+        specs = {name: spec for name, spec in every.items() if name in self._group_of}
+        self._buffers = choose_owners(self.owners, buffers, specs, group_of, flat_params)
+        cut = [name for name, spec in specs.items() if spec.cut is not None]
+        self._cut_over = {name: self._matrices.cut_over(name) for name in cut}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Collective: updates every main param that has a gradient."""
-        of_group = [options_of(group) for group in self.param_groups]
-        options = {name: of_group[number] for name, number in self._group_of.items()}
+        options = {
+            name: options_of(self.param_groups[number]) for name, number in self._group_of.items()
+        }
         for buffer in self._buffers:
             self._step(buffer, options)
         self.left_out = frozenset()
+        if self._rest is not None:
+            self._rest.state = self.state  # others may assign another one
+            self._rest.step()
 
     def _step(self, buffer: OwnedBuffer, options: Mapping[str, MuonOptions]) -> None:
-        directions = []
+        specs = self._matrices.specs
+        updated, directions = list[FlatParam](), list[Tensor]()
         for flat in buffer.flat_params:
             if flat.main.grad is not None:
                 state = self.state[flat.main]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(flat.main)
-                of_flat = options[flat.plan.shards[0].name]
-                directions.append(
-                    (flat, direction_of(flat.main.grad, state["momentum_buffer"], of_flat))
-                )
-        updates = ShardValues(
-            [(flat.plan.in_buffer, direction) for flat, direction in directions],
-            lambda name: options[name].travel_dtype,
-        )
+                momentum, of_flat = state["momentum_buffer"], options[flat.plan.shards[0].name]
+                updated.append(flat)
+                directions.append(direction_of(flat.main.grad, momentum, of_flat))
+        updates = ShardValues(updated, directions, lambda name: options[name].travel_dtype)
 
         def orthogonalize_on_owner(owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
-            spec, of_param = self._specs[owner.name], options[owner.name]
+            spec, of_param = specs[owner.name], options[owner.name]
             # Ranks with the other parts own them in their own groups and come here in the same
             # order.
             group = self._cut_over.get(owner.name)
@@ -259,15 +230,15 @@ class FlatMuon(Optimizer):
                 one = partial(orthogonalize_cut, cut=spec.cut, options=of_param, group=group)
             orthogonalize_block(blocks[0], spec, owner.block, one)
 
-        exchange(buffer, [updates], orthogonalize_on_owner, self.left_out)
-        for flat, _ in directions:
+        Exchange(buffer, [updates], orthogonalize_on_owner, self.left_out).run()
+        for flat in updated:
             for shard in flat.plan.shards:
-                part, spec = (
-                    flat.main[flat.plan.in_flat_param(shard).as_slice()],
-                    self._specs[shard.name],
-                )
                 apply_update(
-                    part, updates.of(shard.in_buffer), spec, shard.in_param, options[shard.name]
+                    flat.cut(flat.main, shard),
+                    updates.of(shard.in_buffer),
+                    specs[shard.name],
+                    shard.in_param,
+                    options[shard.name],
                 )
 
 
@@ -279,18 +250,15 @@ def orthogonalize_cut(part: Tensor, cut: MatrixCut, options: MuonOptions, group:
     """
     if not cut.is_gathered:
         return _distributed(part, cut, options, group)
-    bucket = part.new_empty(cut.size * part.numel())
-    own = bucket[group.rank * part.numel() : (group.rank + 1) * part.numel()]
-    own.copy_(part.view(-1))
-    all_gather(bucket, own, group)
-    parts = [_in_pieces(each.view(part.shape), cut, 1) for each in bucket.chunk(cut.size)]
-    joined = (
-        torch.cat(parts, dim=cut.dim + 1)
-        .reshape(cut.whole((part.shape[0], part.shape[1])))
-        .contiguous()
-    )
-    whole = orthogonalize(joined, options)
-    return _in_pieces(whole, cut, cut.size).select(cut.dim + 1, group.rank).reshape(part.shape)
+    bucket = part.new_empty((cut.size, *part.shape))
+    bucket[group.rank] = part
+    all_gather(bucket.view(-1), bucket[group.rank].view(-1), group)
+    parts = [_in_pieces(each, cut, 1) for each in bucket]
+    joined = torch.cat(parts, dim=cut.dim + 1)
+    rows, cols = cut.whole((part.shape[0], part.shape[1]))
+    whole = orthogonalize(joined.reshape(rows, cols).contiguous(), options)
+    own = _in_pieces(whole, cut, cut.size).select(cut.dim + 1, group.rank)
+    return own.reshape(part.shape)
 
 
 def _in_pieces(matrix: Tensor, cut: MatrixCut, num_ranks: int) -> Tensor:

@@ -33,10 +33,10 @@ from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan
 from megatron_distopt.optimizer.inner import Build, Groups, InParts, changed_options, option_values
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.owners.exchange import (
+    Exchange,
     OwnedBuffer,
     ShardValues,
     choose_owners,
-    exchange,
 )
 
 #: Kinds of the JSON.
@@ -86,9 +86,8 @@ class OwnedParam:
     def _let_go(self) -> None:
         """A shape without memory takes the place of the values."""
         self._param.grad = None
-        self._param.data = torch.zeros((), dtype=torch.float32, device=self._device).expand(
-            self._shape
-        )
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._param.data = zero.expand(self._shape)
 
     @property
     def has_state(self) -> bool:
@@ -127,10 +126,6 @@ class OwnedParam:
         if state:
             self.optimizer.state[self._param] = state
         self.optimizer.param_groups[0].update(written)
-
-    @property
-    def state_nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.split()[1].values())
 
 
 def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -224,7 +219,8 @@ class WholeParams(InParts):
 
     def __init__(self, groups: Groups, *, build: Build, params: TrainedParams) -> None:
         num_dims = max((len(shape) for shape in params.shapes.values()), default=1)
-        super().__init__(groups, build([{"params": [torch.zeros((2,) * num_dims)]}]).defaults)
+        small = torch.zeros((2,) * num_dims)
+        super().__init__(groups, build([{"params": [small]}]).defaults)
         self.state = OwnersState()  # type: ignore[assignment]
         self.owned: dict[str, OwnedParam] = {}  # what this rank updates, by the name of the param
         self.owners: list[OwnerPlan] = []
@@ -242,7 +238,11 @@ class WholeParams(InParts):
 
     def nbytes_elsewhere(self) -> int:
         """Bytes of all state of this rank."""
-        return sum(each.state_nbytes for each in self.owned.values())
+        nbytes = 0
+        for owned in self.owned.values():
+            _, tensors = owned.split()
+            nbytes += sum(tensor.nbytes for tensor in tensors.values())
+        return nbytes
 
     def hold(
         self,
@@ -277,25 +277,21 @@ class WholeParams(InParts):
         """Collective: updates every main param that has a gradient."""
         for buffer in self._buffers:
             flat_params = buffer.flat_params
-            mains = ShardValues((flat.plan.in_buffer, flat.main.detach()) for flat in flat_params)
+            mains = [flat.main.detach() for flat in flat_params]
             # A param without a gradient comes to its owner as well, who is told so by its name.
-            grads = ShardValues(
-                (
-                    flat.plan.in_buffer,
-                    torch.zeros_like(flat.main) if flat.main.grad is None else flat.main.grad,
-                )
+            grads = [
+                torch.zeros_like(flat.main) if flat.main.grad is None else flat.main.grad
                 for flat in flat_params
-            )
-            exchange(buffer, [mains, grads], self._update)
+            ]
+            values = ShardValues(flat_params, mains), ShardValues(flat_params, grads)
+            Exchange(buffer, values, self._update).run()
         self.left_out = frozenset()
 
     def _update(self, owner: MatrixOwner, blocks: Sequence[Tensor]) -> None:
         main, grad = blocks
-        # A gradient that lies whole in a shard is the grad buffer itself, which a class may not
-        # change.
-        own_grad = (
-            None if owner.name in self.left_out else grad.clone() if owner.round is None else grad
-        )
+        own_grad = None if owner.name in self.left_out else grad
+        if own_grad is not None and owner.round is None:
+            own_grad = grad.clone()  # it is the grad buffer itself, which a class may not change
         self.owned[owner.name].step(main, own_grad, self.options_of(owner.name))
 
 
@@ -303,4 +299,5 @@ def owned_params(inner: Optimizer) -> Iterator[tuple[str, OwnedParam, dict[str, 
     """What this rank updates as whole params: name, param and its param group; nothing with other
     inner optimizers."""
     if isinstance(inner, WholeParams):
-        yield from ((name, owned, inner.options_of(name)) for name, owned in inner.owned.items())
+        for name, owned in inner.owned.items():
+            yield name, owned, inner.options_of(name)
