@@ -44,15 +44,9 @@ from megatron_distopt.device import CPU, fence, mark, new_stream, on_stream
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import BufferLayout, choose_buckets
 from megatron_distopt.optimizer.deferred import HostCopy
-from megatron_distopt.optimizer.inner import (
-    IMPLEMENTATION,
-    Build,
-    FlatOptimizer,
-    Groups,
-    InnerChoice,
-    rounds_itself,
-    update_mains,
-)
+from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
+from megatron_distopt.optimizer.inner_options import option_values, without_implementation
+from megatron_distopt.optimizer.inner_step import update_mains
 from megatron_distopt.optimizer.main_params import FlatParam, MainGrads, OnHost
 
 
@@ -229,14 +223,10 @@ class HostUpdates:
                 bucket = list(members)
                 _copy_all([(host.arrived, grad) for _, host, grad in bucket])
                 buckets.append(([(flat, host) for flat, host, _ in bucket], mark(self._device)))
-        groups = [
-            {
-                key: _on_cpu(value)
-                for key, value in group.items()
-                if key not in ("params", *IMPLEMENTATION)
-            }
-            for group in self._inner.param_groups
-        ]
+        groups = list[dict[str, Any]]()
+        for group in self._inner.param_groups:
+            options = option_values(without_implementation(group))
+            groups.append({key: _on_cpu(value) for key, value in options.items()})
         return GradsToHost(buckets, divisor, numbers, groups, [grad for _, _, grad in chosen])
 
     def update(self, on_the_way: GradsToHost) -> None:
@@ -257,7 +247,7 @@ class HostUpdates:
                 group.update({**options, "params": members})
             arrivals = [host.arrived for _, host in bucket]
             update_mains(inner, [flat.main for flat, _ in bucket], arrivals, divisor)
-            for flat, host in () if rounds_itself(inner) else bucket:
+            for flat, host in bucket:
                 host.model.copy_(flat.main)
             with on_stream(self._up, self._device):
                 _copy_all([(flat.model, host.model) for flat, host in bucket])
@@ -283,8 +273,6 @@ class HostUpdates:
             ]
             self._on_host = self._build(groups)
         self._on_host.state = self._inner.state  # others may assign another one
-        if isinstance(self._on_host, FlatOptimizer):
-            self._on_host.round_into({flat.main: host.model for flat, host in members})
         return self._on_host
 
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner
-from megatron_distopt.optimizer.inner import step_divided
+from megatron_distopt.optimizer.inner_step import step_divided
 from tests.support.refusals import assert_mentions
 
 #: amp_C is where apex has its CUDA kernels.
@@ -507,7 +507,7 @@ def test_adopt_instance_when_its_class_fills_state_then_it_is_of_the_main_params
 def test_choose_inner_when_codes_are_asked_for_and_the_device_has_no_fp16_then_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megatron_distopt.optimizer.choice.has_dtype", lambda device, dtype: False)
+    monkeypatch.setattr("megatron_distopt.optimizer.adam.has_dtype", lambda device, dtype: False)
     with pytest.raises(ConfigError, match="exp_avg_sq_dtype: 'int8' on cpu"):
         choose_inner(DistOptConfig(exp_avg_sq_dtype="int8"), "cpu")
     assert choose_inner(DistOptConfig(exp_avg_sq_dtype="bfloat16"), "cpu").name == "low_precision"
