@@ -38,7 +38,7 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precis
 _FUSED, _FOREACH = "torch_fused", "torch_foreach"
 #: Values of `adam` with which state may be in low precision; others keep fp32 state only.
 _LOW_PRECISION_FROM = ("auto", _FUSED, _FOREACH)
-_DEEPSPEED, _DEEPSPEED_CPU = "deepspeed", "deepspeed_cpu"
+_DEEPSPEED = "deepspeed"
 #: Options of torch's Adam in a param group that other implementations ignore, with the value that
 #: they behave as.
 _TORCH_ONLY = {"amsgrad": False, "maximize": False, "differentiable": False}
@@ -51,15 +51,16 @@ class _AdamClass:
     module: str
     name: str
     decouples: str  # the keyword that says whether weight decay is decoupled
+    runs_on: str | None  # type of device; None for that of DeepSpeed's accelerator
 
 
+_DEEPSPEED_MODULE = "deepspeed.ops.adam"
+_TE_MODULE = "transformer_engine.pytorch.optimizers"
 _OF_OTHERS = {
-    "transformer_engine": _AdamClass(
-        "transformer_engine.pytorch.optimizers", "FusedAdam", "adam_w_mode"
-    ),
-    "apex": _AdamClass("apex.optimizers", "FusedAdam", "adam_w_mode"),
-    _DEEPSPEED: _AdamClass("deepspeed.ops.adam", "FusedAdam", "adam_w_mode"),
-    _DEEPSPEED_CPU: _AdamClass("deepspeed.ops.adam", "DeepSpeedCPUAdam", "adamw_mode"),
+    "transformer_engine": _AdamClass(_TE_MODULE, "FusedAdam", "adam_w_mode", CUDA),
+    "apex": _AdamClass("apex.optimizers", "FusedAdam", "adam_w_mode", CUDA),
+    _DEEPSPEED: _AdamClass(_DEEPSPEED_MODULE, "FusedAdam", "adam_w_mode", None),
+    "deepspeed_cpu": _AdamClass(_DEEPSPEED_MODULE, "DeepSpeedCPUAdam", "adamw_mode", CPU),
 }
 
 
@@ -78,7 +79,8 @@ def choose_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
             raise ConfigError(refusal(f"adam {config.adam!r}", missing, rule, remedy))
         return _chosen(config.adam, config, ("asked for by name",))
     passed_over: list[str] = []
-    for name in (_FUSED,) if device_type in (CUDA, CPU) else (_DEEPSPEED, _FUSED):
+    names = (_FUSED,) if device_type in (CUDA, CPU) else (_DEEPSPEED, _FUSED)
+    for name in names:
         reason = _missing(name, device_type)
         if name == _DEEPSPEED and reason is None:
             reason = "has no state on the host" if config.offload_fraction else _not_compiled()
@@ -93,11 +95,9 @@ def _chosen(name: str, config: DistOptConfig, why: tuple[str, ...]) -> InnerChoi
     if name in _OF_OTHERS:
         of_others = partial(_build_of_others, name=name, options=options, is_decoupled=is_decoupled)
         return InnerChoice(name, of_others, why)
-    if name == _FOREACH:
-        build = torch_adam(options, is_decoupled=is_decoupled, is_fused=False)
-        return InnerChoice(name, build, why, on_host=build)
-    on_host = adam_on_host(options, is_decoupled=is_decoupled)
-    build = torch_adam(options, is_decoupled=is_decoupled, is_fused=True)
+    build = _torch_adam(options, is_decoupled=is_decoupled, is_fused=name == _FUSED)
+    is_fused = name == _FUSED and has_torch_fused(CPU)
+    on_host = _torch_adam(options, is_decoupled=is_decoupled, is_fused=is_fused)
     return InnerChoice(name, build, why, on_host=on_host)
 
 
@@ -110,16 +110,11 @@ def adam_options(config: DistOptConfig) -> dict[str, Any]:
     }
 
 
-def torch_adam(options: Mapping[str, Any], *, is_decoupled: bool, is_fused: bool) -> Build:
+def _torch_adam(options: Mapping[str, Any], *, is_decoupled: bool, is_fused: bool) -> Build:
     """Builds torch's own, with its fused or its for-each kernel."""
     implementation: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
     kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     return partial(kind, **options, **implementation)
-
-
-def adam_on_host(options: Mapping[str, Any], *, is_decoupled: bool) -> Build:
-    """Builds torch's own for the fp32 state of the host."""
-    return torch_adam(options, is_decoupled=is_decoupled, is_fused=has_torch_fused(CPU))
 
 
 def choose_low_precision(
@@ -155,7 +150,8 @@ def choose_low_precision(
             groups, **options, decoupled=is_decoupled, precision=precision, device_type=device_type
         )
 
-    on_host = adam_on_host(options, is_decoupled=is_decoupled)
+    # The state of the host is fp32.
+    on_host = _torch_adam(options, is_decoupled=is_decoupled, is_fused=has_torch_fused(CPU))
     return InnerChoice(LOW_PRECISION, build, why, defaults, on_host)
 
 
@@ -183,26 +179,26 @@ def _check_groups(groups: Groups, name: str, *, is_decoupled: bool) -> None:
 
 def _missing(name: str, device_type: str) -> str | None:
     """Why an implementation cannot be used on a device; None where it can."""
-    if name == _FOREACH:
-        return None
-    if name == _FUSED:
-        if has_torch_fused(device_type):
+    if name not in _OF_OTHERS:
+        if name == _FOREACH or has_torch_fused(device_type):
             return None
         return f"torch {torch.__version__} has no fused AdamW for {device_type}"
-    if name == _DEEPSPEED_CPU and device_type != CPU:
-        return f"runs on cpu, not on {device_type}"
-    if name in (_DEEPSPEED, _DEEPSPEED_CPU):
-        if not _is_installed("deepspeed"):
-            return "not installed"
-        return None if name == _DEEPSPEED_CPU else _missing_deepspeed(device_type)
+    known = _OF_OTHERS[name]
     if name == "apex" and _is_other_apex():
         return (
             "the installed 'apex' is not NVIDIA's but an unrelated project of that name from PyPI; "
             "pip uninstall apex, then build NVIDIA apex from its sources"
         )
-    if device_type != CUDA:
-        return f"has no kernels for {device_type}"
-    missing = _missing_symbol(_OF_OTHERS[name].module, _OF_OTHERS[name].name)
+    if name == _DEEPSPEED and not _is_installed("deepspeed"):
+        return "not installed"
+    # DeepSpeed's fused Adam is an op of its accelerator, and reads memory of no other device.
+    runs_on = known.runs_on or find_accelerator("deepspeed").device_type
+    if device_type != runs_on:
+        hint = " (adam='deepspeed_cpu' is DeepSpeed's for cpu)" if device_type == CPU else ""
+        return f"runs on {runs_on}, and the params are on {device_type}{hint}"
+    if known.module == _DEEPSPEED_MODULE:  # whose import may compile
+        return None if _is_installed("deepspeed") else "not installed"
+    missing = _missing_symbol(known.module, known.name)
     if name == "apex" and missing is None and not _is_installed("amp_C"):
         return "built without its CUDA extensions (no amp_C)"
     return missing
@@ -229,30 +225,20 @@ def _is_installed(package: str) -> bool:
 
 def _is_other_apex() -> bool:
     """NVIDIA's is not on PyPI; the project of that name there is told apart by its folders."""
+    folders = list[str]()
     if "apex" in sys.modules:
-        folders = list(getattr(sys.modules["apex"], "__path__", []))
-    else:
-        spec = find_spec("apex")
-        folders = [] if spec is None else list(spec.submodule_search_locations or [])
+        folders += getattr(sys.modules["apex"], "__path__", [])
+    elif spec := find_spec("apex"):
+        folders += spec.submodule_search_locations or []
     return bool(folders) and not any((Path(each) / "optimizers").is_dir() for each in folders)
-
-
-def _missing_deepspeed(device_type: str) -> str | None:
-    """Its fused Adam is an op of its accelerator, which may be the CPU too; it reads memory of no
-    other device."""
-    named = find_accelerator("deepspeed").device_type
-    if device_type == named:
-        return None
-    hint = " (adam='deepspeed_cpu' is its Adam for cpu)" if device_type == CPU else ""
-    return f"has kernels for its accelerator {named}, and the params are on {device_type}{hint}"
 
 
 def _not_compiled() -> str | None:
     """Why DeepSpeed's would first have to be compiled, which is done only for one that is asked for
     by name."""
     missing = _missing_symbol("deepspeed.git_version_info", "installed_ops")
-    if missing is not None:
-        return missing
-    installed = import_module("deepspeed.git_version_info").installed_ops
-    has_adam = installed.get("fused_adam")
-    return None if has_adam else "its fused_adam op was not built at install time"
+    if missing is None:
+        installed = import_module("deepspeed.git_version_info").installed_ops
+        if not installed.get("fused_adam"):
+            missing = "its fused_adam op was not built at install time"
+    return missing

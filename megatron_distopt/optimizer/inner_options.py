@@ -3,7 +3,7 @@ ranks compare."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from numbers import Integral, Number, Real
 from typing import Any
@@ -24,42 +24,53 @@ _PARAMS = ("params", "param_names")
 _NOT_FOLLOWED = frozenset((*_PARAMS, *IMPLEMENTATION))
 _MISSING = object()
 
+Options = Mapping[str, Any]
 
-def option_values(group: Mapping[str, Any]) -> dict[str, Any]:
+
+def option_values(group: Options) -> dict[str, Any]:
     """A param group without its params."""
-    return {key: value for key, value in group.items() if key not in _PARAMS}
+    return _without(group, _PARAMS)
 
 
-def without_implementation(group: Mapping[str, Any]) -> dict[str, Any]:
+def without_implementation(group: Options) -> dict[str, Any]:
     """A param group without the options that choose a kernel."""
-    return {key: value for key, value in group.items() if key not in IMPLEMENTATION}
+    return _without(group, IMPLEMENTATION)
 
 
-def changed_options(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def _without(group: Options, keys: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in keys}
+
+
+def changed_options(group: Options, before: Options) -> dict[str, Any]:
     """Options of a param group that are other objects than before, as they were written since
     then; without those that choose a kernel."""
-    return {
-        key: value
-        for key, value in group.items()
-        if value is not before.get(key, _MISSING) and key not in _NOT_FOLLOWED
-    }
+    changed = dict[str, Any]()
+    for key, value in group.items():
+        if value is not before.get(key, _MISSING) and key not in _NOT_FOLLOWED:
+            changed[key] = value
+    return changed
 
 
 def python_number(value: Any) -> Any:
     """A number of any kind as one of Python's; other values as they are."""
     if isinstance(value, Integral):
         return int(value)
-    return float(value) if isinstance(value, Real) else value
+    if isinstance(value, Real):
+        return float(value)
+    return value
 
 
-def for_kernels(options: Mapping[str, Any]) -> dict[str, Any]:
+def for_kernels(options: Options) -> dict[str, Any]:
     """Options as torch's fused kernels take them: the others take fractions, and numbers for
     switches, too."""
     taken = dict(options)
-    taken.update({key: python_number(options[key]) for key in NUMBERS if key in options})
-    taken.update({key: bool(options[key]) for key in _SWITCHES if key in options})
-    if isinstance(taken.get("betas"), tuple):
-        taken["betas"] = tuple(map(python_number, taken["betas"]))
+    for key, value in options.items():
+        if key in NUMBERS:
+            taken[key] = python_number(value)
+        elif key in _SWITCHES:
+            taken[key] = bool(value)
+        elif key == "betas" and isinstance(value, tuple):
+            taken[key] = tuple(map(python_number, value))
     return taken
 
 
@@ -74,12 +85,16 @@ def option_text(value: Any, *, waits: bool = True) -> str:
         members = ", ".join(f"{key}: {text(member)}" for key, member in value.items())
         return f"{{{members}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(text, value))}]"
+        members = ", ".join(map(text, value))
+        return f"[{members}]"
     if isinstance(value, (set, frozenset)):
         return f"set {sorted(map(text, value))}"
     if torch.is_tensor(value):
-        is_read = waits or value.device.type == CPU
-        return f"tensor {value.tolist() if is_read else (id(value), value._version)}"
+        if waits or value.device.type == CPU:
+            return f"tensor {value.tolist()}"
+        return f"tensor {(id(value), value._version)}"
     if isinstance(value, FIXED):
         return repr(value)
-    return f"array {value.tolist()}" if hasattr(value, "tolist") else type(value).__name__
+    if hasattr(value, "tolist"):
+        return f"array {value.tolist()}"
+    return type(value).__name__

@@ -116,20 +116,24 @@ def split_state(
 ) -> None:
     """Replaces a main param in `group` by parts, in order, that are views of some of its elements,
     state included."""
-    index = next(number for number, each in enumerate(group["params"]) if each is main)
-    group["params"][index : index + 1] = list(parts.values())
+    members = list[Tensor]()
+    for each in group["params"]:
+        members += parts.values() if each is main else [each]
+    group["params"][:] = members
     state = inner.state.pop(main, {})
-    # A moment is cut; a count of updates is each part's own from now on.
-    tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
-    for part, tensor in parts.items() if state else ():
-        cut = {
-            key: part_of(v, part) if v.shape == main.shape else v.clone()
-            for key, v in tensors.items()
-        }
-        inner.state[tensor] = {**state, **cut}
-        stored = stored_of(tensor)
+    if not state:
+        return
+    for span, part in parts.items():
+        of_part = dict(state)
+        for key, value in state.items():
+            # A moment is cut; a count of updates is each part's own from now on.
+            if torch.is_tensor(value):
+                is_moment = value.shape == main.shape
+                of_part[key] = part_of(value, span) if is_moment else value.clone()
+        stored = stored_of(part)
         if isinstance(stored, RemainderValues) and "exp_avg_sq" in state:
-            inner.state[tensor]["exp_avg_sq"] = LowPrecisionTensor(stored.second)
+            of_part["exp_avg_sq"] = LowPrecisionTensor(stored.second)
+        inner.state[part] = of_part
 
 
 def counts_in_groups(choice: InnerChoice, inner: Optimizer) -> bool:

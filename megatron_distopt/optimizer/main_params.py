@@ -32,6 +32,7 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     LowPrecisionTensor,
     Precision,
     part_of,
+    stored_of,
 )
 from megatron_distopt.optimizer.low_precision.stored_values import (
     RemainderValues,
@@ -128,18 +129,16 @@ class FlatParam:
 
         Not while it is held in fp32.
         """
-        stored = self.main.stored if isinstance(self.main, LowPrecisionTensor) else None
+        stored = stored_of(self.main)
         return isinstance(stored, RemainderValues) and stored.held is None
 
     @property
     def can_tell_changes(self) -> bool:
         """Whether it has what is needed to find out that the model param was changed by others."""
-        stored = self.main.stored if isinstance(self.main, LowPrecisionTensor) else None
-        return (
-            not self.changes_with_model
-            or not isinstance(stored, RemainderValues)
-            or not bool(stored.low.any())
-        )
+        stored = stored_of(self.main)
+        if not isinstance(stored, RemainderValues) or stored.held is not None:
+            return True
+        return not bool(stored.low.any())
 
     def read_model(self) -> None:
         """Refreshes `main` from the param buffer."""
@@ -153,11 +152,10 @@ class FlatParam:
         weights.
         """
         if self.owns_memory:
-            main, model = (
-                self.cut(self.main, shard),
-                self.cut(self.model, shard).to(self.main.device),
-            )
-            main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
+            main = self.cut(self.main, shard)
+            model = self.cut(self.model, shard).to(main.device)
+            is_known = main.to(model.dtype) == model
+            main.copy_(torch.where(is_known, main, model.to(main.dtype)))
 
 
 def build_flat_params(
@@ -176,9 +174,8 @@ def build_flat_params(
     """
     flat_params: list[FlatParam] = []
     for buffer, buckets in zip(buffers, on_host or [()] * len(buffers), strict=True):
-        keys = {
-            slot.name: key_of(slot.name) for slot in buffer.layout.slots if buffer.holds(slot.name)
-        }
+        held = [slot.name for slot in buffer.layout.slots if buffer.holds(slot.name)]
+        keys = {name: key_of(name) for name in held}
         plans = plan_flat_params(owned_shards(buffer.layout, buffer.rank), keys.get)
         models = [buffer.param_of(plan.in_buffer) for plan in plans]
         hosts = _on_host(plans, models, buckets)
@@ -210,17 +207,17 @@ def _on_host(
     The memory of a bucket is one piece, in buffer order, so that neighbours can be copied at once.
     """
     hosts: list[OnHost | None] = [None] * len(plans)
-    for _, members in groupby(enumerate(plans), key=lambda each: each[1].bucket):
-        chosen = [(index, plan.in_buffer) for index, plan in members if plan.bucket in buckets]
-        if chosen:
-            model, start = models[chosen[0][0]], chosen[0][1].start
-            numel = chosen[-1][1].stop - start
-            whole = OnHost(
-                *(pinned([numel], dtype, model.device) for dtype in (model.dtype, torch.float32))
-            )
-            for index, in_buffer in chosen:
-                hosts[index] = part = whole.part(in_buffer.relative_to(start))
+    for bucket, members in groupby(range(len(plans)), key=lambda index: plans[index].bucket):
+        if bucket in buckets:
+            chosen = list(members)
+            model = models[chosen[0]]
+            whole = Span(plans[chosen[0]].in_buffer.start, plans[chosen[-1]].in_buffer.stop)
+            rounded = pinned([whole.numel], model.dtype, model.device)
+            both = OnHost(rounded, pinned([whole.numel], torch.float32, model.device))
+            for index in chosen:
+                part = both.part(plans[index].in_buffer.relative_to(whole.start))
                 part.model.copy_(models[index])
+                hosts[index] = part
     return hosts
 
 
@@ -255,11 +252,14 @@ def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tupl
 def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     in_buffer = Span(shards[0].in_buffer.start, shards[-1].in_buffer.stop)
     span = in_buffer.relative_to(flat.plan.in_buffer.start)
-    part, plan = span.as_slice(), FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards)
-    on_host = None if flat.on_host is None else flat.on_host.part(span)
-    average = None if flat.average is None else flat.average[part]
+    part = span.as_slice()
     return FlatParam(
-        plan, part_of(flat.main.detach(), span), flat.model[part], flat.grad[part], on_host, average
+        plan=FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards),
+        main=part_of(flat.main.detach(), span),
+        model=flat.model[part],
+        grad=flat.grad[part],
+        on_host=None if flat.on_host is None else flat.on_host.part(span),
+        average=None if flat.average is None else flat.average[part],
     )
 
 

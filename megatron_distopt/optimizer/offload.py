@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -154,18 +154,21 @@ def _available_nbytes() -> int:
     meminfo, limit = _numbers_in("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     known = [meminfo["MemAvailable:"] << 10] if "MemAvailable:" in meminfo else []
     if limit.exists() and limit.read_text().strip().isdigit():
-        known.append(
-            int(limit.read_text()) - _numbers_in("/sys/fs/cgroup/memory.stat").get("anon", 0)
-        )
-    return max(min(known, default=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), 0)
+        used = _numbers_in("/sys/fs/cgroup/memory.stat").get("anon", 0)
+        known.append(int(limit.read_text()) - used)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(known, default=free), 0)
 
 
 def _numbers_in(path: str) -> dict[str, int]:
     """The first two words of each line of a file of the kernel; empty where there is no such
     file."""
-    file = Path(path)
-    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    numbers = dict[str, int]()
+    for line in Path(path).read_text().splitlines() if Path(path).exists() else ():
+        name, number, *_ = *line.split(), "", ""
+        if number.isdigit():
+            numbers[name] = int(number)
+    return numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,10 +226,7 @@ class HostUpdates:
                 bucket = list(members)
                 _copy_all([(host.arrived, grad) for _, host, grad in bucket])
                 buckets.append(([(flat, host) for flat, host, _ in bucket], mark(self._device)))
-        groups = list[dict[str, Any]]()
-        for group in self._inner.param_groups:
-            options = option_values(without_implementation(group))
-            groups.append({key: _on_cpu(value) for key, value in options.items()})
+        groups = [_options_on_cpu(group) for group in self._inner.param_groups]
         return GradsToHost(buckets, divisor, numbers, groups, [grad for _, _, grad in chosen])
 
     def update(self, on_the_way: GradsToHost) -> None:
@@ -276,9 +276,13 @@ class HostUpdates:
         return self._on_host
 
 
-def _on_cpu(value: Any) -> Any:
-    """An option as the host's kernels take it; a tensor of a device is waited for."""
-    return value.item() if isinstance(value, Tensor) and value.device.type != CPU else value
+def _options_on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as the host's kernels take them; a tensor of a device is waited for."""
+    options = option_values(without_implementation(group))
+    for key, value in options.items():
+        if isinstance(value, Tensor) and value.device.type != CPU:
+            options[key] = value.item()
+    return options
 
 
 def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -9,10 +9,10 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -43,8 +43,7 @@ _HOOKED = (
 )
 
 
-@dataclass(frozen=True)
-class Census:
+class Census(NamedTuple):
     """What a rank says of itself, see [Note: census], or the sums of what ranks have said.
 
     Of a number that must be the same on all ranks they also sum the square: it is where the mean of
@@ -62,13 +61,6 @@ class Census:
     options: int  # a mark of what else must be alike
     options_squared: int
 
-    def pack(self) -> list[int]:
-        return list(vars(self).values())
-
-    @classmethod
-    def unpack(cls, numbers: Iterable[float]) -> Census:
-        return cls(*map(int, numbers))
-
     def is_one_round(self, num_ranks: int) -> bool:
         """Whether these sums over so many ranks are those of ranks in one round of gradients."""
         return num_ranks * self.round_squared == self.round**2
@@ -77,8 +69,8 @@ class Census:
 #: Numbers of a census, and those at its beginning that are summed over all ranks; ranks with the
 #: same params sum the others. In a tensor it is followed by whether the rank has a gradient, for
 #: each param.
-CENSUS_NUMEL = len(fields(Census))
-_COMMON_NUMEL = [each.name for each in fields(Census)].index("kept")
+CENSUS_NUMEL = len(Census._fields)
+_COMMON_NUMEL = Census._fields.index("kept")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -188,7 +180,7 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
         options=options,
         options_squared=options**2,
     )
-    numbers = torch.tensor([*census.pack(), *grads.present], dtype=model.sharded.stats_dtype)
+    numbers = torch.tensor([*census, *grads.present], dtype=model.sharded.stats_dtype)
     return numbers.to(model.device, non_blocking=True)
 
 
@@ -211,7 +203,7 @@ def _notice(model: ShardedModel, census: Tensor) -> Notice:
 def _act_on(model: ShardedModel, sums: Sequence[float]) -> None:
     """Does what the ranks have told each other; collective where something is not as in every other
     step. `sums` are those of the census."""
-    census = Census.unpack(sums)
+    census = Census(*map(int, sums))
     if not census.is_one_round(model.everyone.size):
         _raise_rounds(model)
     alike = census.kept, census.kept_squared, census.options, census.options_squared
@@ -263,7 +255,7 @@ def announce_drop(model: ShardedModel) -> None:
     """
     census = census_of(model, is_dropped=True)
     sum_with(census.new_zeros(3), _notice(model, census).numbers, model.everyone)
-    if not Census.unpack(census[:CENSUS_NUMEL].tolist()).is_one_round(model.everyone.size):
+    if not Census(*map(int, census[:CENSUS_NUMEL].tolist())).is_one_round(model.everyone.size):
         _raise_rounds(model, is_dropped=True)
 
 
