@@ -123,16 +123,14 @@ def _call_kernel(
     for group, params, states in calls:
         is_decoupled = group.get("decoupled_weight_decay", type(inner) is AdamW)
         kernel: Any = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
-        firsts, seconds, steps = (
-            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
-        )
+        steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         beta1, beta2 = group["betas"]
         kernel(
             params,
             [grad_of[id(main)] for main in params],
-            firsts,
-            seconds,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
             steps,
             lr=group["lr"],

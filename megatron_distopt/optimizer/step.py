@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -132,8 +132,7 @@ class StepHook(Protocol):
         """Collective: after the update, or when the step was skipped."""
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(NamedTuple):
     """The gradients of a step and what was measured of them."""
 
     main: Sequence[MainGrads]  # by optimizer
@@ -420,10 +419,14 @@ def write_model(optimizer: ShardedOptimizer) -> None:
     by the update."""
     if isinstance(optimizer.inner, LowPrecisionAdam):
         return
-    written = [flat for flat in optimizer.flat_params if flat.on_host is None and flat.owns_memory]
-    if written:
+    models, mains = list[Tensor](), list[Tensor]()
+    for flat in optimizer.flat_params:
+        if flat.on_host is None and flat.owns_memory:
+            models.append(flat.model)
+            mains.append(flat.main)
+    if models:
         with profiled("write model params"):
-            torch._foreach_copy_([flat.model for flat in written], [flat.main for flat in written])
+            torch._foreach_copy_(models, mains)
 
 
 # --- the variation: see [Note: deferred check] in deferred.py

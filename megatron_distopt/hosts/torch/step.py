@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.comm import exchange, raise_together, sum_over
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.deferred import Notice
@@ -181,6 +182,8 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
         options_squared=options**2,
     )
     numbers = torch.tensor([*census, *grads.present], dtype=model.sharded.stats_dtype)
+    if model.device.type == CPU:
+        return numbers
     return numbers.to(model.device, non_blocking=True)
 
 
