@@ -107,7 +107,8 @@ class FlatParam:
         phase = _phase(self.main)  # see [Note: in phase]
         if phase == 0:
             return torch.zeros_like(self.main, dtype=dtype)
-        return zeros_in_phase(self.main.numel(), phase, dtype or self.main.dtype, self.main.device)
+        kind = dtype or self.main.dtype
+        return zeros_in_phase(self.main.numel(), phase, kind, self.main.device)
 
     def write_model(self) -> None:
         """Rounds `main` into the param buffer."""
@@ -118,9 +119,10 @@ class FlatParam:
 
     def differs_from_model(self) -> bool:
         """Whether the model param is not what `main` rounds to."""
-        return self.owns_memory and not torch.equal(
-            self.main.to(self.model.dtype), self.model.to(self.main.device)
-        )
+        if not self.owns_memory:
+            return False
+        rounded = self.main.to(self.model.dtype)
+        return not torch.equal(rounded, self.model.to(rounded.device))
 
     @property
     def changes_with_model(self) -> bool:
@@ -173,12 +175,12 @@ def build_flat_params(
         on_host: by buffer, the buckets whose main params are kept on the host; empty for none.
     """
     flat_params: list[FlatParam] = []
-    for buffer, buckets in zip(buffers, on_host or [()] * len(buffers), strict=True):
+    for number, buffer in enumerate(buffers):
         held = [slot.name for slot in buffer.layout.slots if buffer.holds(slot.name)]
         keys = {name: key_of(name) for name in held}
         plans = plan_flat_params(owned_shards(buffer.layout, buffer.rank), keys.get)
         models = [buffer.param_of(plan.in_buffer) for plan in plans]
-        hosts = _on_host(plans, models, buckets)
+        hosts = _on_host(plans, models, on_host[number] if on_host else ())
         are_apart = any(plan.key.param for plan in plans)
         mains = models
         if buffer.param.dtype != torch.float32:
@@ -211,7 +213,8 @@ def _on_host(
         if bucket in buckets:
             chosen = list(members)
             model = models[chosen[0]]
-            whole = Span(plans[chosen[0]].in_buffer.start, plans[chosen[-1]].in_buffer.stop)
+            first, last = plans[chosen[0]].in_buffer, plans[chosen[-1]].in_buffer
+            whole = Span(first.start, last.stop)
             rounded = pinned([whole.numel], model.dtype, model.device)
             both = OnHost(rounded, pinned([whole.numel], torch.float32, model.device))
             for index in chosen:
@@ -234,8 +237,7 @@ def _mains_by_place(
     is_full = precision.main_params_dtype == FULL.main_params_dtype
     copies = _copy_apart if are_apart else _copy_flat
     on_device = iter(copies(here) if is_full else map(precision.main, here))
-    there = [host.model for host in hosts if host is not None]
-    on_host = iter(copies(there))
+    on_host = iter(copies([host.model for host in hosts if host is not None]))
     return [next(on_device if host is None else on_host) for host in hosts]
 
 
@@ -246,7 +248,9 @@ def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tupl
         tuple(shards)
         for _, shards in groupby(flat.plan.shards, key=lambda shard: key_of(shard.name))
     ]
-    return (flat,) if len(members) == 1 else tuple(_part_of(flat, shards) for shards in members)
+    if len(members) == 1:
+        return (flat,)
+    return tuple(_part_of(flat, shards) for shards in members)
 
 
 def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:

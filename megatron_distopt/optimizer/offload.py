@@ -66,7 +66,8 @@ def buckets_on_host(
     eligible = {
         number: layout for number, (layout, dtype) in enumerate(layouts) if dtype != torch.float32
     }
-    chosen = choose_buckets(list(eligible.values()), fraction if device.type != CPU else 0.0)
+    taken = fraction if device.type != CPU else 0.0
+    chosen = choose_buckets(list(eligible.values()), taken)
     by_buffer = dict(zip(eligible, chosen, strict=True))
     return [by_buffer.get(number, frozenset()) for number in range(len(layouts))]
 
@@ -171,13 +172,17 @@ def _numbers_in(path: str) -> dict[str, int]:
     return numbers
 
 
+#: A flat param with what it has on the host.
+_Member = tuple[FlatParam, OnHost]
+
+
 @dataclass(frozen=True, eq=False)
 class GradsToHost:
     """Gradients on their way to the host, and what they are to be divided by."""
 
     # Flat params of a bucket with what they have on the host, and a call that waits for their
     # gradients.
-    buckets: Sequence[tuple[Sequence[tuple[FlatParam, OnHost]], Callable[[], None]]]
+    buckets: Sequence[tuple[Sequence[_Member], Callable[[], None]]]
     divisor: float | Tensor  # of the gradients, where it is known already
     numbers: HostCopy | None  # divisor and non-finite flag, where they are on their way as well
     groups: Groups  # options of the param groups, as they are before the device's update
@@ -210,9 +215,8 @@ class HostUpdates:
         numbers = None
         if isinstance(divisor, Tensor) or found_inf is not None:
             known = divisor if isinstance(divisor, Tensor) else self._scalar(divisor)
-            numbers = HostCopy(
-                torch.stack([known, self._scalar(0.0) if found_inf is None else found_inf])
-            )
+            skips = self._scalar(0.0) if found_inf is None else found_inf
+            numbers = HostCopy(torch.stack([known, skips]))
         pairs = zip(flat_params, grads, strict=True)
         chosen = [
             (flat, flat.on_host, grad) for flat, grad in pairs if flat.on_host and grad is not None
@@ -225,7 +229,8 @@ class HostUpdates:
             ):
                 bucket = list(members)
                 _copy_all([(host.arrived, grad) for _, host, grad in bucket])
-                buckets.append(([(flat, host) for flat, host, _ in bucket], mark(self._device)))
+                updated = [(flat, host) for flat, host, _ in bucket]
+                buckets.append((updated, mark(self._device)))
         groups = [_options_on_cpu(group) for group in self._inner.param_groups]
         return GradsToHost(buckets, divisor, numbers, groups, [grad for _, _, grad in chosen])
 
