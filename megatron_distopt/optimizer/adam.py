@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +53,10 @@ class _AdamClass:
     runs_on: str | None  # type of device; None for that of DeepSpeed's accelerator
 
 
+_ABOUT_APEX = (
+    "the 'apex' of PyPI is not NVIDIA's but an unrelated project: pip uninstall apex if you have "
+    "it, and build NVIDIA apex from its sources"
+)
 _DEEPSPEED_MODULE = "deepspeed.ops.adam"
 _TE_MODULE = "transformer_engine.pytorch.optimizers"
 _OF_OTHERS = {
@@ -76,6 +79,8 @@ def choose_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
         if missing is not None:
             rule = "be usable when it is asked for by name"
             remedy = "Install it, or write adam='auto'"
+            if config.adam == "apex":
+                remedy += f"; {_ABOUT_APEX}"
             raise ConfigError(refusal(f"adam {config.adam!r}", missing, rule, remedy))
         return _chosen(config.adam, config, ("asked for by name",))
     passed_over: list[str] = []
@@ -184,11 +189,6 @@ def _missing(name: str, device_type: str) -> str | None:
             return None
         return f"torch {torch.__version__} has no fused AdamW for {device_type}"
     known = _OF_OTHERS[name]
-    if name == "apex" and _is_other_apex():
-        return (
-            "the installed 'apex' is not NVIDIA's but an unrelated project of that name from PyPI; "
-            "pip uninstall apex, then build NVIDIA apex from its sources"
-        )
     if name == _DEEPSPEED and not _is_installed("deepspeed"):
         return "not installed"
     # DeepSpeed's fused Adam is an op of its accelerator, and reads memory of no other device.
@@ -221,16 +221,6 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ValueError:
         return package in sys.modules
-
-
-def _is_other_apex() -> bool:
-    """NVIDIA's is not on PyPI; the project of that name there is told apart by its folders."""
-    folders = list[str]()
-    if "apex" in sys.modules:
-        folders += getattr(sys.modules["apex"], "__path__", [])
-    elif spec := find_spec("apex"):
-        folders += spec.submodule_search_locations or []
-    return bool(folders) and not any((Path(each) / "optimizers").is_dir() for each in folders)
 
 
 def _not_compiled() -> str | None:

@@ -278,8 +278,9 @@ def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
     if not narrow:
         return [flat.grad for flat in flat_params]
     beside = [flat.main if flat.on_host is None else flat.model for flat in narrow]
-    copies = iter(_copy_flat([flat.grad for flat in narrow], beside))
-    return [flat.grad if flat.grad.dtype == torch.float32 else next(copies) for flat in flat_params]
+    copies = _copy_flat([flat.grad for flat in narrow], beside)
+    copy_of = dict(zip(narrow, copies, strict=True))
+    return [copy_of.get(flat, flat.grad) for flat in flat_params]
 
 
 def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor] | None = None) -> list[Tensor]:

@@ -27,7 +27,6 @@ Every bit is as without where the kernel is the same and the state is exact (tes
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -129,15 +128,19 @@ def check_offload(
 
 
 def greatest_fraction(fits: Callable[[float], bool]) -> float:
-    """The greatest hundredth with which something fits; as buckets are whole, it is searched for.
+    """The greatest hundredth with which something fits; as buckets are whole, all are tried.
 
     >>> greatest_fraction(lambda fraction: fraction <= 0.3)
     0.3
     >>> greatest_fraction(lambda fraction: fraction < 2)
     1.0
     """
-    first = bisect_left(range(101), True, key=lambda hundredth: not fits(hundredth / 100))
-    return max(first - 1, 0) / 100
+    greatest = 0.0
+    for hundredth in range(101):
+        fraction = hundredth / 100
+        if fits(fraction):
+            greatest = fraction
+    return greatest
 
 
 def pinned_nbytes(nbytes: int) -> int:
@@ -268,7 +271,8 @@ class HostUpdates:
     def _prepared(self, on_the_way: GradsToHost) -> Optimizer:
         """The optimizer of the host, built anew where there are more param groups."""
         members = [pair for bucket, _ in on_the_way.buckets for pair in bucket]
-        if self._on_host is None or len(self._on_host.param_groups) != len(on_the_way.groups):
+        known = 0 if self._on_host is None else len(self._on_host.param_groups)
+        if self._on_host is None or known != len(on_the_way.groups):
             groups: Groups = [
                 {
                     **options,

@@ -173,14 +173,10 @@ def test_choose_inner_when_a_named_source_cannot_be_used_then_refused_and_said_w
 def test_choose_inner_when_the_unrelated_apex_is_asked_for_then_refused(
     offer: Offer, tmp_path: Path
 ) -> None:
-    files = {
-        "apex/__init__.py": "raise RuntimeError('a stranger was imported')",
-        "apex/views.py": "",
-    }
-    offer("apex", files=files)
+    offer("apex", files={"apex/views.py": ""})
     (tmp_path / "apex" / "optimizers" / "__init__.py").unlink()
     (tmp_path / "apex" / "optimizers").rmdir()
-    assert_mentions(refused("cuda", adam="apex"), "not NVIDIA's", "pip uninstall apex")
+    assert_mentions(refused("cuda", adam="apex"), "apex.optimizers", "pip uninstall apex")
 
 
 #: Sources that are not torch's: device, and the option that says how weight decay is meant.
