@@ -124,7 +124,7 @@ def test_gradient_when_it_is_followed_to_its_param_then_the_way_is_short(
     assert not torch.equal(before, model.weight)
     assert walk.calls[0][0] == "hosts/torch/grads.py" and walk.calls[-1][1] in (
         "write_model",
-        "rounds_itself",
+        "profiled",
     )
     assert len(walk.files) <= MOST_FILES, sorted(walk.files)
     assert len(walk.calls) <= MOST_CALLS, "\n".join(map(str, walk.calls))

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import Group, gather_to_first
-from megatron_distopt.optimizer.inner import moments_of, restore
+from megatron_distopt.optimizer.inner_state import moments_of, restore
 from peers.state import KINDS, Setting, Weights, fill, groups_of, named_shapes, untouched_zeros
 
 

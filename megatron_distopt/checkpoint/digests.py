@@ -42,7 +42,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Span
-from megatron_distopt.optimizer.inner import count_updates
+from megatron_distopt.optimizer.inner_state import count_updates
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.step import StepDecision
 from megatron_distopt.version import VERSION

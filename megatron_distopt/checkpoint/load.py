@@ -39,10 +39,10 @@ from megatron_distopt.comm import Group, exchange, exchange_together, raise_toge
 from megatron_distopt.errors import CheckpointError, some_of
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
-from megatron_distopt.optimizer.inner import (
+from megatron_distopt.optimizer.inner import part_for
+from megatron_distopt.optimizer.inner_state import (
     counts_in_groups,
     moment_to_fill,
-    part_for,
     restore,
     restore_group,
 )

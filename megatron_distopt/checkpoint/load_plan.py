@@ -45,7 +45,8 @@ from megatron_distopt.config import ADAM_NAMES
 from megatron_distopt.errors import CheckpointError, some_of
 from megatron_distopt.layout import Box, Placement
 from megatron_distopt.optimizer.averages import AVERAGE
-from megatron_distopt.optimizer.inner import counts_in_groups, part_for
+from megatron_distopt.optimizer.inner import part_for
+from megatron_distopt.optimizer.inner_state import counts_in_groups
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.owners.sharded_muon import ShardedMuon
 from megatron_distopt.optimizer.sharded import ShardedOptimizer

@@ -15,13 +15,9 @@ import torch
 
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.errors import CheckpointError, ConfigError
-from megatron_distopt.optimizer.inner import (
-    IMPLEMENTATION,
-    NUMBERS,
-    InnerChoice,
-    python_number,
-    state_of,
-)
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.inner_options import IMPLEMENTATION, NUMBERS, python_number
+from megatron_distopt.optimizer.inner_state import state_of
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 

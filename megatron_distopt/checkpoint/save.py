@@ -40,7 +40,7 @@ from megatron_distopt.checkpoint.whole_model import (
 from megatron_distopt.comm import Group, exchange_together, raise_together
 from megatron_distopt.errors import CheckpointError, DistOptError, RanksDisagreeError
 from megatron_distopt.layout import Box
-from megatron_distopt.optimizer.inner import moments_of, state_of
+from megatron_distopt.optimizer.inner_state import moments_of, state_of
 from megatron_distopt.optimizer.main_params import by_group
 from megatron_distopt.version import VERSION
 

@@ -35,7 +35,8 @@ from megatron_distopt.comm import Group, exchange_together
 from megatron_distopt.errors import AccessError, CheckpointError
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
-from megatron_distopt.optimizer.inner import moments_of, part_for
+from megatron_distopt.optimizer.inner import part_for
+from megatron_distopt.optimizer.inner_state import moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     LowPrecisionTensor,
     as_plain,

@@ -25,7 +25,7 @@ from megatron_distopt.checkpoint.manifest import MAIN, key_of, kind_of
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import ParamShard, Piece, Placement
 from megatron_distopt.optimizer.averages import AVERAGE
-from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.inner_state import moments_of
 from megatron_distopt.optimizer.loss_scale import LossScale
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.whole_params import OwnedParam, owned_params

@@ -21,7 +21,7 @@ from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError, LayoutError
 from megatron_distopt.layout import BufferLayout, ParamSpec
 from megatron_distopt.optimizer.accelerator import stats_dtype
-from megatron_distopt.optimizer.inner import option_text
+from megatron_distopt.optimizer.inner_options import option_text
 from megatron_distopt.optimizer.sharded import StepPlan
 from megatron_distopt.version import VERSION
 

@@ -9,12 +9,13 @@ changes less than its last bit. Source: torch/optim/swa_utils.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
+from megatron_distopt.optimizer.main_params import FlatParam
 
 #: Their kind in a checkpoint.
 AVERAGE = "main_average"
@@ -33,22 +34,29 @@ class Averages:
 
     @torch.no_grad()
     def update(
-        self, due: Mapping[Tensor, Tensor], is_taken: Callable[[], bool], found_inf: Tensor | None
+        self,
+        flat_params: Sequence[FlatParam],
+        is_taken: Callable[[], bool],
+        found_inf: Tensor | None,
     ) -> None:
-        """Averages a step: moves averages by main param that were not moved by the update itself.
+        """Averages a step.
 
         `is_taken` may wait for the device; `found_inf`, fp32 0-D there, is 1 where the step was
         skipped.
         """
         weight = self.weight if found_inf is None else self.weight * (1 - found_inf)
-        is_first, self.has_begun = not self.has_begun, self.has_begun or is_taken()
-        for main, average in due.items() if self.has_begun else ():
-            for start in range(0, average.numel(), _STRETCH):
-                part = slice(start, start + _STRETCH)
-                values = as_plain(main[part])
+        is_first = not self.has_begun
+        if is_first and not is_taken():
+            return
+        self.has_begun = True
+        for flat in flat_params:
+            if flat.average is None:
+                continue
+            here = weight.to(flat.average.device) if isinstance(weight, Tensor) else weight
+            for start in range(0, flat.average.numel(), _STRETCH):
+                part = flat.average[start : start + _STRETCH]
+                values = as_plain(flat.main[start : start + _STRETCH])
                 if is_first:
-                    average[part].copy_(values)
+                    part.copy_(values)
                 else:
-                    average[part].lerp_(
-                        values, weight.to(values.device) if isinstance(weight, Tensor) else weight
-                    )
+                    part.lerp_(values, here)

@@ -14,18 +14,17 @@ import torch
 from torch.optim import Optimizer
 
 from megatron_distopt.compatibility import Feature, check_compatible
-from megatron_distopt.config import LOW_PRECISION, DistOptConfig
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, refusal
-from megatron_distopt.optimizer import blocked_adam
-from megatron_distopt.optimizer.accelerator import has_dtype, has_torch_fused, usable_device
-from megatron_distopt.optimizer.adam import (
-    adam_on_host,
-    adam_options,
-    choose_adam,
-    low_precision_adam,
+from megatron_distopt.optimizer.accelerator import has_torch_fused, usable_device
+from megatron_distopt.optimizer.adam import adam_options, choose_adam, choose_low_precision
+from megatron_distopt.optimizer.inner import Groups, InnerChoice, is_of_torch
+from megatron_distopt.optimizer.inner_options import (
+    IMPLEMENTATION,
+    option_text,
+    without_implementation,
 )
-from megatron_distopt.optimizer.inner import IMPLEMENTATION, Build, Groups, InnerChoice, option_text
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.owners.declared import (
     ELEMENTS,
@@ -38,12 +37,11 @@ from megatron_distopt.optimizer.owners.whole_params import TrainedParams, WholeP
 
 #: The call with which plain torch gets Muon.
 WITH_MUON = "distribute(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(others, ...)])"
-#: torch's own that update each element by itself: the name of the source, and the class that rounds
-#: into the model param on a CPU.
-_FUSED: dict[type[Optimizer], tuple[str, type[Optimizer]]] = {
-    torch.optim.AdamW: ("torch_fused", blocked_adam.AdamW),
-    torch.optim.Adam: ("torch_fused", blocked_adam.Adam),
-    torch.optim.SGD: ("torch_sgd", torch.optim.SGD),
+#: torch's own of which a fused kernel may take the place, and the name of that.
+_FUSED = {
+    torch.optim.AdamW: "torch_fused",
+    torch.optim.Adam: "torch_fused",
+    torch.optim.SGD: "torch_sgd",
 }
 
 
@@ -67,19 +65,17 @@ def choose_inner(
         raise ConfigError(refusal("optimizer", "'muon'", rule, remedy))
     if not Precision.of(config).is_full:
         check_compatible(config)
-        _check_codes(config, device_type)
-        why = ("the precision of the state asks for it",)
-        return InnerChoice(
-            LOW_PRECISION,
-            low_precision_adam(config, device_type),
-            why,
-            on_host=adam_on_host(config),
+        return choose_low_precision(
+            config,
+            device_type,
+            adam_options(config),
+            is_decoupled=config.is_decoupled,
+            why=("the precision of the state asks for it",),
         )
     if config.optimizer == "sgd":
-        here, on_host = (
-            partial(_build_sgd, config=config, device_type=place) for place in (device_type, CPU)
-        )
-        return InnerChoice("torch_sgd", here, on_host=on_host)
+        on_host = partial(_build_sgd, config=config, device_type=CPU)
+        build = partial(_build_sgd, config=config, device_type=device_type)
+        return InnerChoice("torch_sgd", build, on_host=on_host)
     if config.optimizer != "adam":
         return _user_class(config, device_type, params)
     return choose_adam(config, device_type)
@@ -97,24 +93,18 @@ def adopt_instance(
     """
     check_new(instance)
     _check_not_distributed_itself(type(instance))
-    build = build_alike(instance)
-    device = next(
-        (param.device for group in instance.param_groups for param in group["params"]),
-        torch.device(CPU),
-    )
-    candidate = Candidate(
-        type(instance), build, type(instance).__name__, instance.param_groups, device
-    )
+    kind, build = type(instance), build_alike(instance)
+    devices = [param.device for group in instance.param_groups for param in group["params"]]
+    device = devices[0] if devices else torch.device(CPU)
+    candidate = Candidate(kind, build, kind.__name__, instance.param_groups, device)
     chosen = _by_updates(candidate, config or DistOptConfig(), params)
     # torch's own keep nothing in their param groups, so that two of them can share a state.
-    has_plain_groups = (
-        type(instance).__module__.startswith("torch.optim.") and not chosen.updates_whole_params
-    )
+    can_share = is_of_torch(kind) and not chosen.updates_whole_params
     return replace(
         chosen,
         why=("an instance was given", *chosen.why),
         defaults=_listed(instance.defaults),
-        on_host=build if has_plain_groups else None,
+        on_host=build if can_share else None,
     )
 
 
@@ -156,47 +146,28 @@ def fused_instance(
     """
     if not Precision.of(config).is_full:
         return _low_precision_instance(instance, config, device_type)
-    known = _FUSED.get(type(instance))
-    known_updates(type(instance), config.updates)
-    others = [option for option in IMPLEMENTATION if option != "fused"]
-    has_chosen = any(group.get(option) for group in instance.param_groups for option in others)
-    has_refused = any(
-        group.get(option) is False
-        for group in instance.param_groups
-        for option in ("fused", "foreach")
-    )
-    if (
-        known is None
-        or has_chosen
-        or has_refused
-        or config.adam != "auto"
-        or not has_torch_fused(device_type)
-    ):
+    kind, name = type(instance), _FUSED.get(type(instance))
+    known_updates(kind, config.updates)
+    if name is None or config.adam != "auto" or not has_torch_fused(device_type):
         return None
-    name, on_cpu = known
-    on_host = _fused_build(on_cpu, instance)
-    build = on_host if device_type == CPU else _fused_build(type(instance), instance)
-    return InnerChoice(
-        name, build, (f"{type(instance).__name__} was given",), _listed(instance.defaults), on_host
-    )
-
-
-def _fused_build(chosen: type[Optimizer], instance: Optimizer) -> Build:
-    accepted = inspect.signature(chosen).parameters
+    for group in instance.param_groups:
+        has_chosen = any(group.get(option) for option in IMPLEMENTATION if option != "fused")
+        if has_chosen or group.get("fused") is False or group.get("foreach") is False:
+            return None
+    taken = inspect.signature(kind).parameters
     options = {
         key: value
-        for key, value in instance.defaults.items()
-        if key in accepted and key not in IMPLEMENTATION
+        for key, value in without_implementation(instance.defaults).items()
+        if key in taken
     }
 
     def build(groups: Groups) -> Optimizer:
-        plain = [
-            {key: value for key, value in group.items() if key not in IMPLEMENTATION}
-            for group in groups
-        ]
-        return chosen(plain, **options, fused=True)  # type: ignore[call-arg]
+        plain = [without_implementation(group) for group in groups]
+        return kind(plain, **options, fused=True)  # type: ignore[call-arg]
 
-    return build
+    return InnerChoice(
+        name, build, (f"{kind.__name__} was given",), _listed(instance.defaults), on_host=build
+    )
 
 
 def _listed(defaults: Mapping[str, Any]) -> tuple[str, ...]:
@@ -209,34 +180,24 @@ def _low_precision_instance(
     if type(instance) not in (torch.optim.Adam, torch.optim.AdamW):
         check_compatible(config, {Feature.NOT_ADAM: type(instance).__name__})
     options = {key: instance.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    options["decoupled"] = instance.defaults.get(
-        "decoupled_weight_decay", type(instance) is torch.optim.AdamW
+    is_adamw = type(instance) is torch.optim.AdamW
+    is_decoupled = instance.defaults.get("decoupled_weight_decay", is_adamw)
+    return choose_low_precision(
+        config,
+        device_type,
+        options,
+        is_decoupled=is_decoupled,
+        why=(f"{type(instance).__name__} was given, and the precision of the state asks for it",),
+        defaults=_listed(instance.defaults),
     )
-    why = (f"{type(instance).__name__} was given, and the precision of the state asks for it",)
-    _check_codes(config, device_type)
-    build = low_precision_adam(config, device_type, options)
-    return InnerChoice(
-        LOW_PRECISION, build, why, _listed(instance.defaults), adam_on_host(config, options)
-    )
-
-
-def _check_codes(config: DistOptConfig, device_type: str) -> None:
-    """Codes of 8 bits are made of fp16 numbers, see [Note: block codes] in block_codes.py."""
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if getattr(config, name) == "int8" and not has_dtype(device_type, torch.float16):
-            rule, remedy = "not be int8 on a device without float16", f"Write {name}='bfloat16'"
-            raise ConfigError(refusal(name, f"'int8' on {device_type}", rule, remedy))
 
 
 def _build_sgd(groups: Groups, config: DistOptConfig, device_type: str) -> Optimizer:
-    options: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "momentum": config.momentum,
-    }
-    if has_torch_fused(device_type):
-        options["fused"] = True  # older releases of torch do not know the option
-    return torch.optim.SGD(groups, **options)
+    # Older releases of torch do not know the option.
+    fused: dict[str, Any] = {"fused": True} if has_torch_fused(device_type) else {}
+    return torch.optim.SGD(
+        groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum, **fused
+    )
 
 
 def _user_class(
@@ -251,31 +212,25 @@ def _user_class(
             refusal("optimizer", f"{config.optimizer!r} ({error})", rule, remedy)
         ) from error
     if not (isinstance(chosen, type) and issubclass(chosen, Optimizer)):
-        rule, remedy = (
-            "name a subclass of torch.optim.Optimizer",
-            "Give a class such as torch.optim:Adagrad",
-        )
+        rule = "name a subclass of torch.optim.Optimizer"
+        remedy = "Give a class such as torch.optim:Adagrad"
         raise ConfigError(refusal("optimizer", repr(config.optimizer), rule, remedy))
     _check_not_distributed_itself(chosen)
-    build = partial(
-        chosen, **_with_own_pairs(chosen, {**adam_options(config), "momentum": config.momentum})
-    )
-    return _by_updates(
-        Candidate(chosen, build, config.optimizer, device=usable_device(device_type)),
-        config,
-        params,
-    )
+    options = {**adam_options(config), "momentum": config.momentum}
+    build = partial(chosen, **_with_own_pairs(chosen, options))
+    device = usable_device(device_type)
+    candidate = Candidate(chosen, build, config.optimizer, device=device)
+    return _by_updates(candidate, config, params)
 
 
 def _with_own_pairs(chosen: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """Without numbers of ours that are pairs in that class, such as `eps` of Adafactor: the class's
     default holds."""
-    defaults = {
-        name: parameter.default for name, parameter in inspect.signature(chosen).parameters.items()
-    }
+    parameters = inspect.signature(chosen).parameters
     ours = {each.name: each.default for each in fields(DistOptConfig)}
-    return {
-        name: value
-        for name, value in accepted(chosen, options).items()
-        if isinstance(defaults.get(name), tuple) == isinstance(value, tuple) or value != ours[name]
-    }
+    taken = accepted(chosen, options)
+    for name, value in list(taken.items()):
+        is_pair = name in parameters and isinstance(parameters[name].default, tuple)
+        if is_pair != isinstance(value, tuple) and value == ours[name]:
+            del taken[name]
+    return taken

@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
@@ -44,8 +43,7 @@ from megatron_distopt.optimizer.main_params import FlatParam, FlatParamKey
 _log = logging.getLogger("megatron_distopt")
 
 
-@dataclass(frozen=True, eq=False)
-class Notice:
+class Notice(NamedTuple):
     """What the ranks of a host tell each other in the all-reduce of the statistics, and what they
     do about it."""
 

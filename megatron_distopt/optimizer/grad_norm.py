@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ _POWSUM: Callable[..., Sequence[Tensor]] | None = getattr(torch, "_foreach_powsu
 _HAS_WIDE_NORM = "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema)
 
 
-@dataclass(frozen=True)
-class GradStats:
+class GradStats(NamedTuple):
     """Of the gradient as it stands in the grad buffers (not yet divided by loss scale and
     data-parallel size)."""
 

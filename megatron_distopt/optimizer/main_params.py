@@ -32,6 +32,7 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     LowPrecisionTensor,
     Precision,
     part_of,
+    stored_of,
 )
 from megatron_distopt.optimizer.low_precision.stored_values import (
     RemainderValues,
@@ -106,7 +107,8 @@ class FlatParam:
         phase = _phase(self.main)  # see [Note: in phase]
         if phase == 0:
             return torch.zeros_like(self.main, dtype=dtype)
-        return zeros_in_phase(self.main.numel(), phase, dtype or self.main.dtype, self.main.device)
+        kind = dtype or self.main.dtype
+        return zeros_in_phase(self.main.numel(), phase, kind, self.main.device)
 
     def write_model(self) -> None:
         """Rounds `main` into the param buffer."""
@@ -117,9 +119,10 @@ class FlatParam:
 
     def differs_from_model(self) -> bool:
         """Whether the model param is not what `main` rounds to."""
-        return self.owns_memory and not torch.equal(
-            self.main.to(self.model.dtype), self.model.to(self.main.device)
-        )
+        if not self.owns_memory:
+            return False
+        rounded = self.main.to(self.model.dtype)
+        return not torch.equal(rounded, self.model.to(rounded.device))
 
     @property
     def changes_with_model(self) -> bool:
@@ -128,18 +131,16 @@ class FlatParam:
 
         Not while it is held in fp32.
         """
-        stored = self.main.stored if isinstance(self.main, LowPrecisionTensor) else None
+        stored = stored_of(self.main)
         return isinstance(stored, RemainderValues) and stored.held is None
 
     @property
     def can_tell_changes(self) -> bool:
         """Whether it has what is needed to find out that the model param was changed by others."""
-        stored = self.main.stored if isinstance(self.main, LowPrecisionTensor) else None
-        return (
-            not self.changes_with_model
-            or not isinstance(stored, RemainderValues)
-            or not bool(stored.low.any())
-        )
+        stored = stored_of(self.main)
+        if not isinstance(stored, RemainderValues) or stored.held is not None:
+            return True
+        return not bool(stored.low.any())
 
     def read_model(self) -> None:
         """Refreshes `main` from the param buffer."""
@@ -153,11 +154,10 @@ class FlatParam:
         weights.
         """
         if self.owns_memory:
-            main, model = (
-                self.cut(self.main, shard),
-                self.cut(self.model, shard).to(self.main.device),
-            )
-            main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
+            main = self.cut(self.main, shard)
+            model = self.cut(self.model, shard).to(main.device)
+            is_known = main.to(model.dtype) == model
+            main.copy_(torch.where(is_known, main, model.to(main.dtype)))
 
 
 def build_flat_params(
@@ -175,13 +175,12 @@ def build_flat_params(
         on_host: by buffer, the buckets whose main params are kept on the host; empty for none.
     """
     flat_params: list[FlatParam] = []
-    for buffer, buckets in zip(buffers, on_host or [()] * len(buffers), strict=True):
-        keys = {
-            slot.name: key_of(slot.name) for slot in buffer.layout.slots if buffer.holds(slot.name)
-        }
+    for number, buffer in enumerate(buffers):
+        held = [slot.name for slot in buffer.layout.slots if buffer.holds(slot.name)]
+        keys = {name: key_of(name) for name in held}
         plans = plan_flat_params(owned_shards(buffer.layout, buffer.rank), keys.get)
         models = [buffer.param_of(plan.in_buffer) for plan in plans]
-        hosts = _on_host(plans, models, buckets)
+        hosts = _on_host(plans, models, on_host[number] if on_host else ())
         are_apart = any(plan.key.param for plan in plans)
         mains = models
         if buffer.param.dtype != torch.float32:
@@ -210,17 +209,18 @@ def _on_host(
     The memory of a bucket is one piece, in buffer order, so that neighbours can be copied at once.
     """
     hosts: list[OnHost | None] = [None] * len(plans)
-    for _, members in groupby(enumerate(plans), key=lambda each: each[1].bucket):
-        chosen = [(index, plan.in_buffer) for index, plan in members if plan.bucket in buckets]
-        if chosen:
-            model, start = models[chosen[0][0]], chosen[0][1].start
-            numel = chosen[-1][1].stop - start
-            whole = OnHost(
-                *(pinned([numel], dtype, model.device) for dtype in (model.dtype, torch.float32))
-            )
-            for index, in_buffer in chosen:
-                hosts[index] = part = whole.part(in_buffer.relative_to(start))
+    for bucket, members in groupby(range(len(plans)), key=lambda index: plans[index].bucket):
+        if bucket in buckets:
+            chosen = list(members)
+            model = models[chosen[0]]
+            first, last = plans[chosen[0]].in_buffer, plans[chosen[-1]].in_buffer
+            whole = Span(first.start, last.stop)
+            rounded = pinned([whole.numel], model.dtype, model.device)
+            both = OnHost(rounded, pinned([whole.numel], torch.float32, model.device))
+            for index in chosen:
+                part = both.part(plans[index].in_buffer.relative_to(whole.start))
                 part.model.copy_(models[index])
+                hosts[index] = part
     return hosts
 
 
@@ -237,8 +237,7 @@ def _mains_by_place(
     is_full = precision.main_params_dtype == FULL.main_params_dtype
     copies = _copy_apart if are_apart else _copy_flat
     on_device = iter(copies(here) if is_full else map(precision.main, here))
-    there = [host.model for host in hosts if host is not None]
-    on_host = iter(copies(there))
+    on_host = iter(copies([host.model for host in hosts if host is not None]))
     return [next(on_device if host is None else on_host) for host in hosts]
 
 
@@ -249,17 +248,22 @@ def split_flat_param(flat: FlatParam, key_of: Callable[[str], Hashable]) -> tupl
         tuple(shards)
         for _, shards in groupby(flat.plan.shards, key=lambda shard: key_of(shard.name))
     ]
-    return (flat,) if len(members) == 1 else tuple(_part_of(flat, shards) for shards in members)
+    if len(members) == 1:
+        return (flat,)
+    return tuple(_part_of(flat, shards) for shards in members)
 
 
 def _part_of(flat: FlatParam, shards: tuple[ParamShard, ...]) -> FlatParam:
     in_buffer = Span(shards[0].in_buffer.start, shards[-1].in_buffer.stop)
     span = in_buffer.relative_to(flat.plan.in_buffer.start)
-    part, plan = span.as_slice(), FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards)
-    on_host = None if flat.on_host is None else flat.on_host.part(span)
-    average = None if flat.average is None else flat.average[part]
+    part = span.as_slice()
     return FlatParam(
-        plan, part_of(flat.main.detach(), span), flat.model[part], flat.grad[part], on_host, average
+        plan=FlatParamPlan(flat.plan.key, flat.plan.bucket, in_buffer, shards),
+        main=part_of(flat.main.detach(), span),
+        model=flat.model[part],
+        grad=flat.grad[part],
+        on_host=None if flat.on_host is None else flat.on_host.part(span),
+        average=None if flat.average is None else flat.average[part],
     )
 
 
@@ -274,8 +278,9 @@ def main_grads(flat_params: Sequence[FlatParam]) -> list[Tensor]:
     if not narrow:
         return [flat.grad for flat in flat_params]
     beside = [flat.main if flat.on_host is None else flat.model for flat in narrow]
-    copies = iter(_copy_flat([flat.grad for flat in narrow], beside))
-    return [flat.grad if flat.grad.dtype == torch.float32 else next(copies) for flat in flat_params]
+    copies = _copy_flat([flat.grad for flat in narrow], beside)
+    copy_of = dict(zip(narrow, copies, strict=True))
+    return [copy_of.get(flat, flat.grad) for flat in flat_params]
 
 
 def _copy_flat(tensors: Sequence[Tensor], beside: Sequence[Tensor] | None = None) -> list[Tensor]:

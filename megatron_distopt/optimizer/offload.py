@@ -27,8 +27,7 @@ Every bit is as without where the kernel is the same and the state is exact (tes
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -44,15 +43,9 @@ from megatron_distopt.device import CPU, fence, mark, new_stream, on_stream
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import BufferLayout, choose_buckets
 from megatron_distopt.optimizer.deferred import HostCopy
-from megatron_distopt.optimizer.inner import (
-    IMPLEMENTATION,
-    Build,
-    FlatOptimizer,
-    Groups,
-    InnerChoice,
-    rounds_itself,
-    update_mains,
-)
+from megatron_distopt.optimizer.inner import Build, Groups, InnerChoice
+from megatron_distopt.optimizer.inner_options import option_values, without_implementation
+from megatron_distopt.optimizer.inner_step import update_mains
 from megatron_distopt.optimizer.main_params import FlatParam, MainGrads, OnHost
 
 
@@ -72,7 +65,8 @@ def buckets_on_host(
     eligible = {
         number: layout for number, (layout, dtype) in enumerate(layouts) if dtype != torch.float32
     }
-    chosen = choose_buckets(list(eligible.values()), fraction if device.type != CPU else 0.0)
+    taken = fraction if device.type != CPU else 0.0
+    chosen = choose_buckets(list(eligible.values()), taken)
     by_buffer = dict(zip(eligible, chosen, strict=True))
     return [by_buffer.get(number, frozenset()) for number in range(len(layouts))]
 
@@ -134,15 +128,19 @@ def check_offload(
 
 
 def greatest_fraction(fits: Callable[[float], bool]) -> float:
-    """The greatest hundredth with which something fits; as buckets are whole, it is searched for.
+    """The greatest hundredth with which something fits; as buckets are whole, all are tried.
 
     >>> greatest_fraction(lambda fraction: fraction <= 0.3)
     0.3
     >>> greatest_fraction(lambda fraction: fraction < 2)
     1.0
     """
-    first = bisect_left(range(101), True, key=lambda hundredth: not fits(hundredth / 100))
-    return max(first - 1, 0) / 100
+    greatest = 0.0
+    for hundredth in range(101):
+        fraction = hundredth / 100
+        if fits(fraction):
+            greatest = fraction
+    return greatest
 
 
 def pinned_nbytes(nbytes: int) -> int:
@@ -160,18 +158,25 @@ def _available_nbytes() -> int:
     meminfo, limit = _numbers_in("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     known = [meminfo["MemAvailable:"] << 10] if "MemAvailable:" in meminfo else []
     if limit.exists() and limit.read_text().strip().isdigit():
-        known.append(
-            int(limit.read_text()) - _numbers_in("/sys/fs/cgroup/memory.stat").get("anon", 0)
-        )
-    return max(min(known, default=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), 0)
+        used = _numbers_in("/sys/fs/cgroup/memory.stat").get("anon", 0)
+        known.append(int(limit.read_text()) - used)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(known, default=free), 0)
 
 
 def _numbers_in(path: str) -> dict[str, int]:
     """The first two words of each line of a file of the kernel; empty where there is no such
     file."""
-    file = Path(path)
-    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    numbers = dict[str, int]()
+    for line in Path(path).read_text().splitlines() if Path(path).exists() else ():
+        name, number, *_ = *line.split(), "", ""
+        if number.isdigit():
+            numbers[name] = int(number)
+    return numbers
+
+
+#: A flat param with what it has on the host.
+_Member = tuple[FlatParam, OnHost]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +185,7 @@ class GradsToHost:
 
     # Flat params of a bucket with what they have on the host, and a call that waits for their
     # gradients.
-    buckets: Sequence[tuple[Sequence[tuple[FlatParam, OnHost]], Callable[[], None]]]
+    buckets: Sequence[tuple[Sequence[_Member], Callable[[], None]]]
     divisor: float | Tensor  # of the gradients, where it is known already
     numbers: HostCopy | None  # divisor and non-finite flag, where they are on their way as well
     groups: Groups  # options of the param groups, as they are before the device's update
@@ -213,9 +218,8 @@ class HostUpdates:
         numbers = None
         if isinstance(divisor, Tensor) or found_inf is not None:
             known = divisor if isinstance(divisor, Tensor) else self._scalar(divisor)
-            numbers = HostCopy(
-                torch.stack([known, self._scalar(0.0) if found_inf is None else found_inf])
-            )
+            skips = self._scalar(0.0) if found_inf is None else found_inf
+            numbers = HostCopy(torch.stack([known, skips]))
         pairs = zip(flat_params, grads, strict=True)
         chosen = [
             (flat, flat.on_host, grad) for flat, grad in pairs if flat.on_host and grad is not None
@@ -228,15 +232,9 @@ class HostUpdates:
             ):
                 bucket = list(members)
                 _copy_all([(host.arrived, grad) for _, host, grad in bucket])
-                buckets.append(([(flat, host) for flat, host, _ in bucket], mark(self._device)))
-        groups = [
-            {
-                key: _on_cpu(value)
-                for key, value in group.items()
-                if key not in ("params", *IMPLEMENTATION)
-            }
-            for group in self._inner.param_groups
-        ]
+                updated = [(flat, host) for flat, host, _ in bucket]
+                buckets.append((updated, mark(self._device)))
+        groups = [_options_on_cpu(group) for group in self._inner.param_groups]
         return GradsToHost(buckets, divisor, numbers, groups, [grad for _, _, grad in chosen])
 
     def update(self, on_the_way: GradsToHost) -> None:
@@ -257,7 +255,7 @@ class HostUpdates:
                 group.update({**options, "params": members})
             arrivals = [host.arrived for _, host in bucket]
             update_mains(inner, [flat.main for flat, _ in bucket], arrivals, divisor)
-            for flat, host in () if rounds_itself(inner) else bucket:
+            for flat, host in bucket:
                 host.model.copy_(flat.main)
             with on_stream(self._up, self._device):
                 _copy_all([(flat.model, host.model) for flat, host in bucket])
@@ -273,7 +271,8 @@ class HostUpdates:
     def _prepared(self, on_the_way: GradsToHost) -> Optimizer:
         """The optimizer of the host, built anew where there are more param groups."""
         members = [pair for bucket, _ in on_the_way.buckets for pair in bucket]
-        if self._on_host is None or len(self._on_host.param_groups) != len(on_the_way.groups):
+        known = 0 if self._on_host is None else len(self._on_host.param_groups)
+        if self._on_host is None or known != len(on_the_way.groups):
             groups: Groups = [
                 {
                     **options,
@@ -283,14 +282,16 @@ class HostUpdates:
             ]
             self._on_host = self._build(groups)
         self._on_host.state = self._inner.state  # others may assign another one
-        if isinstance(self._on_host, FlatOptimizer):
-            self._on_host.round_into({flat.main: host.model for flat, host in members})
         return self._on_host
 
 
-def _on_cpu(value: Any) -> Any:
-    """An option as the host's kernels take it; a tensor of a device is waited for."""
-    return value.item() if isinstance(value, Tensor) and value.device.type != CPU else value
+def _options_on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as the host's kernels take them; a tensor of a device is waited for."""
+    options = option_values(without_implementation(group))
+    for key, value in options.items():
+        if isinstance(value, Tensor) and value.device.type != CPU:
+            options[key] = value.item()
+    return options
 
 
 def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

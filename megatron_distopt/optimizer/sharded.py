@@ -19,8 +19,7 @@ The minimum is 30: read grad 4, main 8, moments 16, model param 2. The other 12 
 norm of the whole gradient must be known before its first element is used (4). torch's fused kernel
 writes the divided gradient back (4), even for a divisor of 1 if that is a tensor, as with a
 deferred check and clipping. No kernel of torch's writes the rounded param in the same pass (4).
-tests/optimizer/test_bytes.py counts these bytes. On a CPU large flat params are cast while their
-main params are in the cache ([Note: blocks] in blocked_adam.py).
+tests/optimizer/test_bytes.py counts these bytes.
 """
 
 from __future__ import annotations
@@ -42,20 +41,17 @@ from megatron_distopt.errors import AccessError, ConfigError, refusal
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.averages import Averages
 from megatron_distopt.optimizer.deferred import DeferredCheck
-from megatron_distopt.optimizer.inner import (
-    FlatOptimizer,
-    Groups,
-    InnerChoice,
-    InParts,
-    build_in_parts,
+from megatron_distopt.optimizer.inner import Groups, InnerChoice, InParts, build_in_parts
+from megatron_distopt.optimizer.inner_options import for_kernels
+from megatron_distopt.optimizer.inner_state import (
     counts_in_groups,
-    for_kernels,
     moments_of,
-    skips_by_itself,
     split_state,
     state_of,
 )
+from megatron_distopt.optimizer.inner_step import skips_by_itself
 from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
+from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     LowPrecisionTensor,
     Precision,
@@ -146,7 +142,7 @@ class ShardedOptimizer:
         self.defers_check = wanted and is_exact and is_constant and skips_by_itself(self.inner)
         if isinstance(self.inner, InParts):
             self.inner.hold(self.buffers, self.flat_params, self.plan.groups)
-        if isinstance(self.inner, FlatOptimizer) and self.inner.rounds_itself:
+        if isinstance(self.inner, LowPrecisionAdam):
             on_device = [
                 flat for flat in self.flat_params if flat.owns_memory and flat.on_host is None
             ]
@@ -165,7 +161,7 @@ class ShardedOptimizer:
 
         State stays where it is in memory.
         """
-        if isinstance(self.inner, FlatOptimizer):
+        if isinstance(self.inner, LowPrecisionAdam):
             for flat in self.flat_params:
                 self.inner.take_moments(flat.main)
         parts = {flat: split_flat_param(flat, key_of) for flat in self.flat_params}

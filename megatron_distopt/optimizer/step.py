@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -39,8 +39,9 @@ from megatron_distopt.optimizer.grad_norm import (
     report_nonfinite,
     sum_with,
 )
-from megatron_distopt.optimizer.inner import FlatOptimizer, update_mains, without_step_hooks
-from megatron_distopt.optimizer.main_params import MainGrads, main_grads
+from megatron_distopt.optimizer.inner_step import update_mains
+from megatron_distopt.optimizer.low_precision.low_precision_adam import LowPrecisionAdam
+from megatron_distopt.optimizer.main_params import FlatParam, MainGrads, main_grads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 
@@ -131,8 +132,7 @@ class StepHook(Protocol):
         """Collective: after the update, or when the step was skipped."""
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(NamedTuple):
     """The gradients of a step and what was measured of them."""
 
     main: Sequence[MainGrads]  # by optimizer
@@ -239,14 +239,14 @@ def update_params(
     """Collective: the second half of a step; the values of the gradients are of no use
     afterwards."""
     for number, optimizer in enumerate(host.optimizers):
+        of_one, decision = grads[number], decisions[number]
         with host.timer("optimizer-inner-step"):
-            step: Callable[[Optimizer], None] = partial(
-                advance, optimizer=optimizer, grads=grads[number], decision=decisions[number]
-            )
             # A rank that trains nothing has no buffers, and its host no inner optimizer.
             if host.shows_inner and optimizer.buffers:
-                step = Optimizer.profile_hook_step(step)
-            step(optimizer.inner)
+                step = partial(advance, optimizer=optimizer, grads=of_one, decision=decision)
+                Optimizer.profile_hook_step(step)(optimizer.inner)
+            else:
+                advance(optimizer.inner, optimizer, of_one, decision)
         with host.timer("optimizer-copy-main-to-model-params"):
             write_model(optimizer)
         host.follow_update(number)
@@ -272,14 +272,13 @@ def measure(
     """
     if not all(optimizer.defers_check for optimizer in optimizers):
         return measure_now(optimizers, grads, group, notice)
-    count_zeros, device = optimizers[0].config.count_zeros, optimizers[0].device
-    flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
-    present = [grad for of_one in grads for grad in of_one if grad is not None]
+    first, flat_params = optimizers[0], _flat_params_of(optimizers)
+    extra, count_zeros = None if notice is None else notice.numbers, first.config.count_zeros
     with profiled("measure gradients"):
-        stats, flags = local_numbers(flat_params, present, device, count_zeros=count_zeros)
-        numbers = torch.cat(
-            [sum_with(stats, None if notice is None else notice.numbers, group), flags]
+        stats, flags = local_numbers(
+            flat_params, _present(grads), first.device, count_zeros=count_zeros
         )
+        numbers = torch.cat([sum_with(stats, extra, group), flags])
     return DeferredCheck(numbers, flat_params, counts_zeros=count_zeros, notice=notice)
 
 
@@ -288,27 +287,31 @@ def measure_now(
     grads: Sequence[MainGrads],
     group: Group,
     notice: Notice | None = None,
-    *,
-    count_zeros: bool | None = None,
 ) -> GradStats:
     """Collective: `measure` where the CPU has to know the statistics at once, and waits for
     them."""
-    count_zeros = optimizers[0].config.count_zeros if count_zeros is None else count_zeros
-    flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
-    present = [grad for of_one in grads for grad in of_one if grad is not None]
+    first, flat_params = optimizers[0], _flat_params_of(optimizers)
+    extra, count_zeros = None if notice is None else notice.numbers, first.config.count_zeros
     with profiled("measure gradients"):
-        local = local_stats(flat_params, present, optimizers[0].device, count_zeros=count_zeros)
-        numbers = sum_with(local, None if notice is None else notice.numbers, group)
-        sum_of_squares, zeros, nonfinite = numbers.tolist()  # waits for the device
+        local = local_stats(flat_params, _present(grads), first.device, count_zeros=count_zeros)
+        sum_of_squares, zeros, nonfinite = sum_with(local, extra, group).tolist()  # waits
     if notice is not None:
         notice.act(notice.head.tolist())
     return GradStats(sum_of_squares, int(zeros) if count_zeros else None, int(nonfinite))
 
 
+def _flat_params_of(optimizers: Sequence[ShardedOptimizer]) -> list[FlatParam]:
+    return [flat for optimizer in optimizers for flat in optimizer.flat_params]
+
+
+def _present(grads: Sequence[MainGrads]) -> list[Tensor]:
+    return [grad for of_one in grads for grad in of_one if grad is not None]
+
+
 # --- decide: update, skip or raise, and what the gradient is divided by
 
 
-def decide(host: HostStep, gradients: Gradients) -> tuple[StepDecision, ...]:
+def decide(host: HostStep, gradients: Gradients) -> list[StepDecision]:
     """Collective where a gradient is not finite: decides about the step, by optimizer, and moves
     the loss scales.
 
@@ -320,17 +323,17 @@ def decide(host: HostStep, gradients: Gradients) -> tuple[StepDecision, ...]:
     if isinstance(measured, DeferredCheck):
         return _decide_later(optimizers, measured, gradients.divisors, clip_grad)
     norms = [measured.norm(divisor) for divisor in gradients.divisors]
-    action = StepAction.UPDATE if measured.is_finite else _action_on_nonfinite(optimizers)
+    is_finite = measured.is_finite
+    action = StepAction.UPDATE if is_finite else _action_on_nonfinite(optimizers)
     if action is StepAction.UPDATE and norms[0] > host.largest_norm:
         action = StepAction.TOO_LARGE
     for optimizer in optimizers:
-        optimizer.loss_scale.update(found_nonfinite=not measured.is_finite)
+        optimizer.loss_scale.update(found_nonfinite=not is_finite)
         if action in (StepAction.SKIP, StepAction.TOO_LARGE):
             optimizer.num_skipped += 1
-    if action is not StepAction.SKIP and not measured.is_finite:
-        flat_params = [flat for optimizer in optimizers for flat in optimizer.flat_params]
+    if action is not StepAction.SKIP and not is_finite:
         report_nonfinite(
-            nonfinite_params(flat_params),
+            nonfinite_params(_flat_params_of(optimizers)),
             host.everyone,
             raises=action is StepAction.RAISE,
             reduce_dtype=optimizers[0].config.reduce_dtype,
@@ -339,7 +342,7 @@ def decide(host: HostStep, gradients: Gradients) -> tuple[StepDecision, ...]:
     for divisor, norm in zip(gradients.divisors, norms, strict=True):
         clipped = divisor * clip_divisor(norm, clip_grad)
         decisions.append(StepDecision(action, measured, divisor, clipped))
-    return tuple(decisions)
+    return decisions
 
 
 def _action_on_nonfinite(optimizers: Sequence[ShardedOptimizer]) -> StepAction:
@@ -356,7 +359,7 @@ def _decide_later(
     measured: DeferredCheck,
     divisors: Sequence[float],
     clip_grad: float,
-) -> tuple[StepDecision, ...]:
+) -> list[StepDecision]:
     """Decides without waiting for what was measured, see [Note: deferred check] in deferred.py."""
     policy = optimizers[0].config.policy
     if policy is NonFinitePolicy.RAISE:
@@ -368,7 +371,7 @@ def _decide_later(
     for divisor in divisors:
         clipped = deferred_divisor(measured.numbers, divisor, clip_grad)
         decisions.append(StepDecision(StepAction.UPDATE, measured, divisor, clipped, found_inf))
-    return tuple(decisions)
+    return decisions
 
 
 def clip_divisor(norm: float, clip_grad: float) -> float:
@@ -397,39 +400,33 @@ def advance(
     """Divides the gradients and updates the main params; the values of the gradients are of no use
     afterwards."""
     divisor, found_inf, on_host = decision.divisor, decision.found_inf, optimizer.host_updates
-    mains, averages = [flat.main for flat in optimizer.flat_params], optimizer.averages
-    averaged = optimizer.flat_params if averages is not None else ()
-    due = {flat.main: flat.average for flat in averaged if flat.average is not None}
-    if averages is not None and isinstance(inner, FlatOptimizer):
-        inner.due = (due if averages.has_begun and found_inf is None else {}, averages.weight)
-    with profiled("update"), without_step_hooks(inner):
+    flat_params, averages = optimizer.flat_params, optimizer.averages
+    with profiled("update"):
         if on_host is not None:
-            on_the_way = on_host.copy_grads(optimizer.flat_params, grads, divisor, found_inf)
-            grads = [
-                None if flat.on_host else grad
-                for flat, grad in zip(optimizer.flat_params, grads, strict=True)
-            ]
-        update_mains(inner, mains, grads, divisor, found_inf)
+            on_the_way = on_host.copy_grads(flat_params, grads, divisor, found_inf)
+            pairs = zip(flat_params, grads, strict=True)
+            grads = [None if flat.on_host else grad for flat, grad in pairs]
+        update_mains(inner, [flat.main for flat in flat_params], grads, divisor, found_inf)
     if on_host is not None:
-        with profiled("update on the host"), without_step_hooks():
+        with profiled("update on the host"):
             on_host.update(on_the_way)
     if averages is not None:
-        averages.update(due, lambda: decision.updated, found_inf)
+        averages.update(flat_params, lambda: decision.updated, found_inf)
 
 
 def write_model(optimizer: ShardedOptimizer) -> None:
     """Rounds the main params into this rank's shards of the param buffers, where that was not done
     by the update."""
-    inner = optimizer.inner
-    if not (isinstance(inner, FlatOptimizer) and inner.rounds_itself):
-        written = [
-            flat for flat in optimizer.flat_params if flat.on_host is None and flat.owns_memory
-        ]
+    if isinstance(optimizer.inner, LowPrecisionAdam):
+        return
+    models, mains = list[Tensor](), list[Tensor]()
+    for flat in optimizer.flat_params:
+        if flat.on_host is None and flat.owns_memory:
+            models.append(flat.model)
+            mains.append(flat.main)
+    if models:
         with profiled("write model params"):
-            if written:
-                torch._foreach_copy_(
-                    [flat.model for flat in written], [flat.main for flat in written]
-                )
+            torch._foreach_copy_(models, mains)
 
 
 # --- the variation: see [Note: deferred check] in deferred.py

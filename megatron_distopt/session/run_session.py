@@ -16,7 +16,7 @@ from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.errors import CheckpointError, ConfigError
-from megatron_distopt.optimizer.inner import count_updates
+from megatron_distopt.optimizer.inner_state import count_updates
 from megatron_distopt.optimizer.step import finish_deferred_check
 from megatron_distopt.options import variable_of
 from megatron_distopt.session.announce import announce

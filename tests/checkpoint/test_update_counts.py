@@ -19,7 +19,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert
 from megatron_distopt.formats.recognise import load_any
-from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.inner_state import moments_of
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from tests.support.models import Params, exact_grads
 from tests.support.simulated import KINDS, World, element_numbers, small_model

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
 from megatron_distopt.formats import open_any
-from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.inner_state import moments_of
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
 from tests.support.spawn import run_ranks

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import AccessError, ConfigError
-from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.inner_state import moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says

@@ -391,7 +391,7 @@ def _params_that_differ(training: Any, source: Source) -> list[str]:
 
 
 def _head(training: Any) -> Head:
-    from megatron_distopt.optimizer.inner import count_updates
+    from megatron_distopt.optimizer.inner_state import count_updates
 
     heads = {
         Head(

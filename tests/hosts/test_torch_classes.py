@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.hosts.torch.group_options import GroupOptions
-from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.inner_options import IMPLEMENTATION
 from tests.support.published import pytorch_optimizer
 from tests.support.spawn import run_ranks
 

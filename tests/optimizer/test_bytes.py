@@ -56,7 +56,8 @@ class ByteCounter(TorchDispatchMode):
         for argument in func._schema.arguments:
             size = sum(self._size(leaf) for leaf in tree_leaves(given.get(argument.name)))
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            reads = not (func.overloadpacket.__name__ == "copy_" and argument.name == "self")
+            is_copy = func.overloadpacket.__name__ in ("copy_", "_foreach_copy_")
+            reads = not (is_copy and argument.name == "self")
             if argument.name == "grads" and given.get("grad_scale") is None:
                 writes = False  # the kernel stores gradients only where it divided them
             total += size * (writes + reads)
@@ -97,15 +98,20 @@ def _bytes_an_element(
 #: into model params move.
 MOVED: dict[str, tuple[dict[str, Any], torch.dtype, bool | None, dict[str, float]]] = {
     # Adam reads grad, main and moments and writes all four; the cast reads 4 and writes 2.
-    "divided": ({"clip_grad": 1e-3}, torch.bfloat16, None, {"_fused_adamw_": 32, "copy_": 6}),
-    "divisor one": ({}, torch.bfloat16, None, {"_fused_adamw_": 28, "copy_": 6}),
+    "divided": (
+        {"clip_grad": 1e-3},
+        torch.bfloat16,
+        None,
+        {"_fused_adamw_": 32, "_foreach_copy_": 6},
+    ),
+    "divisor one": ({}, torch.bfloat16, None, {"_fused_adamw_": 28, "_foreach_copy_": 6}),
     "fp32 params are not copied": ({}, torch.float32, None, {"_fused_adamw_": 28}),
-    "deferred": ({}, torch.bfloat16, True, {"_fused_adamw_": 28, "copy_": 6}),
+    "deferred": ({}, torch.bfloat16, True, {"_fused_adamw_": 28, "_foreach_copy_": 6}),
     "deferred, may clip": (
         {"clip_grad": 1e9},
         torch.bfloat16,
         True,
-        {"_fused_adamw_": 32, "copy_": 6},
+        {"_fused_adamw_": 32, "_foreach_copy_": 6},
     ),
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_distopt.optimizer.inner import count_updates, moments_of, restore, restore_group
+from megatron_distopt.optimizer.inner_state import count_updates, moments_of, restore, restore_group
 
 NUMELS = (7, 1, 12)
 Build = Callable[[list[dict[str, Any]]], Optimizer]

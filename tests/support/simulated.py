@@ -27,7 +27,7 @@ from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.layout import ParamSpec, Placement, lay_out
 from megatron_distopt.optimizer.choice import choose_inner
-from megatron_distopt.optimizer.inner import restore
+from megatron_distopt.optimizer.inner_state import restore
 from megatron_distopt.optimizer.loss_scale import make_loss_scale
 from megatron_distopt.optimizer.main_params import ParamGroup
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan

@@ -17,7 +17,7 @@ import torch
 from megatron_distopt.checkpoint import disk
 from megatron_distopt.checkpoint.folder import MANIFEST, lock_file, new_save_id, read_manifest
 from megatron_distopt.checkpoint.save import Saving, contribution_of
-from megatron_distopt.optimizer.inner import moments_of
+from megatron_distopt.optimizer.inner_state import moments_of
 from tests.support.simulated import KINDS, Param, World, element_numbers
 
 #: Cut across a row by two ranks, and in two param groups.

@@ -56,7 +56,7 @@ from megatron_distopt.hosts.megatron.saving import is_of_other_class, options_of
 from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer
 from megatron_distopt.hosts.megatron_2023.model import ForkModel
 from megatron_distopt.layout import ParamShard, Span, owned_shards
-from megatron_distopt.optimizer.inner import count_updates, moments_of, restore, restore_group
+from megatron_distopt.optimizer.inner_state import count_updates, moments_of, restore, restore_group
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
 from megatron_distopt.optimizer.sharded import ShardedOptimizer

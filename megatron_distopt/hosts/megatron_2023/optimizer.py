@@ -32,7 +32,7 @@ from megatron_distopt.hosts.megatron_2023.plan import Start, plan_start
 from megatron_distopt.hosts.megatron_2023.step import ForkStep, add_up_over_model_ranks
 from megatron_distopt.hosts.megatron_2023.watch import Watch
 from megatron_distopt.hosts.start import begin_communication, clear_grads
-from megatron_distopt.optimizer.inner import is_torchs
+from megatron_distopt.optimizer.inner_state import is_torchs
 from megatron_distopt.optimizer.step import StepAction, run_step
 from megatron_distopt.session import Session, SessionCalls
 from megatron_distopt.session.on_all_ranks import on_all_ranks

@@ -63,7 +63,9 @@ from megatron_distopt.hosts.megatron_core.facts import (
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
-from megatron_distopt.optimizer.inner import IMPLEMENTATION, InnerChoice, count_updates, moments_of
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.inner_options import IMPLEMENTATION
+from megatron_distopt.optimizer.inner_state import count_updates, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.main_params import by_group
 from megatron_distopt.patch_points import Replacement, Undos, put_in

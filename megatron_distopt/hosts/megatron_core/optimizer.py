@@ -59,7 +59,8 @@ from megatron_distopt.hosts.megatron_core.translate import Merged
 from megatron_distopt.hosts.start import clear_grads
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner
-from megatron_distopt.optimizer.inner import InnerChoice, is_torchs, moments_of
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.inner_state import is_torchs, moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from megatron_distopt.optimizer.owners.whole_params import TrainedParams
 from megatron_distopt.optimizer.sharded import ShardedOptimizer, StepPlan

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_distopt.device import empty_cache
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.optimizer.inner import begin_counts, state_of
+from megatron_distopt.optimizer.inner_state import begin_counts, state_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import LowPrecisionTensor
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import ShardedOptimizer

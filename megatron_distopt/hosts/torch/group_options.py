@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from megatron_distopt.checkpoint.param_groups import check_options
 from megatron_distopt.errors import some_of
-from megatron_distopt.optimizer.inner import (
+from megatron_distopt.optimizer.inner import InnerChoice
+from megatron_distopt.optimizer.inner_options import (
     FIXED,
-    InnerChoice,
     changed_options,
     for_kernels,
     option_text,

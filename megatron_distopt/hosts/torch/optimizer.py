@@ -39,7 +39,8 @@ from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.torch.params import is_updated
 from megatron_distopt.hosts.torch.step import TorchStep
 from megatron_distopt.hosts.torch.translate import name_groups
-from megatron_distopt.optimizer.inner import InParts, option_text, option_values
+from megatron_distopt.optimizer.inner import InParts
+from megatron_distopt.optimizer.inner_options import option_text, option_values
 from megatron_distopt.optimizer.loss_scale import DynamicLossScale
 from megatron_distopt.optimizer.main_params import main_grads
 from megatron_distopt.optimizer.sharded import Memory, ShardedOptimizer, measure_memory

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.comm import Tally, exchange, raise_together, sum_over, two_that_differ
+from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, LayoutError, RanksDisagreeError
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.optimizer.deferred import Notice
@@ -171,6 +172,8 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
         *grads.present,
     ]
     census = torch.tensor(numbers, dtype=model.sharded.stats_dtype)
+    if model.device.type == CPU:
+        return census
     return census.to(model.device, non_blocking=True)
 
 

@@ -8,7 +8,7 @@ state is stored. With [Note: remainder] the result is that of fp32 state to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.optim.adamw import adamw
 
 from megatron_distopt.device import CPU
 from megatron_distopt.optimizer.accelerator import has_torch_fused
-from megatron_distopt.optimizer.inner import IMPLEMENTATION, FlatOptimizer, Groups
+from megatron_distopt.optimizer.inner import Groups
+from megatron_distopt.optimizer.inner_options import without_implementation
 from megatron_distopt.optimizer.low_precision.block_codes import random_bits
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import (
     FULL,
@@ -79,7 +80,7 @@ class _Stretch:
             update.model[place] = update.main.read(place)
 
 
-class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
+class LowPrecisionAdam(torch.optim.AdamW):
     """Adam over flat params, fp32 1-D tensors in low precision or plain, with moments in any
     precision.
 
@@ -88,7 +89,8 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
     where that is None; else it is fp32.
     """
 
-    rounds_itself = reads_tensors = True
+    _models: Mapping[Tensor, Tensor] = {}
+    _places: Mapping[Tensor, int] = {}
 
     def __init__(
         self,
@@ -106,13 +108,13 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
         self._is_fused = all(
             map(has_torch_fused, device_types if device_type is None else {device_type})
         )
-        # A group may name the kernel that it had before.
-        plain = [
-            {key: value for key, value in group.items() if key not in IMPLEMENTATION}
-            for group in params
-        ]
         super().__init__(
-            plain, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=self._is_fused
+            [without_implementation(group) for group in params],  # which it had before
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=self._is_fused,
         )
         # torch's AdamW writes True, and the host's Adam reads it (offload.py)
         for group in self.param_groups:
@@ -127,11 +129,23 @@ class LowPrecisionAdam(FlatOptimizer, torch.optim.AdamW):
             if mains:
                 self._update_in_stretches(group, [self._prepared(main) for main in mains])
 
+    def round_into(self, models: Mapping[Tensor, Tensor], places: Mapping[Tensor, int]) -> None:
+        """From now on the update of a main param is rounded into its model param.
+
+        `places`: of the first elements of main params among those of their buffers; random rounding
+        depends on it.
+        """
+        self._models, self._places = models, places
+
     def new_moment(self, main: Tensor, kind: str) -> Tensor:
+        """Zeros in the form in which a moment of a main param is kept, to be filled and given to
+        `restore`. The present one stays, because it may be what is loaded."""
         return self._precision_of(main).moment(main, kind)
 
     @torch.no_grad()
     def take_moments(self, main: Tensor) -> None:
+        """Brings moments that others have put into the state of a main param into the form in which
+        they are kept."""
         state = self.state.get(main, {})
         for kind in [moment for moment in _MOMENTS if moment in state]:
             self._bring_into_form(main, state, kind)

@@ -30,7 +30,9 @@ from torch.optim import Optimizer
 
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer.inner import Build, option_text, option_values, without_step_hooks
+from megatron_distopt.optimizer.inner import Build, is_of_torch
+from megatron_distopt.optimizer.inner_options import option_text, option_values
+from megatron_distopt.optimizer.inner_step import without_step_hooks
 from megatron_distopt.optimizer.owners.whole_params import OwnedParam
 
 #: What an optimizer updates without looking at anything else: every rank the elements of its shard,
@@ -102,7 +104,7 @@ def known_updates(kind: type[Optimizer], asked: str | None) -> str | None:
     Raises:
         ConfigError: the user says something else of it, or it is not in the table.
     """
-    if not f"{kind.__module__}.".startswith("torch.optim."):
+    if not is_of_torch(kind):
         return None
     known = OF_TORCH.get(kind.__name__)
     if known is None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.optimizer.inner import Build, Groups, option_values
+from megatron_distopt.optimizer.inner import Build, Groups
+from megatron_distopt.optimizer.inner_options import option_values
 
 #: What torch keeps in an optimizer itself, and methods that a scheduler or we have replaced.
 _NOT_OF_CLASS = (

@@ -30,7 +30,8 @@ from megatron_distopt.buffers import ShardedBuffer, dtype_name
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import AccessError, CheckpointError
 from megatron_distopt.layout import MatrixOwner, MatrixSpec, OwnerPlan
-from megatron_distopt.optimizer.inner import Build, Groups, InParts, changed_options, option_values
+from megatron_distopt.optimizer.inner import Build, Groups, InParts
+from megatron_distopt.optimizer.inner_options import changed_options, option_values
 from megatron_distopt.optimizer.main_params import FlatParam, ParamGroup
 from megatron_distopt.optimizer.owners.exchange import (
     Exchange,
