@@ -75,11 +75,40 @@ class SavedShard:
     in_param: Span  # elements of the flattened param
     tensors: Mapping[str, Tensor]  # by kind, 1-D; without "main" for a param of fp32
 
+    def holds(self, span: Span) -> bool:
+        return self.in_param.intersect(span) == span
+
 
 def in_file_order(registered: Iterable[T], has_main: Callable[[T], bool]) -> list[T]:
     """A rank's shards of one group in the order of its file, from those in the order of their
     params in the fork."""
     return sorted(registered, key=has_main)
+
+
+def in_order(
+    name: str, span: Span, parts: Iterable[SavedShard], origin: Origin
+) -> list[SavedShard]:
+    """What ranks saved of these elements of a param, checked: all of them, and the same kinds."""
+    found = sorted(parts, key=lambda part: part.in_param.start)
+    starts = [part.in_param.start for part in found]
+    stops = [part.in_param.stop for part in found]
+    if [*starts, span.stop] != [span.start, *stops]:
+        held = [f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True)]
+        got = f"elements {', '.join(held) or 'none'} of {name!r}"
+        raise origin.refused(got, f"hold each of {span.start} to {span.stop} once on one rank")
+    kinds = {kind for part in found for kind in part.tensors}
+    for part in found:
+        # Nothing is kept for a param that was never updated.
+        if part.tensors.keys() not in (kinds, kinds & {MAIN}):
+            got = f"{', '.join(sorted(part.tensors)) or 'nothing'} of {name!r} on one rank"
+            raise origin.refused(got, f"hold {', '.join(sorted(kinds))}, as on another rank")
+    return found
+
+
+def joined(parts: Sequence[SavedShard], kind: str) -> Tensor:
+    """The values of parts in order; zeros where nothing is kept."""
+    values = [part.tensors.get(kind, torch.zeros(part.in_param.numel)) for part in parts]
+    return values[0] if len(values) == 1 else torch.cat(values)
 
 
 def rank_entry(
@@ -192,7 +221,12 @@ def read_per_rank(file: ModelFile) -> FileState:
         for number, shard, state in _shards_in(file, entry, groups, buffers, rank, origin):
             shards.setdefault(number, []).append(shard)
             states.setdefault(number, []).append(state)
-    _check_complete(file, groups, shards)
+    origin = Origin(f"the files of the ranks of {file.folder}", _SAME_SAVE)
+    for number in {number for group in groups for number in group.members}:
+        param = file.params[number]
+        if not param.is_copy:
+            every = Span(0, param.model.numel())
+            shards[number] = in_order(param.name, every, shards.get(number, ()), origin)
     with_steps = []
     for group in groups:
         holders = [each for each in of_ranks if group_decays(each) is group_decays(group.options)]
@@ -209,11 +243,7 @@ def read_per_rank(file: ModelFile) -> FileState:
         model = file.params[number].model
         if kind == MAIN and not file.params[number].has_main:
             return model
-        parts = sorted(shards[number], key=lambda shard: shard.in_param.start)
-        # Nothing is kept for a param that was never updated.
-        return torch.cat(
-            [each.tensors.get(kind, torch.zeros(each.in_param.numel)) for each in parts]
-        ).view(model.shape)
+        return joined(shards[number], kind).view(model.shape)
 
     kept = replace(entries_in(contents[0]), groups=tuple(group.options for group in groups))
     return FileState(file, tuple(with_steps), kinds, read, kept, skipped_in(contents[0]))
@@ -262,25 +292,6 @@ def _shards_in(
         for (number, span), each in zip(owned, saved, strict=True):
             each.check_numbers(origin)
             yield number, SavedShard(span, each.tensors), each.state
-
-
-def _check_complete(
-    file: ModelFile, groups: Sequence[FileGroup], shards: Mapping[int, Sequence[SavedShard]]
-) -> None:
-    for number in (number for group in groups for number in group.members):
-        param = file.params[number]
-        if param.is_copy:
-            continue
-        spans = sorted(each.in_param for each in shards.get(number, ()))
-        starts = [span.start for span in spans]
-        stops = [span.stop for span in spans]
-        numel = param.model.numel()
-        if [*starts, numel] != [0, *stops]:
-            held = list(zip(starts, stops, strict=True))
-            raise CheckpointError(
-                f"Files of the ranks of {file.folder} hold {held} of the {numel} elements of "
-                f"{param.name!r}. {_SAME_SAVE}."
-            )
 
 
 def _owned(
