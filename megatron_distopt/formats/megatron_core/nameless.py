@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from megatron_distopt.formats.torch_files import METADATA, DcpFolder, open_dcp
 from megatron_distopt.layout import Box, Span
 
 _OPTIMIZER, _MODEL = "distrib_optim.pt", "model_optim_rng.pt"
-_COALESCED, _GATHERED = "buckets_coalesced", "param_state"
+_COALESCED, _GATHERED, _MAIN_IN_FILE = "buckets_coalesced", "param_state", "param"
 _CHAIN = r"(?:chained_(?P<chain>\d+)\.)?"
 _PLACE = _CHAIN + r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 _BUCKET = re.compile(
@@ -66,8 +66,8 @@ def is_nameless(path: Path) -> bool:
     return first is not None and any(state.get(_COALESCED) for state in _of_chain(load_file(first)))
 
 
-def refused(path: Path) -> CheckpointError:
-    return CheckpointError(
+def refuse_nameless(path: Path) -> NoReturn:
+    raise CheckpointError(
         f"The optimizer state in {path} is in flat buffers without names of params. {REMEDY}"
     )
 
@@ -200,27 +200,25 @@ def _coalesced(state: Any, place: OptimizerPlace, where: Path) -> list[NamelessB
             f"The optimizer state in {where} has no {_COALESCED!r}, which megatron-core writes "
             "since 0.7. Load it with the megatron-core that wrote it, and save it with a later one."
         )
-    flats: list[dict[str, Tensor]] = []
-    for of_dtypes in state.values():
-        for tensors in of_dtypes.values() if isinstance(of_dtypes, Mapping) else ():
-            flat = {_kind(key): each for key, each in tensors.items() if torch.is_tensor(each)}
-            flats.append({kind: each for kind, each in flat.items() if each.dim() == 1})
-    numels = [flat[MAIN].numel() for flat in flats]
+    of_buffers = [
+        tensors
+        for of_dtypes in state.values()
+        if isinstance(of_dtypes, Mapping)
+        for tensors in of_dtypes.values()
+    ]
+    numels = [tensors[_MAIN_IN_FILE].numel() for tensors in of_buffers]
     _check_numels(numels, [sum(row) for row in place.numels], where)
-    buffers = []
-    for flat, row in zip(flats, place.numels, strict=True):
+    return [_gathered(*each) for each in zip(of_buffers, place.numels, strict=True)]
 
-        def read(
-            kind: str,
-            bucket: int,
-            span: Span,
-            flat: Mapping[str, Tensor] = flat,
-            row: Sequence[int] = row,
-        ) -> Tensor:
-            return flat[kind][span.moved_by(sum(row[:bucket])).as_slice()]
 
-        buffers.append(NamelessBuffer({kind: each.dtype for kind, each in flat.items()}, read))
-    return buffers
+def _gathered(tensors: Mapping[str, Any], numels: Sequence[int]) -> NamelessBuffer:
+    flats = {
+        _kind(key): torch.split(each, list(numels))
+        for key, each in tensors.items()
+        if torch.is_tensor(each) and each.dim() == 1
+    }
+    kinds = {kind: parts[0].dtype for kind, parts in flats.items()}
+    return NamelessBuffer(kinds, lambda kind, bucket, span: flats[kind][bucket][span.as_slice()])
 
 
 def _check_numels(found: object, expected: object, where: Path) -> None:
@@ -229,4 +227,4 @@ def _check_numels(found: object, expected: object, where: Path) -> None:
 
 
 def _kind(key: str) -> str:
-    return MAIN if key == "param" else key
+    return MAIN if key == _MAIN_IN_FILE else key

@@ -39,22 +39,15 @@ from megatron_distopt.formats.megatron_2023.gathered import (
     moments_in_file,
 )
 from megatron_distopt.formats.megatron_2023.per_rank import (
-    SavedShard,
     in_file_order,
-    in_order,
-    joined,
     missing_in,
     named_entry,
     named_shards,
     rank_entry,
     rank_state,
 )
-from megatron_distopt.formats.megatron_2023.plain import (
-    ExpectedParam,
-    OptimizerEntry,
-    Origin,
-    plain_state,
-)
+from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, plain_state
+from megatron_distopt.formats.megatron_2023.saved_shards import Origin, SavedShard, in_order, joined
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.hosts.megatron.own_shards import group_record, loadable_of_shards
 from megatron_distopt.hosts.megatron.saving import is_of_other_class, options_of_run

@@ -22,8 +22,8 @@ from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeMode
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import (
+    check_rounds,
     check_step,
-    count_unlike,
     inner_name,
     loss_scale_of,
     the_step,
@@ -42,6 +42,10 @@ from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: What tells the host's param groups apart.
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_OTHER_WEIGHTS = (
+    "Load the model's weights of the same iteration first, at the layout and with the bucket size "
+    f"of the run that saved. {REMEDY}"
+)
 #: The saved buffer of a param, by its name in an optimizer.
 _Buffers = dict[tuple[ShardedOptimizer, str], NamelessBuffer]
 
@@ -66,7 +70,12 @@ def _loadable(path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel)
         for adopted, buffer in zip(share.optimizer.buffers, opened.buffers, strict=True):
             for name in adopted.layout.slot_of:
                 buffer_of[share.optimizer, name] = buffer
-        _check_rounds(share, buffer_of, path)
+        # Refuses buffers in which params lie elsewhere, and a model whose weights are others.
+        for flat, shard in shards_of(share.optimizer):
+            buffer = buffer_of[share.optimizer, shard.name]
+            main = buffer.read(MAIN, shard.bucket, shard.in_bucket)
+            model_shard = flat.cut(flat.model, shard).detach().to(main.device)
+            check_rounds(main, model_shard, shard.name, path, _OTHER_WEIGHTS)
     scaler = next((optimizer.grad_scaler for optimizer in saved if optimizer.grad_scaler), None)
     inner = inner_name(kind for buffer in buffer_of.values() for kind in buffer.kinds)
     manifest = Manifest("", (), {}, tuple(groups), inner, loss_scale_of(scaler))
@@ -115,18 +124,3 @@ def _records(
     step = the_step(saved.groups, path)
     for group, planned in zip(saved.groups, share.optimizer.plan.groups, strict=True):
         yield group_record(share, planned.names, group, step)
-
-
-def _check_rounds(share: Share, buffer_of: _Buffers, path: Path) -> None:
-    """Refuses buffers in which params lie elsewhere, and a model whose weights are others."""
-    for flat, shard in shards_of(share.optimizer):
-        main = buffer_of[share.optimizer, shard.name].read(MAIN, shard.bucket, shard.in_bucket)
-        model = flat.cut(flat.model, shard).detach().to(main.device)
-        num_unlike = count_unlike(main, model)
-        if num_unlike:
-            raise CheckpointError(
-                f"{num_unlike} of {main.numel()} main values that {path} has where this run keeps "
-                f"{shard.name!r} are not the model's. Load the model's weights of the same "
-                "iteration first, at the layout and with the bucket size of the run that saved. "
-                f"{REMEDY}"
-            )
