@@ -17,7 +17,8 @@ from megatron_distopt.formats.pickles import as_number
 from megatron_distopt.layout import Box, Piece, Placement, Span
 
 _ADAM = "adam"
-_MOMENTS = {_ADAM: {"exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
+#: What an inner optimizer keeps for each element.
+_MOMENTS = {_ADAM: {"exp_avg", "exp_avg_sq"}, "torch_sgd": {"momentum_buffer"}}
 
 
 def inner_name(kinds: Iterable[str]) -> str:
@@ -92,10 +93,9 @@ def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[P
         both = piece.in_global.intersect(box)
         if both is not None:
             stretch = values[piece.in_param.relative_to(start).as_slice()].view(piece.sizes)
-            inside = stretch[piece.inside.as_slices()][
-                both.relative_to(piece.in_global.offsets).as_slices()
-            ]
-            found[both.relative_to(box.offsets).as_slices()] = inside
+            in_piece = stretch[piece.inside.as_slices()]
+            in_both = in_piece[both.relative_to(piece.in_global.offsets).as_slices()]
+            found[both.relative_to(box.offsets).as_slices()] = in_both
 
 
 def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor]) -> Tensor:
@@ -108,15 +108,14 @@ def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor])
     return local
 
 
-def count_unlike(main: Tensor, model: Tensor) -> int:
-    """Counts the values of a model param that differ from its main param, rounded to the model's
-    dtype.
-
-    0 shows that the state belongs to this model and that every element was found at its right
-    place.
-    """
+def check_rounds(main: Tensor, model: Tensor, name: str, where: object, remedy: str) -> None:
+    """Refuses a main param whose values, rounded to the model's dtype, are not the model param's:
+    the state belongs to another model, or was found at a wrong place."""
     numbers = torch.finfo(model.dtype)
     rounded = main.view(model.shape).to(model.dtype)
-    return int(
-        (~torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)).sum()
-    )
+    is_alike = torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)
+    if not is_alike.all():
+        raise CheckpointError(
+            f"{int((~is_alike).sum())} of {main.numel()} main values of {name!r} in {where} are "
+            f"not the model's, which must be the main params, rounded. {remedy}"
+        )

@@ -26,12 +26,8 @@ from megatron_distopt.checkpoint.whole_model import is_owned
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import check_step, cut
 from megatron_distopt.formats.megatron_2023.file_state import Slices, check_all_written
-from megatron_distopt.formats.megatron_2023.gathered import head_gathered, write_gathered
-from megatron_distopt.formats.megatron_2023.model_file import MODEL
-from megatron_distopt.formats.megatron_2023.per_rank import write_per_rank
-from megatron_distopt.formats.megatron_2023.plain import write_plain
-from megatron_distopt.formats.pickles import save_whole
-from megatron_distopt.formats.recognise import BESIDE_MODEL, Opened, open_with_files
+from megatron_distopt.formats.megatron_2023.gathered import write_head
+from megatron_distopt.formats.recognise import BESIDE_MODEL, FORK_FORMATS, Opened, open_with_files
 from megatron_distopt.formats.torch_files import write_torch_file
 from megatron_distopt.layout import Box
 from megatron_distopt.optimizer.averages import AVERAGE
@@ -197,19 +193,12 @@ def _write_iteration(
             "optimizer state alone."
         )
     slices = [
-        Slices(file, opened.source, entries, progress)
+        Slices(file, opened.source, entries, ranks, progress)
         for file, entries in zip(opened.files, opened.entries, strict=True)
     ]
     check_all_written(slices)
+    write = next((each.write for each in FORK_FORMATS if each.name == to), write_head)
     for each in slices:
-        part = folder / each.file.folder.name
-        if to == "per-rank":
-            write_per_rank(each, part, ranks)
-        elif to == "gathered":
-            write_gathered(each, part, ranks)
-        elif to == "plain":
-            write_plain(each, part)
-        else:
-            save_whole(head_gathered(each), part / MODEL)
+        write(each, folder / each.file.folder.name)
     if to == "distopt":
         write_checkpoint(folder / BESIDE_MODEL, opened.source, progress)

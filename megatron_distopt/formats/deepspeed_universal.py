@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -55,14 +55,14 @@ def is_zero(path: Path) -> bool:
     return folder.is_dir() and any(_OF_ZERO.fullmatch(each.name) for each in folder.iterdir())
 
 
-def zero_refused(path: Path) -> CheckpointError:
-    """The error for the files of ZeRO, which DeepSpeed itself puts together."""
+def refuse_zero(path: Path) -> NoReturn:
+    """Raises the error for the files of ZeRO, which DeepSpeed itself puts together."""
     folder = _folder_of(path, _LATEST_ZERO)
     command = (
         f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "
         "UNIVERSAL"
     )
-    return CheckpointError(
+    raise CheckpointError(
         f"Checkpoint {folder} holds the files of DeepSpeed's ZeRO, one for each rank. They have to "
         f"be one universal checkpoint first. Run {command}, and give UNIVERSAL."
     )

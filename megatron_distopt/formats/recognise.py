@@ -22,19 +22,29 @@ from megatron_distopt.formats.deepspeed_universal import (
     is_universal,
     is_zero,
     open_deepspeed_universal,
-    zero_refused,
+    refuse_zero,
 )
 from megatron_distopt.formats.megatron_2023.file_state import (
     FileState,
     ForkEntries,
+    Slices,
     entries_in,
     whole_of,
 )
-from megatron_distopt.formats.megatron_2023.gathered import is_gathered, read_gathered
+from megatron_distopt.formats.megatron_2023.gathered import (
+    is_gathered,
+    read_gathered,
+    write_gathered,
+)
 from megatron_distopt.formats.megatron_2023.model_file import ModelFile, open_model_files
-from megatron_distopt.formats.megatron_2023.per_rank import is_per_rank, read_per_rank
-from megatron_distopt.formats.megatron_2023.plain import is_plain_file, read_plain
-from megatron_distopt.formats.megatron_core import nameless, torch_dist
+from megatron_distopt.formats.megatron_2023.per_rank import (
+    is_per_rank,
+    read_per_rank,
+    write_per_rank,
+)
+from megatron_distopt.formats.megatron_2023.plain import is_plain_file, read_plain, write_plain
+from megatron_distopt.formats.megatron_core.nameless import is_nameless, refuse_nameless
+from megatron_distopt.formats.megatron_core.torch_dist import open_torch_dist, recognises
 from megatron_distopt.formats.pickles import understood
 from megatron_distopt.formats.torch_files import open_torch_file
 from megatron_distopt.layout import Box
@@ -43,11 +53,39 @@ from megatron_distopt.layout import Box
 BESIDE_MODEL = "distrib_optim.distopt"
 #: In the --save folder of a Megatron: the newest iteration.
 TRACKER = "latest_checkpointed_iteration.txt"
-#: Layouts of the Megatrons of 2023: name, whether a model file is of it, and its reader.
-_OF_2023: tuple[tuple[str, Callable[[ModelFile], bool], Callable[[ModelFile], FileState]], ...] = (
-    ("plain", is_plain_file, read_plain),
-    ("gathered", is_gathered, read_gathered),
-    ("per-rank", is_per_rank, read_per_rank),
+
+
+@dataclass(frozen=True)
+class Format:
+    """A layout of files other than ours."""
+
+    name: str
+    is_at: Callable[[Path], bool]
+    open: Callable[[Path], Source]  # or raises what to do instead
+
+
+@dataclass(frozen=True)
+class ForkFormat:
+    """A layout of the Megatrons of 2023, beside their model files."""
+
+    name: str
+    is_of: Callable[[ModelFile], bool]
+    read: Callable[[ModelFile], FileState]
+    write: Callable[[Slices, Path], None]
+
+
+#: In the order in which they are looked for.
+FORMATS = (
+    Format("torch", Path.is_file, open_torch_file),
+    Format("megatron-core in flat buffers", is_nameless, refuse_nameless),
+    Format("megatron-core torch_dist", recognises, open_torch_dist),
+    Format("deepspeed universal", is_universal, open_deepspeed_universal),
+    Format("deepspeed zero", is_zero, refuse_zero),
+)
+FORK_FORMATS = (
+    ForkFormat("plain", is_plain_file, read_plain, write_plain),
+    ForkFormat("gathered", is_gathered, read_gathered, write_gathered),
+    ForkFormat("per-rank", is_per_rank, read_per_rank, write_per_rank),
 )
 
 
@@ -88,51 +126,36 @@ def _ours_at(path: Path) -> Path | None:
 def open_with_files(path: Path, resume_step: int | None) -> Opened:
     """`open_any`, with the model files that lie in the same iteration."""
     ours = _ours_at(path)
+    found = next((each for each in FORMATS if each.is_at(path)), None)
     if ours is not None:
         files = open_model_files(ours.parent) if ours.name == BESIDE_MODEL else ()
-        opened = Opened(
-            open_checkpoint(ours), "distopt", files, tuple(entries_in(file.state) for file in files)
-        )
-    elif path.is_file():
-        opened = Opened(open_torch_file(path), "torch")
-    elif path.is_dir() and nameless.is_nameless(path):
-        raise nameless.refused(path)
-    elif path.is_dir() and torch_dist.recognises(path):
-        opened = Opened(torch_dist.open_torch_dist(path), "megatron-core torch_dist")
-    elif path.is_dir() and is_universal(path):
-        opened = Opened(open_deepspeed_universal(path), "deepspeed universal")
-    elif path.is_dir() and is_zero(path):
-        raise zero_refused(path)
+        entries = tuple(entries_in(file.state) for file in files)
+        opened = Opened(open_checkpoint(ours), "distopt", files, entries)
+    elif found is not None:
+        opened = Opened(found.open(path), found.name)
     else:
         opened = _of_a_fork(path)
-    source = opened.source
-    return replace(opened, source=replace(source, head=with_step(source.head, resume_step, path)))
+    head = with_step(opened.source.head, resume_step, path)
+    return replace(opened, source=replace(opened.source, head=head))
 
 
 def _of_a_fork(path: Path) -> Opened:
     files = open_model_files(path)
-    for name, holds, read_part in _OF_2023:
-        if files and holds(files[0]):
-            with understood(path, f"hold what a fork saves as {name}"):
-                parts = [read_part(file) for file in files]
-                return Opened(
-                    whole_of(parts, name), name, files, tuple(part.entries for part in parts)
-                )
-    got, remedy = "is none of these", "Give a folder such as SAVE/iter_0000010."
-    if not path.exists():
-        got = "does not exist"
-    elif files:
-        got, remedy = (
-            f"has no optimizer state in {files[0].path}",
-            "Save it without --no-save-optim.",
+    for each in FORK_FORMATS:
+        if files and each.is_of(files[0]):
+            with understood(path, f"hold what a fork saves as {each.name}"):
+                parts = [each.read(file) for file in files]
+                entries = tuple(part.entries for part in parts)
+                return Opened(whole_of(parts, each.name), each.name, files, entries)
+    if files:
+        raise CheckpointError(
+            f"Checkpoint {path} has no optimizer state in {files[0].path}. Save it without "
+            "--no-save-optim."
         )
-    elif (path / TRACKER).is_file():
-        last = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()[:20]
-        name = f"iter_{int(last):07d}" if last.isdecimal() else last
-        got, remedy = "is a --save folder with its iterations", f"Give {path / name}."
+    got = "is none of these" if path.exists() else "does not exist"
     raise CheckpointError(
         f"Checkpoint {path} {got}. It has to be a folder with {MANIFEST}, an iteration folder of a "
-        f"fork, or a file of 'convert --to torch'. {remedy}"
+        "fork, or a file of 'convert --to torch'. Give a folder such as SAVE/iter_0000010."
     )
 
 

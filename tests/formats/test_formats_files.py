@@ -634,7 +634,7 @@ ALL_MACHINES, ITS_OWN_FORK = (
 #: By name: how to make a checkpoint, and what is said of it beside its path.
 REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "nowhere": (lambda to: to, ("does not exist", *ANY, "SAVE/iter_0000010")),
-    "a --save folder": (_tracker, (*ANY, "Give {}/iter_0000010")),
+    "a --save folder": (_tracker, (*ANY, "SAVE/iter_0000010")),
     "no optimizer": (
         lambda to: _missing(Fork().write(to), "mp_rank_00/distrib_optim.pt"),
         (f"{{}}/{MODEL_FILE}", "--no-save-optim"),
@@ -790,11 +790,7 @@ REFUSED_WHEN_READ: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     **{
         f"another model, {layout}": (
             partial(_with_model_of_another_seed, layout),
-            (
-                f"{{}}/mp_rank_00/{name}",
-                f"32 of 32 values of {EMBEDDING!r} are not the model's",
-                "of one save",
-            ),
+            (f"{{}}/mp_rank_00/{name}", f"32 of 32 main values of {EMBEDDING!r}", "of one save"),
         )
         for layout, name in MODEL_FILES.items()
     },

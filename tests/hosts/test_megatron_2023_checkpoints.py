@@ -94,8 +94,8 @@ CROSSED = {"gathered": ("fp16",), "per_rank": ("fp32", "torch")}
 
 OTHER_MODEL = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
 MOMENTS = (
-    "torch_fused needs exp_avg, exp_avg_sq | Resume with the optimizer of the saved run | "
-    "--no-load-optim"
+    "exp_avg besides the param | exp_avg, exp_avg_sq for torch_fused | "
+    "Resume with the optimizer of the saved run | --no-load-optim"
 )
 SAME_PARALLEL = "same tensor- and pipeline-parallel size | --no-load-optim"
 SAME_RANKS = (
@@ -120,7 +120,7 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "missing": "bad missing.distopt/manifest.json | bad missing.pt | --no-load-optim",
         "chunk": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
         "short": f"exp_avg of [7743] | {CHUNK}",
-        "moment": f"has exp_avg, | {MOMENTS}",
+        "moment": MOMENTS,
     },
     "head": {
         "nothing": f"optimizer state: one with nothing. | gathered file | {OTHER_MODEL}",
@@ -131,7 +131,7 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "param missing": f"9 params, 10 of them | group 0 | the model's 10 | {OTHER_MODEL}",
         "of an fp32 model": f"10 params, 0 of them | group 0 | the model's 10 | {OTHER_MODEL}",
         "shape of a main": f"[16, 64] | {WORDS} | [64, 16] | {OTHER_MODEL}",
-        "moment missing": f"has exp_avg, | {MOMENTS}",
+        "moment missing": MOMENTS,
         "step missing": LOST_STEP,
     },
     "own": {
@@ -146,7 +146,7 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
             f"{NUM_OF_TWO[1]} params, {NUM_OF_TWO[1] - 1} of them | the model's {NUM_OF_TWO[1]} | "
             f"{SAME_RANKS}",
         ),
-        "moment missing": f"has exp_avg, | {MOMENTS}",
+        "moment missing": MOMENTS,
     },
 }
 

@@ -29,7 +29,7 @@ from megatron_distopt.checkpoint.param_groups import GroupRecord, join_groups, o
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError, some_of
 from megatron_distopt.formats.common import (
-    count_unlike,
+    check_rounds,
     cut,
     fill,
     inner_name,
@@ -56,14 +56,7 @@ class FileGroup:
     """A param group in a fork's file."""
 
     options: Mapping[str, Any]  # as it has them, without params and update count
-    step: int | None  # updates so far, where the file says it
     members: tuple[int, ...]  # numbers of params of the model file, in its order
-
-    @property
-    def as_saved(self) -> dict[str, Any]:
-        """The options, and the update count as an inner optimizer's class has it that counts in its
-        groups."""
-        return {**self.options} if self.step is None else {**self.options, "step": self.step}
 
 
 @dataclass(frozen=True)
@@ -83,6 +76,7 @@ class FileState:
 
     file: ModelFile
     groups: tuple[FileGroup, ...]
+    step: int | None  # updates so far, where the file says it
     # what the inner optimizer kept for each element; the same for all params
     kinds: Mapping[str, torch.dtype]
     # one tensor, by kind and number of the param, in the shape of the file's param
@@ -93,7 +87,10 @@ class FileState:
     def main(self, number: int) -> Tensor:
         """The main param, compared with the model's own."""
         tensor = self.read(MAIN, number)
-        _check_rounds(tensor, self.file.params[number], self.file)
+        param = self.file.params[number]
+        check_rounds(
+            tensor, param.model, param.name, f"the optimizer state of {self.file.path}", _SAME_SAVE
+        )
         return tensor
 
 
@@ -157,10 +154,7 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
             "this package installed, and convert what that saves."
         )
     return tuple(
-        FileGroup(
-            _options_in(group), the_step([group], file.folder), tuple(members[group_decays(group)])
-        )
-        for group in groups
+        FileGroup(_options_in(group), tuple(members[group_decays(group)])) for group in groups
     )
 
 
@@ -208,10 +202,7 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
             param = part.file.params[number]
             if not param.is_copy:
                 params.setdefault(param.name, []).append((part, number))
-    step = the_step(
-        [{"step": group.step} for part in parts for group in part.groups],
-        parts[0].file.folder.parent,
-    )
+    step = the_step([{"step": part.step} for part in parts], parts[0].file.folder.parent)
     infos = {
         key_of(kind, name): TensorRecord(
             part.file.params[number].placement.global_shape, dtype_name(dtype)
@@ -220,10 +211,9 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
         for kind, dtype in {MAIN: torch.float32, **kinds}.items()
     }
     file, scale = parts[0].file, loss_scale_of(parts[0].entries.grad_scaler)
-    inner = "torch_sgd" if "momentum_buffer" in kinds else inner_name(kinds)
     sizes = {"tensor_parallel": file.tensor[1], "pipeline_parallel": file.stage[1]}
     about: dict[str, str | int] = {"host": "a Megatron of 2023", "format": written_as, **sizes}
-    head = Manifest("", (), {}, (), inner, scale, parts[0].num_skipped, about)
+    head = Manifest("", (), {}, (), inner_name(kinds), scale, parts[0].num_skipped, about)
     groups = join_groups(record for part in parts for record in _records(part, step))
     return Source(
         replace(head, groups=groups),
@@ -273,13 +263,7 @@ def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> N
 
 
 def _check_rounds(main: Tensor, param: FileParam, file: ModelFile) -> None:
-    """Refuses a main param whose rounded values are not the model's."""
-    num_unlike = count_unlike(main, param.model)
-    if num_unlike:
-        raise CheckpointError(
-            f"In the optimizer state {num_unlike} of {main.numel()} values of {param.name!r} are "
-            f"not the model's in {file.path}, which must be the main params, rounded. {_SAME_SAVE}"
-        )
+    check_rounds(main, param.model, param.name, f"the optimizer state for {file.path}", _SAME_SAVE)
 
 
 # The files from the whole model.
@@ -292,6 +276,7 @@ class Slices:
     file: ModelFile
     source: Source  # of the whole model
     entries: ForkEntries  # of the fork's files that are converted
+    ranks: int  # data-parallel ones that will read per-rank files or a gathered file
     progress: Callable[[int], None]  # called with bytes as they are read
     _last: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
@@ -311,9 +296,7 @@ class Slices:
                 number for number, param in enumerate(self.file.params) if param.name in names
             )
             if members:
-                groups.append(
-                    FileGroup(_options_to_write(record, self.entries), record.step, members)
-                )
+                groups.append(FileGroup(_options_to_write(record, self.entries), members))
         return groups
 
     @cached_property
@@ -336,10 +319,16 @@ class Slices:
         last = self._last.get(kind)
         # a param on the border of two ranks is asked for twice
         if last is None or last[0] != number:
-            self._last[kind] = last = (number, self._cut(kind, number))
+            self._last[kind] = last = (number, self._part_of_file(kind, number))
         return last[1]
 
-    def _cut(self, kind: str, number: int) -> Tensor:
+    def cut(self, kind: str, number: int, span: Span | None) -> Tensor:
+        """The same, or a copy of some of its elements, 1-D: a view would be saved with everything
+        that it is a view of."""
+        values = self.read(kind, number)
+        return values if span is None else values.reshape(-1)[span.as_slice()].clone()
+
+    def _part_of_file(self, kind: str, number: int) -> Tensor:
         param = self.file.params[number]
         key, placement = key_of(kind, param.name), param.placement
         if key not in self.source.tensors:
@@ -356,15 +345,13 @@ class Slices:
         self.progress(local.numel() * local.element_size())
         return local
 
-    def model_state(self, ranks: int | None = None) -> dict[str, Any]:
-        """The entries of the model file that are the model's.
-
-        Where files fit one number of data-parallel ranks only, `ranks`, its arguments say it.
-        """
+    def model_state(self, *, fits_ranks: bool = False) -> dict[str, Any]:
+        """The entries of the model file that are the model's; where files fit one number of
+        data-parallel ranks only, its arguments say it."""
         left_out = {"optimizer", OURS, *self.entries.also_saved}
         state = {key: value for key, value in self.file.state.items() if key not in left_out}
-        if ranks is not None and "args" in state:
-            state["args"] = Namespace(**{**vars(state["args"]), "data_parallel_size": ranks})
+        if fits_ranks and "args" in state:
+            state["args"] = Namespace(**{**vars(state["args"]), "data_parallel_size": self.ranks})
         return state
 
     def grad_scaler(self) -> dict[str, Any]:
@@ -380,10 +367,10 @@ class Slices:
         }
         return {"grad_scaler": {"scale": torch.tensor([scale["scale"]]), **trackers}}
 
-    def step_in_state(self) -> dict[str, int]:
-        """The update count where torch's and DeepSpeed's classes look for it; both take a
-        number."""
-        return {} if self.step is None or not self.kinds else {"step": self.step}
+    def count(self) -> dict[str, int]:
+        """The update count, for the groups and for the state of each param: some classes look for
+        it here and some there."""
+        return {} if self.step is None else {"step": self.step}
 
     def ours(self) -> dict[str, Any]:
         """The entry of this package's own with the number of skipped steps, where there are any."""

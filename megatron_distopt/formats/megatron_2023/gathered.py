@@ -23,7 +23,7 @@ Experts are in no file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.file_state import (
     NUM_SKIPPED,
     OURS,
@@ -47,7 +48,7 @@ from megatron_distopt.formats.megatron_2023.model_file import (
     buffers_of,
     grads_in_fp32,
 )
-from megatron_distopt.formats.megatron_2023.plain import Origin
+from megatron_distopt.formats.megatron_2023.saved_shards import Origin
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.layout import BufferLayout
 
@@ -169,9 +170,9 @@ def read_gathered(file: ModelFile) -> FileState:
         raise origin.refused(
             "other tensors in one grad buffer than in another", "hold the same of all params"
         )
-    groups = groups_by_rule(file, entry["optimizer"]["param_groups"])
-    if gathered.step is not None:
-        groups = tuple(replace(group, step=gathered.step) for group in groups)
+    saved = entry["optimizer"]["param_groups"]
+    groups = groups_by_rule(file, saved)
+    step = the_step(saved, file.folder) if gathered.step is None else gathered.step
     dtypes = [{file.params[number].model.dtype for number in group.members} for group in groups]
     is_mixed = any(torch.float32 in of_group and len(of_group) > 1 for of_group in dtypes)
     remedy = (
@@ -192,15 +193,17 @@ def read_gathered(file: ModelFile) -> FileState:
     kinds = {
         kind: tensor.dtype for kind, tensor in next(iter(tensors.values())).items() if kind != MAIN
     }
-    return FileState(file, groups, kinds, read, entries_in(file.state), gathered.num_skipped)
+    entries = entries_in(file.state)
+    return FileState(file, groups, step, kinds, read, entries, gathered.num_skipped)
 
 
-def write_gathered(slices: Slices, folder: Path, ranks: int) -> None:
+def write_gathered(slices: Slices, folder: Path) -> None:
     """Writes a model file and the gathered one into a new folder.
 
-    A fork's own optimizer reads them at this number of data-parallel ranks only.
+    A fork's own optimizer reads them at one number of data-parallel ranks only.
     """
-    layouts = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
+    in_fp32 = grads_in_fp32(slices.file)
+    layouts = buffers_of(slices.file, slices.trained, slices.ranks, in_fp32=in_fp32)
     moments = moments_in_file(
         slices.kinds, is_adam=any("betas" in group.options for group in slices.groups)
     )
@@ -208,7 +211,7 @@ def write_gathered(slices: Slices, folder: Path, ranks: int) -> None:
     save_whole(
         gathered_state(buffers, slices.step, slices.source.head.num_skipped), folder / _GATHERED
     )
-    save_whole(head_gathered(slices, ranks), folder / MODEL)
+    write_head(slices, folder, fits_ranks=True)
 
 
 def _gathered(slices: Slices, layout: BufferLayout, moments: Sequence[str]) -> dict[str, Tensor]:
@@ -220,11 +223,10 @@ def _gathered(slices: Slices, layout: BufferLayout, moments: Sequence[str]) -> d
     return flats
 
 
-def head_gathered(slices: Slices, ranks: int | None = None) -> dict[str, Any]:
-    """The model file with the param groups of a gathered file; also for a checkpoint of this
-    package."""
-    head = {
-        "optimizer": {"param_groups": [group.as_saved for group in slices.groups]},
-        **slices.grad_scaler(),
-    }
-    return {**slices.model_state(ranks), "optimizer": head, **slices.entries.also_saved}
+def write_head(slices: Slices, folder: Path, *, fits_ranks: bool = False) -> None:
+    """Writes the model file with the param groups that go with a gathered file, or with a
+    checkpoint of this package."""
+    groups = [{**group.options, **slices.count()} for group in slices.groups]
+    head = {"optimizer": {"param_groups": groups}, **slices.grad_scaler()}
+    state = {**slices.model_state(fits_ranks=fits_ranks), "optimizer": head}
+    save_whole({**state, **slices.entries.also_saved}, folder / MODEL)

@@ -29,7 +29,7 @@ the fork's own optimizer refuses it:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,7 +58,13 @@ from megatron_distopt.formats.megatron_2023.model_file import (
     buffers_of,
     grads_in_fp32,
 )
-from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, Origin
+from megatron_distopt.formats.megatron_2023.plain import (
+    ExpectedParam,
+    OptimizerEntry,
+    entry_of,
+    entry_to_write,
+)
+from megatron_distopt.formats.megatron_2023.saved_shards import Origin, SavedShard, in_order, joined
 from megatron_distopt.formats.pickles import load_file, save_whole
 from megatron_distopt.layout import BufferLayout, Span, owned_shards
 
@@ -66,14 +72,6 @@ T = TypeVar("T")
 
 _OPTIM, _MAINS, _SHARDS, _SPAN = "optim.pt", "shard_fp32_from_float16_groups", "shards", "span"
 _SAME_SAVE = "Give the model file and all optim.pt of one save"
-
-
-@dataclass(frozen=True, eq=False)
-class SavedShard:
-    """What a rank saved of one param."""
-
-    in_param: Span  # elements of the flattened param
-    tensors: Mapping[str, Tensor]  # by kind, 1-D; without "main" for a param of fp32
 
 
 def in_file_order(registered: Iterable[T], has_main: Callable[[T], bool]) -> list[T]:
@@ -87,27 +85,8 @@ def rank_entry(
     mains: Mapping[Any, Tensor],
     states: Mapping[Any, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """A rank's entry "optimizer", without its loss scale: main params and inner state by shard.
-
-    `groups` are options and shards of each group that the rank owns something of, in the order of
-    the file.
-    """
-    numbers = {
-        shard: number
-        for number, shard in enumerate(shard for _, shards in groups for shard in shards)
-    }
-    return {
-        "optimizer": {
-            "state": {
-                number: states[shard] for shard, number in numbers.items() if shard in states
-            },
-            "param_groups": [
-                {**options, "params": [numbers[shard] for shard in shards]}
-                for options, shards in groups
-            ],
-        },
-        _MAINS: [[mains[shard] for shard in shards if shard in mains] for _, shards in groups],
-    }
+    """A rank's entry in the fork's form, see `entry_of`."""
+    return entry_of(groups, mains, states, _MAINS)
 
 
 def named_entry(
@@ -181,42 +160,34 @@ def read_per_rank(file: ModelFile) -> FileState:
     for group in of_ranks:  # a rank has those that it owns params of
         by_identity.setdefault(identity(group), group)
     groups = groups_by_rule(file, sorted(by_identity.values(), key=group_decays, reverse=True))
-    # of the inner optimizer, by param; they may have the update count
-    states: dict[int, list[Mapping[str, Any]]] = {}
+    holders = list(of_ranks)  # of update counts, which are there or in the state of each param
     shards: dict[int, list[SavedShard]] = {}
     buffers = buffers_of(
         file, range(len(file.params)), len(paths), in_fp32=grads_in_fp32(file)
     ).values()
     for rank, (entry, path) in enumerate(zip(entries, paths, strict=True)):
+        holders += entry["optimizer"].get("state", {}).values()
         origin = Origin(f"file {path}", _SAME_SAVE)
-        for number, shard, state in _shards_in(file, entry, groups, buffers, rank, origin):
+        for number, shard in _shards_in(file, entry, groups, buffers, rank, origin):
             shards.setdefault(number, []).append(shard)
-            states.setdefault(number, []).append(state)
-    _check_complete(file, groups, shards)
-    with_steps = []
-    for group in groups:
-        holders = [each for each in of_ranks if group_decays(each) is group_decays(group.options)]
-        holders += [state for number in group.members for state in states.get(number, ())]
-        with_steps.append(replace(group, step=the_step(holders, file.folder)))
-    kinds = {
-        kind: tensor.dtype
-        for each in (shard for of_param in shards.values() for shard in of_param)
-        for kind, tensor in each.tensors.items()
-        if kind != MAIN
-    }
+    origin = Origin(f"the files of the ranks of {file.folder}", _SAME_SAVE)
+    for number in {number for group in groups for number in group.members}:
+        param = file.params[number]
+        if not param.is_copy:
+            every = Span(0, param.model.numel())
+            shards[number] = in_order(param.name, every, shards.get(number, ()), origin)
+    saved = [shard for of_param in shards.values() for shard in of_param]
+    kinds = {kind: each.dtype for shard in saved for kind, each in shard.moments.items()}
 
     def read(kind: str, number: int) -> Tensor:
         model = file.params[number].model
         if kind == MAIN and not file.params[number].has_main:
             return model
-        parts = sorted(shards[number], key=lambda shard: shard.in_param.start)
-        # Nothing is kept for a param that was never updated.
-        return torch.cat(
-            [each.tensors.get(kind, torch.zeros(each.in_param.numel)) for each in parts]
-        ).view(model.shape)
+        return joined(shards[number], kind).view(model.shape)
 
     kept = replace(entries_in(contents[0]), groups=tuple(group.options for group in groups))
-    return FileState(file, tuple(with_steps), kinds, read, kept, skipped_in(contents[0]))
+    step, num_skipped = the_step(holders, file.folder), skipped_in(contents[0])
+    return FileState(file, groups, step, kinds, read, kept, num_skipped)
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
@@ -239,13 +210,13 @@ def _shards_in(
     buffers: Iterable[BufferLayout],
     rank: int,
     origin: Origin,
-) -> Iterator[tuple[int, SavedShard, Mapping[str, Any]]]:
-    """Number of the param, shard, and state of the inner optimizer, of all that one rank saved."""
+) -> Iterator[tuple[int, SavedShard]]:
+    """Number of the param, and shard, of all that one rank saved."""
     named = named_shards(entry)
     if named is not None:
         for number, param in enumerate(file.params):
             if param.name in named and not param.is_copy:
-                yield number, named[param.name], {}
+                yield number, named[param.name]
         return
     state = rank_state(entry, origin)
     places = {group_decays(group): place for place, group in enumerate(state.groups)}
@@ -261,26 +232,7 @@ def _shards_in(
         saved = [] if place is None else state.params(place, expected)
         for (number, span), each in zip(owned, saved, strict=True):
             each.check_numbers(origin)
-            yield number, SavedShard(span, each.tensors), each.state
-
-
-def _check_complete(
-    file: ModelFile, groups: Sequence[FileGroup], shards: Mapping[int, Sequence[SavedShard]]
-) -> None:
-    for number in (number for group in groups for number in group.members):
-        param = file.params[number]
-        if param.is_copy:
-            continue
-        spans = sorted(each.in_param for each in shards.get(number, ()))
-        starts = [span.start for span in spans]
-        stops = [span.stop for span in spans]
-        numel = param.model.numel()
-        if [*starts, numel] != [0, *stops]:
-            held = list(zip(starts, stops, strict=True))
-            raise CheckpointError(
-                f"Files of the ranks of {file.folder} hold {held} of the {numel} elements of "
-                f"{param.name!r}. {_SAME_SAVE}."
-            )
+            yield number, SavedShard(span, each.tensors)
 
 
 def _owned(
@@ -297,44 +249,17 @@ def _owned(
     ]
 
 
-def write_per_rank(slices: Slices, folder: Path, ranks: int) -> None:
-    """Writes a model file into a new folder, and one file of each data-parallel rank; they fit this
-    number only."""
-    buffers = buffers_of(slices.file, slices.trained, ranks, in_fp32=grads_in_fp32(slices.file))
-    for rank in range(ranks):
-        owned = [
-            (group, _owned(slices.file, group.members, buffers.values(), rank))
-            for group in slices.groups
-        ]
-        state = _state_of_rank(slices, [(group, shards) for group, shards in owned if shards])
-        save_whole(
-            {"optimizer": state, **slices.entries.also_saved, **slices.ours()}, _file(folder, rank)
-        )
-    save_whole(slices.model_state(ranks), folder / MODEL_PER_RANK)
-
-
-def _state_of_rank(
-    slices: Slices, owned: Sequence[tuple[FileGroup, list[tuple[int, Span]]]]
-) -> dict[str, Any]:
-    mains: dict[tuple[int, Span], Tensor] = {}
-    states: dict[tuple[int, Span], dict[str, Any]] = {}
-    # In the order of the buffer, where the shards of two ranks meet in one param.
-    for shard in sorted(
-        (shard for _, shards in owned for shard in shards), key=lambda shard: -shard[0]
-    ):
-        main = _cut(slices, shard, MAIN)  # that of an fp32 param is compared with the model's
-        if slices.file.params[shard[0]].has_main:
-            mains[shard] = main
-        if slices.kinds:
-            states[shard] = {
-                **{kind: _cut(slices, shard, kind) for kind in slices.kinds},
-                **slices.step_in_state(),
-            }
-    groups = [(group.as_saved, shards) for group, shards in owned]
-    return {**rank_entry(groups, mains, states), **slices.grad_scaler()}
-
-
-def _cut(slices: Slices, shard: tuple[int, Span], kind: str) -> Tensor:
-    """A copy: a view would be saved with everything that it is a view of."""
-    number, span = shard
-    return slices.read(kind, number).reshape(-1)[span.as_slice()].clone()
+def write_per_rank(slices: Slices, folder: Path) -> None:
+    """Writes a model file into a new folder, and one file of each data-parallel rank."""
+    in_fp32 = grads_in_fp32(slices.file)
+    buffers = buffers_of(slices.file, slices.trained, slices.ranks, in_fp32=in_fp32)
+    more = {**slices.entries.also_saved, **slices.ours()}
+    for rank in range(slices.ranks):
+        groups = []
+        for group in slices.groups:
+            owned = _owned(slices.file, group.members, buffers.values(), rank)
+            if owned:
+                groups.append((group, owned))
+        entry = entry_to_write(slices, groups, _MAINS)
+        save_whole({"optimizer": entry, **more}, _file(folder, rank))
+    save_whole(slices.model_state(fits_ranks=True), folder / MODEL_PER_RANK)

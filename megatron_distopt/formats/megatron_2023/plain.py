@@ -16,8 +16,8 @@ has the same form, with shards in the place of params (`OptimizerEntry`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.errors import CheckpointError, refusal
 from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.file_state import (
+    FileGroup,
     FileState,
     Slices,
     entries_in,
@@ -35,21 +35,12 @@ from megatron_distopt.formats.megatron_2023.file_state import (
     skipped_in,
 )
 from megatron_distopt.formats.megatron_2023.model_file import MODEL, ModelFile
+from megatron_distopt.formats.megatron_2023.saved_shards import Origin
 from megatron_distopt.formats.pickles import save_whole
+from megatron_distopt.layout import Span
 
 _MAINS = "fp32_from_fp16_params"
 _REMEDY = "Give a model file that a fork wrote, of a model without frozen params"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a state comes from, for errors."""
-
-    what: str  # the state and its file, if that is known
-    remedy: str  # what to do where it does not fit
-
-    def refused(self, got: object, rule: str) -> CheckpointError:
-        return CheckpointError(refusal(self.what, got, rule, self.remedy))
 
 
 @dataclass(frozen=True)
@@ -167,15 +158,7 @@ def read_plain(file: ModelFile) -> FileState:
         saved |= dict(zip(group.members, state.params(place, expected), strict=True))
     for each in saved.values():
         each.check_numbers(state.origin)
-    groups = tuple(
-        replace(
-            group,
-            step=the_step(
-                [{"step": group.step}, *(saved[each].state for each in group.members)], file.path
-            ),
-        )
-        for group in groups
-    )
+    step = the_step([*state.groups, *state.inner["state"].values()], file.path)
     kinds = {kind: tensor.dtype for each in saved.values() for kind, tensor in each.moments.items()}
 
     def read(kind: str, number: int) -> Tensor:
@@ -185,36 +168,58 @@ def read_plain(file: ModelFile) -> FileState:
             return model if kind == MAIN else torch.zeros(model.shape)
         return found
 
-    return FileState(file, groups, kinds, read, entries_in(file.state), skipped_in(file.state))
+    entries = entries_in(file.state)
+    return FileState(file, groups, step, kinds, read, entries, skipped_in(file.state))
 
 
 def write_plain(slices: Slices, folder: Path) -> None:
-    numbers = [number for group in slices.groups for number in group.members]
-    place = {number: at for at, number in enumerate(numbers)}
-    # those of fp32 are compared with the model's
-    mains = {number: slices.read(MAIN, number) for number in numbers}
-    inner: dict[str, Any] = {
-        "state": {
-            place[number]: {
-                **{kind: slices.read(kind, number) for kind in slices.kinds},
-                **slices.step_in_state(),
-            }
-            for number in (numbers if slices.kinds else ())
+    groups = [(group, [(number, None) for number in group.members]) for group in slices.groups]
+    entry = entry_to_write(slices, groups, _MAINS)
+    if not (any(entry[_MAINS]) or slices.file.option("fp16") or slices.file.option("bf16")):
+        entry = entry["optimizer"]
+    state = {**slices.model_state(), "optimizer": entry}
+    save_whole({**state, **slices.entries.also_saved, **slices.ours()}, folder / MODEL)
+
+
+def entry_to_write(
+    slices: Slices,
+    groups: Sequence[tuple[FileGroup, Sequence[tuple[int, Span | None]]]],
+    mains_key: str,
+) -> dict[str, Any]:
+    """An entry "optimizer" with params, or some elements of them, of each group."""
+    mains: dict[tuple[int, Span | None], Tensor] = {}
+    states: dict[tuple[int, Span | None], dict[str, Any]] = {}
+    shards = [shard for _, owned in groups for shard in owned]
+    # In the order of the buffer, where the shards of two ranks meet in one param.
+    for shard in sorted(shards, key=lambda shard: -shard[0]):
+        main = slices.cut(MAIN, *shard)  # that of an fp32 param is compared with the model's
+        if slices.file.params[shard[0]].has_main:
+            mains[shard] = main
+        if slices.kinds:
+            moments = {kind: slices.cut(kind, *shard) for kind in slices.kinds}
+            states[shard] = {**moments, **slices.count()}
+    of_groups = [({**group.options, **slices.count()}, owned) for group, owned in groups]
+    return {**entry_of(of_groups, mains, states, mains_key), **slices.grad_scaler()}
+
+
+def entry_of(
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[Hashable]]],
+    mains: Mapping[Any, Tensor],
+    states: Mapping[Any, Mapping[str, Any]],
+    mains_key: str,
+) -> dict[str, Any]:
+    """An entry "optimizer" without its loss scale: options and params of each group, in the order
+    of the file; main params and inner state by param, which is anything that tells it from
+    others."""
+    every = [param for _, params in groups for param in params]
+    numbers = {param: number for number, param in enumerate(every)}
+    return {
+        "optimizer": {
+            "state": {numbers[param]: states[param] for param in every if param in states},
+            "param_groups": [
+                {**options, "params": [numbers[param] for param in params]}
+                for options, params in groups
+            ],
         },
-        "param_groups": [
-            {**group.as_saved, "params": [place[number] for number in group.members]}
-            for group in slices.groups
-        ],
+        mains_key: [[mains[param] for param in params if param in mains] for _, params in groups],
     }
-    entry = inner
-    has_main = {number for number in numbers if slices.file.params[number].has_main}
-    if has_main or slices.file.option("fp16") or slices.file.option("bf16"):
-        of_groups = [
-            [mains[number] for number in group.members if number in has_main]
-            for group in slices.groups
-        ]
-        entry = {"optimizer": inner, **slices.grad_scaler(), _MAINS: of_groups}
-    save_whole(
-        {**slices.model_state(), "optimizer": entry, **slices.entries.also_saved, **slices.ours()},
-        folder / MODEL,
-    )

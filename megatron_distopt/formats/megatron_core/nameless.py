@@ -19,12 +19,12 @@ say.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ from megatron_distopt.formats.pickles import load_file
 from megatron_distopt.formats.torch_files import METADATA, DcpFolder, open_dcp
 from megatron_distopt.layout import Box, Span
 
-_OPTIMIZER, _MODEL, _COALESCED = "distrib_optim.pt", "model_optim_rng.pt", "buckets_coalesced"
+_OPTIMIZER, _MODEL = "distrib_optim.pt", "model_optim_rng.pt"
+_COALESCED, _GATHERED, _MAIN_IN_FILE = "buckets_coalesced", "param_state", "param"
 _CHAIN = r"(?:chained_(?P<chain>\d+)\.)?"
 _PLACE = _CHAIN + r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 _BUCKET = re.compile(
@@ -56,19 +57,17 @@ def is_nameless(path: Path) -> bool:
     """Whether a folder is an iteration with such state."""
     if (path / METADATA).is_file():
         folder = open_dcp(path)
-        objects = filter(None, map(_OBJECT.fullmatch, folder.objects))
-        is_flat = any(map(_BUCKET.fullmatch, folder.tensors)) or any(
-            each["what"] == "param_state" for each in objects
-        )
-        return is_flat and not any(map(_BY_PARAM.fullmatch, folder.tensors))
-    first = next(iter(sorted(path.glob(f"mp_rank_*/{_OPTIMIZER}"))), None)
-    return first is not None and any(
-        state.get(_COALESCED) for state in _states_in(load_file(first))
-    )
+        if any(_BY_PARAM.fullmatch(key) for key in folder.tensors):
+            return False
+        objects = [_OBJECT.fullmatch(key) for key in folder.objects]
+        is_gathered = any(match and match["what"] == _GATHERED for match in objects)
+        return is_gathered or any(_BUCKET.fullmatch(key) for key in folder.tensors)
+    first = min(path.glob(f"mp_rank_*/{_OPTIMIZER}"), default=None)
+    return first is not None and any(state.get(_COALESCED) for state in _of_chain(load_file(first)))
 
 
-def refused(path: Path) -> CheckpointError:
-    return CheckpointError(
+def refuse_nameless(path: Path) -> NoReturn:
+    raise CheckpointError(
         f"The optimizer state in {path} is in flat buffers without names of params. {REMEDY}"
     )
 
@@ -98,7 +97,7 @@ class NamelessBuffer:
 class NamelessOptimizer:
     """The state of one optimizer."""
 
-    buffers: tuple[NamelessBuffer, ...]
+    buffers: Sequence[NamelessBuffer]
     groups: Sequence[Mapping[str, Any]]  # param groups without params
     grad_scaler: Mapping[str, Any] | None
 
@@ -106,22 +105,28 @@ class NamelessOptimizer:
 def open_nameless(path: Path, place: OptimizerPlace) -> NamelessOptimizer:
     """Opens the state of one optimizer of the run."""
     if (path / METADATA).is_file():
-        return _of_folder(open_dcp(path), place)
-    states = _states_in(_loaded(path / place.folder / _OPTIMIZER))
-    entry = _loaded(path / place.folder / _MODEL).get("optimizer")
-    heads = [
-        each
-        for each in (entry if isinstance(entry, list) else [entry])
-        if isinstance(each, Mapping)
-    ]
-    if len(states) <= place.chain or len(heads) <= place.chain:
-        raise _unlike(
-            path / place.folder,
-            f"{min(len(states), len(heads))} optimizers",
-            f"{place.chain + 1} or more",
+        folder = open_dcp(path)
+        mine = _mine(folder.objects, _OBJECT, place)
+        head: Mapping[str, Any] = {match["what"]: folder.read_object(key)[0] for match, key in mine}
+        state = head.get(_GATHERED)
+        buffers = _in_buckets(folder, place) if state is None else _coalesced(state, place, path)
+    else:
+        files = path / place.folder
+        states = _of_chain(_loaded(files / _OPTIMIZER))
+        heads = _of_chain(_loaded(files / _MODEL).get("optimizer"))
+        known = min(len(states), len(heads))
+        if known <= place.chain:
+            raise _unlike(files, f"{known} optimizers", f"{place.chain + 1} or more")
+        head = heads[place.chain]
+        buffers = _coalesced(states[place.chain], place, files / _OPTIMIZER)
+    inner = head.get("optimizer", head)
+    if not isinstance(inner, Mapping) or "param_groups" not in inner:
+        raise CheckpointError(
+            f"There are no param groups of optimizer {place.chain} of data-parallel group "
+            f"{place.group} in {path}. Load the iteration of a run with these parallel sizes that "
+            "was saved without --no-save-optim."
         )
-    buffers = _coalesced(states[place.chain], place, str(path / place.folder / _OPTIMIZER))
-    return _with_head(buffers, heads[place.chain], heads[place.chain].get("grad_scaler"), path)
+    return NamelessOptimizer(buffers, inner["param_groups"], head.get("grad_scaler"))
 
 
 def _loaded(path: Path) -> Any:
@@ -133,13 +138,10 @@ def _loaded(path: Path) -> Any:
     return load_file(path)
 
 
-def _states_in(found: Any) -> list[Mapping[Any, Any]]:
-    """States of the optimizers of a chain; one that is not distributed has none there."""
-    return [
-        state
-        for state in (found if isinstance(found, list) else [found])
-        if isinstance(state, Mapping)
-    ]
+def _of_chain(found: Any) -> list[Mapping[Any, Any]]:
+    """What each optimizer of a chain has; one that is not distributed has nothing there."""
+    every = found if isinstance(found, list) else [found]
+    return [each for each in every if isinstance(each, Mapping)]
 
 
 def _unlike(where: object, got: str, expected: str) -> CheckpointError:
@@ -149,115 +151,80 @@ def _unlike(where: object, got: str, expected: str) -> CheckpointError:
     )
 
 
-def _with_head(
-    buffers: Sequence[NamelessBuffer], head: Mapping[str, Any], scaler: Any, path: Path
-) -> NamelessOptimizer:
-    inner = head.get("optimizer", head)
-    if not isinstance(inner, Mapping) or "param_groups" not in inner:
-        raise CheckpointError(
-            f"There are no param groups in {path}. Save it without --no-save-optim."
-        )
-    return NamelessOptimizer(tuple(buffers), inner["param_groups"], scaler)
-
-
-def _of_folder(folder: DcpFolder, place: OptimizerPlace) -> NamelessOptimizer:
-    objects = {
-        match["what"]: folder.read_object(key)[0]
-        for match, key in _mine(folder.objects, _OBJECT, place)
-    }
-    if "param_state" in objects:
-        buffers = _coalesced(objects["param_state"], place, str(folder.folder))
-    else:
-        buffers = _in_buckets(folder, place)
-    if "optimizer" not in objects:
-        raise _unlike(folder.folder, f"no state of data-parallel group {place.group}", "it")
-    return _with_head(
-        buffers, {"optimizer": objects["optimizer"]}, objects.get("grad_scaler"), folder.folder
-    )
-
-
 def _mine(
     keys: Mapping[str, Any], pattern: re.Pattern[str], place: OptimizerPlace
 ) -> Iterator[tuple[re.Match[str], str]]:
     """Keys of the optimizer, each with its parts. A chain of one optimizer may have no number."""
     for key in keys:
         match = pattern.fullmatch(key)
-        if (
-            match
-            and int(match["group"]) == place.group
-            and int(match["chain"] or place.chain) == place.chain
-        ):
+        if match is None or int(match["group"]) != place.group:
+            continue
+        if match["chain"] is None or int(match["chain"]) == place.chain:
             yield match, key
 
 
 def _in_buckets(folder: DcpFolder, place: OptimizerPlace) -> list[NamelessBuffer]:
-    keys: dict[tuple[int, int], dict[str, str]] = {}
+    keys: dict[tuple[int, int, str], str] = {}  # by number of the buffer, of the bucket, and kind
     for match, key in _mine(folder.tensors, _BUCKET, place):
-        keys.setdefault((int(match["buffer"]), int(match["bucket"])), {})[_kind(match["kind"])] = (
-            key
-        )
-    shapes = {
-        number: folder.tensors[of_kind[MAIN]].shape
-        for number, of_kind in keys.items()
-        if MAIN in of_kind
+        keys[int(match["buffer"]), int(match["bucket"]), _kind(match["kind"])] = key
+    numels = {
+        key[:2]: math.prod(folder.tensors[stored_as].shape)
+        for key, stored_as in keys.items()
+        if key[2] == MAIN
     }
     expected = {
-        (buffer, bucket): (numel,)
+        (buffer, bucket): numel
         for buffer, row in enumerate(place.numels)
         for bucket, numel in enumerate(row)
     }
-    if shapes != expected or keys.keys() != expected.keys():
-        got = [list(shapes.get(number, ())) for number in sorted(keys)]
-        raise _unlike(
-            folder.folder, f"buckets of {got}", str([list(shape) for shape in expected.values()])
-        )
+    _check_numels(numels, expected, folder.folder)
     buffers = []
     for number in range(len(place.numels)):
         kinds = {
-            kind: getattr(torch, folder.tensors[key].dtype) for kind, key in keys[number, 0].items()
+            kind: getattr(torch, folder.tensors[key].dtype)
+            for (buffer, bucket, kind), key in keys.items()
+            if buffer == number and bucket == 0
         }
 
         def read(kind: str, bucket: int, span: Span, number: int = number) -> Tensor:
-            return folder.read_box(keys[number, bucket][kind], Box((span.start,), (span.numel,)))
+            return folder.read_box(keys[number, bucket, kind], Box((span.start,), (span.numel,)))
 
         buffers.append(NamelessBuffer(kinds, read))
     return buffers
 
 
-def _coalesced(state: Mapping[Any, Any], place: OptimizerPlace, where: str) -> list[NamelessBuffer]:
+def _coalesced(state: Any, place: OptimizerPlace, where: Path) -> list[NamelessBuffer]:
     """The buffers of a state that data-parallel rank 0 gathered (megatron-core since 0.7)."""
     if not isinstance(state, Mapping) or not state.get(_COALESCED):
         raise CheckpointError(
             f"The optimizer state in {where} has no {_COALESCED!r}, which megatron-core writes "
             "since 0.7. Load it with the megatron-core that wrote it, and save it with a later one."
         )
-    found = [
+    of_buffers = [
         tensors
-        for of_dtype in state.values()
-        if isinstance(of_dtype, Mapping)
-        for tensors in of_dtype.values()
+        for of_dtypes in state.values()
+        if isinstance(of_dtypes, Mapping)
+        for tensors in of_dtypes.values()
     ]
-    flats = [
-        {
-            _kind(key): each
-            for key, each in tensors.items()
-            if torch.is_tensor(each) and each.dim() == 1
-        }
-        for tensors in found
-    ]
-    numels, expected = [each[MAIN].numel() for each in flats], [sum(row) for row in place.numels]
-    if numels != expected:
-        raise _unlike(where, f"buffers of {numels} elements", str(expected))
-    return [_gathered(flat, row) for flat, row in zip(flats, place.numels, strict=True)]
+    numels = [tensors[_MAIN_IN_FILE].numel() for tensors in of_buffers]
+    _check_numels(numels, [sum(row) for row in place.numels], where)
+    return [_gathered(*each) for each in zip(of_buffers, place.numels, strict=True)]
 
 
-def _gathered(tensors: Mapping[str, Tensor], numels: Sequence[int]) -> NamelessBuffer:
-    starts = [0, *accumulate(numels)]
-    kinds = {kind: tensor.dtype for kind, tensor in tensors.items()}
-    return NamelessBuffer(
-        kinds, lambda kind, bucket, span: tensors[kind][span.moved_by(starts[bucket]).as_slice()]
-    )
+def _gathered(tensors: Mapping[str, Any], numels: Sequence[int]) -> NamelessBuffer:
+    flats = {
+        _kind(key): torch.split(each, list(numels))
+        for key, each in tensors.items()
+        if torch.is_tensor(each) and each.dim() == 1
+    }
+    kinds = {kind: parts[0].dtype for kind, parts in flats.items()}
+    return NamelessBuffer(kinds, lambda kind, bucket, span: flats[kind][bucket][span.as_slice()])
+
+
+def _check_numels(found: object, expected: object, where: Path) -> None:
+    if found != expected:
+        raise _unlike(where, f"buffers or buckets of {found} elements", str(expected))
 
 
 def _kind(key: str) -> str:
-    return MAIN if key == "param" else key
+    return MAIN if key == _MAIN_IN_FILE else key

@@ -42,7 +42,7 @@ from megatron_distopt.checkpoint.manifest import (
 from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.common import count_unlike, inner_name, loss_scale_of, the_step
+from megatron_distopt.formats.common import check_rounds, inner_name, loss_scale_of, the_step
 from megatron_distopt.formats.megatron_2023.model_file import decays
 from megatron_distopt.formats.pickles import as_number, load_file, understood
 from megatron_distopt.formats.torch_files import METADATA, DcpFolder, open_dcp
@@ -60,6 +60,12 @@ _GATE, _UP = "_w", "_v"
 _AGAIN = (
     "Load it in the megatron-core that wrote it, and save it with "
     "--dist-ckpt-optim-fully-reshardable"
+)
+#: megatron-core 0.15 to 0.19 cuts params out of buffers at wrong places where there are several
+#: buckets.
+_MISPLACED = (
+    "megatron-core 0.15 to 0.19 may misplace them as it saves. Load the weights alone with "
+    "--no-load-optim, and save without --dist-ckpt-optim-fully-reshardable."
 )
 _MAIN_KINDS = ("param", "fp32_param")
 #: Options other than weight decay that tell groups apart.
@@ -131,22 +137,10 @@ def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
     def read_box(key: str, box: Box) -> Tensor:
         name, tensor = name_of(key), found[kind_of(key)][name_of(key)].read(box)
         if kind_of(key) == MAIN and name in model:
-            _check_rounds(tensor, model[name].read(box), name, folder.folder)
+            check_rounds(tensor, model[name].read(box), name, folder.folder, _MISPLACED)
         return tensor
 
     return Source(_head(infos, common, folder.folder), infos, read_box)
-
-
-def _check_rounds(main: Tensor, param: Tensor, name: str, where: Path) -> None:
-    """megatron-core 0.15 to 0.19 cuts params out of buffers at wrong places where there are several
-    buckets."""
-    num_unlike = count_unlike(main, param)
-    if num_unlike:
-        raise CheckpointError(
-            f"{num_unlike} of {main.numel()} main values of {name!r} in {where} are not the "
-            "model's: megatron-core 0.15 to 0.19 may misplace them as it saves. Load the weights "
-            "alone with --no-load-optim, and save without --dist-ckpt-optim-fully-reshardable."
-        )
 
 
 def _head(infos: Mapping[str, TensorRecord], common: Mapping[str, Any], path: Path) -> Manifest:

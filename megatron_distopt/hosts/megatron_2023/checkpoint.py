@@ -9,6 +9,7 @@ distributed optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,12 @@ from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.plain import is_plain
 from megatron_distopt.hosts.megatron.saving import head_with
 from megatron_distopt.hosts.megatron_2023.fork_files import (
-    RankState,
     check_head,
     group_dicts,
     is_of_other_kind,
-    load_gathered,
     load_groups,
     load_rank_state,
+    open_gathered,
     open_plain,
     open_rank_state,
     rank_state_dict,
@@ -58,7 +58,7 @@ class ForkCheckpoints:
         fork = self._fork
         if not fork.gathers_state:
             fork.check_weights()
-            return rank_state_dict(fork, fork.whole())
+            return rank_state_dict(fork)
         return head_with(group_dicts(fork), fork.sharded.plan.choice, fork.grad_scaler)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -75,13 +75,8 @@ class ForkCheckpoints:
             self._head_step = the_step(state_dict["optimizer"]["param_groups"], "the checkpoint")
             self._session.note_loaded()
             return
-
-        def opened() -> RankState:
-            if is_plain(state_dict):
-                return open_plain(fork, state_dict)
-            return open_rank_state(fork, state_dict, fork.whole())
-
-        load_rank_state(fork, raise_together(opened, everyone, "load"), state_dict)
+        open_entry = open_plain if is_plain(state_dict) else open_rank_state
+        load_rank_state(fork, partial(open_entry, fork, state_dict))
         self._has_whole_state = True
         self._session.end_load()
 
@@ -117,7 +112,8 @@ class ForkCheckpoints:
                 load_checkpoint(folder, self._fork.whole(), self._everyone)
             elif has_file:
                 self._check_adams(filename)
-                load_gathered(self._fork, filename, self._head_step)
+                state_of = partial(open_gathered, self._fork, filename, self._head_step)
+                load_rank_state(self._fork, state_of)
             else:
                 raise not_found(folder, filename)
         except Exception:

@@ -2,16 +2,19 @@
 
 A rank's own state is an entry of per-rank files (formats/megatron_2023/per_rank.py). With the
 fork's one bucket for each grad buffer it is what the fork's own optimizer reads and writes; a run
-with buckets of its own writes its shards with names. Either is read into any buckets, by ranks that
-send each other what belongs elsewhere. The gathered file (formats/megatron_2023/gathered.py) is
-written where there is one bucket, and read at any number of ranks: each reads what it owns. The
-state of a run without the distributed optimizer (formats/megatron_2023/plain.py) is only read.
+with buckets of its own writes its shards with names. Either is read into any buckets at the size
+that wrote it. The gathered file (formats/megatron_2023/gathered.py) is written where there is one
+bucket, and read at any number of ranks: each reads what it owns. The state of a run without the
+distributed optimizer (formats/megatron_2023/plain.py) is only read.
+
+Whatever is read becomes a `RankState`, and is then loaded as any other state is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,14 @@ from megatron.core import mpu
 from torch import Tensor
 
 from megatron_distopt.checkpoint import WholeModel
-from megatron_distopt.checkpoint.load import note_averages
-from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.checkpoint.load import load_state
+from megatron_distopt.checkpoint.load_plan import Loadable
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest
 from megatron_distopt.checkpoint.param_groups import take_options
-from megatron_distopt.checkpoint.torch_state import moments_to_begin
-from megatron_distopt.checkpoint.whole_model import load_loss_scale
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, saved_loss_scale, shards_of
 from megatron_distopt.comm import Group, broadcast, exchange, gather_to_first, raise_together
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats.common import known_step, no_step, the_step
+from megatron_distopt.formats.common import known_step, loss_scale_of, no_step, the_step
 from megatron_distopt.formats.megatron_2023.file_state import described, identity
 from megatron_distopt.formats.megatron_2023.gathered import (
     GatheredFile,
@@ -36,7 +39,6 @@ from megatron_distopt.formats.megatron_2023.gathered import (
     moments_in_file,
 )
 from megatron_distopt.formats.megatron_2023.per_rank import (
-    SavedShard,
     in_file_order,
     missing_in,
     named_entry,
@@ -44,22 +46,16 @@ from megatron_distopt.formats.megatron_2023.per_rank import (
     rank_entry,
     rank_state,
 )
-from megatron_distopt.formats.megatron_2023.plain import (
-    ExpectedParam,
-    OptimizerEntry,
-    Origin,
-    ParamEntry,
-    plain_state,
-)
+from megatron_distopt.formats.megatron_2023.plain import ExpectedParam, OptimizerEntry, plain_state
+from megatron_distopt.formats.megatron_2023.saved_shards import Origin, SavedShard, in_order, joined
 from megatron_distopt.formats.pickles import load_file, save_whole
+from megatron_distopt.hosts.megatron.own_shards import group_record, loadable_of_shards
 from megatron_distopt.hosts.megatron.saving import is_of_other_class, options_of_run
 from megatron_distopt.hosts.megatron_2023.buffers import GradBuffer
 from megatron_distopt.hosts.megatron_2023.model import ForkModel
-from megatron_distopt.layout import ParamShard, Span, owned_shards
-from megatron_distopt.optimizer.inner_state import count_updates, moments_of, restore, restore_group
-from megatron_distopt.optimizer.main_params import FlatParam
+from megatron_distopt.layout import Span, owned_shards
+from megatron_distopt.optimizer.inner_state import count_updates, moments_of
 from megatron_distopt.optimizer.owners.muon_options import is_muons_group
-from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: Which kernel updates is the choice of the run that loads.
 _IMPLEMENTATION = (
@@ -73,15 +69,15 @@ _IMPLEMENTATION = (
     "amsgrad",
 )
 _REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
-WHAT, _CHECKPOINT = "optimizer state", "the checkpoint"
-OF_OTHER_MODEL = Origin(WHAT, _REMEDY)
+_WHAT, _CHECKPOINT = "optimizer state", "the checkpoint"
+_OF_OTHER_MODEL = Origin(_WHAT, _REMEDY)
 _OF_OTHER_RANKS = Origin(
-    WHAT,
+    _WHAT,
     "Resume with the ranks of the saved run; another size needs megatron-distopt convert --to "
     "per-rank --dp N",
 )
 _OF_OTHER_LAYOUT = Origin(
-    WHAT, "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim"
+    _WHAT, "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim"
 )
 _OF_OTHER_SAVE = (
     "Load a checkpoint of this model at the same tensor- and pipeline-parallel size, or start from "
@@ -136,37 +132,35 @@ def is_of_other_kind(fork: ForkModel, state: Mapping[str, Any]) -> bool:
 
 def check_head(fork: ForkModel, state: Mapping[str, Any]) -> None:
     """Refuses a `state_dict()` that does not belong to a gathered file of this run."""
-    if (
-        "optimizer" not in state
-        or "param_groups" not in state.get("optimizer", {})
-        or "state" in state["optimizer"]
-    ):
+    head = state.get("optimizer", {})
+    if "param_groups" not in head or "state" in head:
         got = f"one with {', '.join(map(str, state)) or 'nothing'}"
-        raise OF_OTHER_MODEL.refused(got, "be that of a distributed optimizer with a gathered file")
+        raise _OF_OTHER_MODEL.refused(
+            got, "be that of a distributed optimizer with a gathered file"
+        )
     if not is_of_other_kind(fork, state):
-        match_groups(fork.param_groups, state["optimizer"]["param_groups"])
+        match_groups(fork.param_groups, head["param_groups"])
 
 
 def match_groups(
     ours: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """The saved groups in the order of ours, by what tells them apart; equal ones keep their
-    order."""
-    left = list(saved)
+) -> list[int]:
+    """The number of the saved group of each of ours, by what tells them apart; equal ones keep
+    their order."""
+    left = dict(enumerate(saved))
     matched = []
     for mine in ours:
-        place = next(
-            (place for place, group in enumerate(left) if identity(group) == identity(mine)), None
-        )
-        if place is None:
+        same = [number for number, group in left.items() if identity(group) == identity(mine)]
+        if not same:
             raise CheckpointError(
                 f"The checkpoint has no param group with {described(mine)}; it has "
                 f"{', '.join(map(described, saved)) or 'no groups'}. {_REMEDY}."
             )
-        matched.append(left.pop(place))
-    if left:
+        matched.append(same[0])
+        del left[same[0]]
+    for group in left.values():
         raise CheckpointError(
-            f"The checkpoint has a param group with {described(left[0])} besides those of the run. "
+            f"The checkpoint has a param group with {described(group)} besides those of the run. "
             f"{_REMEDY}."
         )
     return matched
@@ -174,134 +168,210 @@ def match_groups(
 
 def load_groups(ours: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Takes the hyperparameters over, for those keys that ours have."""
-    pairs = [
-        (
-            mine,
-            {
-                key: value
-                for key, value in theirs.items()
-                if key in mine and key not in _IMPLEMENTATION
-            },
-        )
-        for mine, theirs in zip(ours, match_groups(ours, saved), strict=True)
-    ]
+    matched = zip(ours, match_groups(ours, saved), strict=True)
+    pairs = [(mine, _options_for(mine, saved[number])) for mine, number in matched]
     take_options(pairs, Group.of().rank, options_of_run(get_args()))
 
 
-def check_update_count(fork: ForkModel, step: int | None) -> int | None:
-    checked = known_step([step], fork.sharded.config.resume_step, _CHECKPOINT)
-    if checked is None and fork.sharded.plan.choice.is_adam:
+def _options_for(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved options of a param group that the group of the run has as well."""
+    return {
+        key: value for key, value in saved.items() if key in mine and key not in _IMPLEMENTATION
+    }
+
+
+def _step_of(
+    fork: ForkModel, holders: Iterable[Mapping[str, Any]], *, has_begun: bool = True
+) -> int | None:
+    """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag
+    says more."""
+    given = fork.sharded.config.resume_step
+    step = known_step([the_step(holders, _CHECKPOINT)], given, _CHECKPOINT)
+    if step is None and not has_begun:
+        return 0
+    if step is None and fork.sharded.plan.choice.is_adam:
         raise no_step(_CHECKPOINT)
-    return checked
+    return step
 
 
-def check_moments(
-    fork: ForkModel, what: str, found: Collection[str], *, may_be_none: bool = True
-) -> None:
-    """Refuses the state of another class than the run's, which would be left out, or fail at the
-    next step."""
-    if not found and may_be_none:
-        return
-    numbers = range(len(fork.param_groups))
-    wanted = [moments_to_begin(fork.sharded, number) for number in numbers]
-    if set(found) not in wanted:
-        raise CheckpointError(
-            f"The {what} has {', '.join(sorted(found)) or 'params alone'}, and "
-            f"{fork.sharded.plan.choice.name} needs {', '.join(sorted(wanted[0]))}. Resume "
-            "with the optimizer of the saved run, or start from its weights with --no-load-optim."
-        )
+# Loading.
 
 
-def install_state(
-    fork: ForkModel, moments: Mapping[FlatParam, Mapping[str, Tensor]], step: int | None
-) -> None:
-    """Gives the inner optimizer its state back and rounds the loaded main params into the param
-    buffers."""
-    inner = fork.sharded.inner
-    fork.sharded.forget_deferred_check()
-    note_averages([fork.sharded], are_loaded=False, is_told=fork.everyone.rank == 0)
-    for group in inner.param_groups:
-        restore_group(inner, group, step)
-    for flat in fork.sharded.flat_params:
-        # A count without moments is not what torch's classes keep before their first step.
-        group, num_updates = (
-            inner.param_groups[flat.plan.key.group],
-            step if moments[flat] else None,
-        )
-        restore(inner, group, flat.main, moments[flat], num_updates)
-        flat.write_model()
+@dataclass(frozen=True, eq=False)
+class RankState:
+    """What a file or an entry has for this rank."""
+
+    where: str  # it comes from, for errors
+    groups: Mapping[int, Mapping[str, Any]]  # options to take over, by number of the run's group
+    step: int | None
+    # by name in the optimizer: at least what this rank owns, or else what ranks send each other
+    shards: Mapping[str, SavedShard]
+    loss_scale: Mapping[str, float]
+    num_skipped: int
+
+
+@torch.no_grad()
+def load_rank_state(fork: ForkModel, opened: Callable[[], RankState]) -> None:
+    """Collective: takes over what `opened` returns; the params are not gathered yet.
+
+    Raises:
+        CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
+        RanksDisagreeError: on the others, with that rank's text.
+    """
+    state, model = raise_together(opened, fork.everyone, "load"), fork.whole()
+    owned = {shard.name: shard.in_param for _, shard in shards_of(fork.sharded)}
+    parts = {name: [shard] for name, shard in state.shards.items()}
+    has_all = all(name in parts and parts[name][0].holds(span) for name, span in owned.items())
+    step = state.step if parts else None  # a rank may have saved nothing of what it owns now
+    everywhere = exchange((has_all, state.groups, step), fork.start.data)
+    if not all(has_all for has_all, *_ in everywhere):
+        parts = {name: [] for name in owned}
+        for buffer in fork.grad_buffers:
+            for name, part in _sent_around(buffer, state.shards, owned):
+                parts[name].append(part)
+    groups = {number: each for _, of_rank, _ in everywhere for number, each in of_rank.items()}
+    steps = [step for *_, step in everywhere if step is not None]
+
+    def loadable() -> Loadable:
+        found = {name: _whole(name, span, parts[name]) for name, span in owned.items()}
+        step, shards = max(steps, default=None), {**state.shards, **found}
+        return _loadable(fork, model, replace(state, groups=groups, step=step, shards=shards))
+
+    load_state(loadable, model, fork.everyone)
+
+
+def _whole(name: str, span: Span, parts: Sequence[SavedShard]) -> SavedShard:
+    """These elements of a param at least."""
+    if len(parts) == 1 and parts[0].holds(span):
+        return parts[0]
+    found = in_order(name, span, parts, _OF_OTHER_RANKS)
+    kinds = {kind for part in found for kind in part.tensors}
+    return SavedShard(span, {kind: joined(found, kind) for kind in kinds})
+
+
+def _loadable(fork: ForkModel, model: WholeModel, state: RankState) -> Loadable:
+    share, plan = model.shares[0], fork.sharded.plan
+    groups = []
+    for number, group in enumerate(plan.groups):
+        # What is kept of the others, their ranks know.
+        known = [name for name in group.names if name in state.shards]
+        others = [name for name in group.names if name not in state.shards]
+        options = state.groups.get(number, {})
+        groups.append(group_record(share, known, options, state.step))
+        groups.append(group_record(share, others, options, None))
+    scale = dict(state.loss_scale)
+    head = Manifest("", (), {}, tuple(groups), plan.choice.name, scale, state.num_skipped)
+
+    def kinds_of(_: Share, name: str) -> dict[str, torch.dtype]:
+        if name not in state.shards:
+            return {MAIN: torch.float32}
+        kinds = {kind: each.dtype for kind, each in state.shards[name].tensors.items()}
+        return kinds if _has_main(fork, name) else {MAIN: torch.float32, **kinds}
+
+    def values_of(piece: OwnedPiece, kind: str) -> Tensor:
+        name, in_param = piece.shard.name, piece.piece.in_param
+        saved = state.shards[name]
+        if kind in saved.tensors:
+            return saved.tensors[kind][in_param.relative_to(saved.in_param.start).as_slice()]
+        # An fp32 param is its own main param, and its values came with the model.
+        return fork.start.named[name].detach().reshape(-1)[in_param.as_slice()]
+
+    return loadable_of_shards(model, head, state.where, kinds_of, values_of)
+
+
+def _has_main(fork: ForkModel, name: str) -> bool:
+    return fork.start.named[name].dtype is not torch.float32
+
+
+def _sent_around(
+    buffer: GradBuffer, shards: Mapping[str, SavedShard], owned: Mapping[str, Span]
+) -> Iterator[tuple[str, SavedShard]]:
+    """Collective: what any rank has saved of the params of one buffer, as far as this rank owns it;
+    one tensor after the other is sent to all."""
+    group, device = buffer.plan.group, buffer.grad.device
+    mine = [
+        (name, shard.in_param, tuple(shard.tensors))
+        for name, shard in shards.items()
+        if name in buffer.plan.params
+    ]
+    for rank, of_rank in enumerate(exchange(mine, group)):
+        for name, span, kinds in of_rank:
+            both = owned[name].intersect(span) if name in owned else None
+            tensors: dict[str, Tensor] = {}
+            for kind in kinds:
+                sent = torch.empty(span.numel, dtype=torch.float32, device=device)
+                if rank == group.rank:
+                    sent.copy_(shards[name].tensors[kind])
+                broadcast(sent, rank, group)
+                if both is not None:
+                    # a copy: a view would keep all of it in memory
+                    tensors[kind] = sent[both.relative_to(span.start).as_slice()].cpu().clone()
+            if both is not None:
+                yield name, SavedShard(both, tensors)
 
 
 # A rank's own state.
 
 
-def shards_of(optimizer: ShardedOptimizer) -> dict[str, tuple[FlatParam, ParamShard]]:
-    """By param name what this rank owns; at most one shard a param, because each lies in one
-    bucket."""
-    return {
-        shard.name: (flat, shard) for flat in optimizer.flat_params for shard in flat.plan.shards
-    }
-
-
-def rank_state_dict(fork: ForkModel, model: WholeModel) -> dict[str, Any]:
+def rank_state_dict(fork: ForkModel) -> dict[str, Any]:
     """This rank's own state; every tensor has memory of its own."""
-    shards = {}
-    for name, (flat, shard) in shards_of(fork.sharded).items():
+    shards: dict[str, SavedShard] = {}
+    for flat, shard in shards_of(fork.sharded):
         kept = {MAIN: flat.main.detach()} if flat.owns_memory else {}
         kept |= moments_of(fork.sharded.inner, flat.main)
         # A copy: a view would be saved with everything that it is a view of.
-        shards[name] = SavedShard(
-            shard.in_param, {key: flat.cut(each, shard).clone() for key, each in kept.items()}
-        )
-    dicts, step = group_dicts(fork), count_updates(fork.sharded.inner)
+        copies = {key: flat.cut(each, shard).clone() for key, each in kept.items()}
+        shards[shard.name] = SavedShard(shard.in_param, copies)
     if fork.has_forks_buckets:
-        groups = [
-            (dicts[number], [param.name for param in params])
-            for number, params in _own_params(fork).items()
-        ]
-        mains = {
-            name: saved.tensors[MAIN] for name, saved in shards.items() if MAIN in saved.tensors
-        }
-        states: dict[str, dict[str, Any]] = {}
-        for name, saved in shards.items():
-            states[name] = {key: tensor for key, tensor in saved.tensors.items() if key != MAIN}
-            if fork.host_is_torchs and step is not None:
-                # one each, because torch's class counts in place
-                states[name]["step"] = torch.tensor(float(step))
-        state = rank_entry(groups, mains, states)
+        state = _forks_entry(fork, shards)
     else:
-        placements = model.shares[0].placements
-        state = named_entry(dicts, {placements[name].name: saved for name, saved in shards.items()})
+        placements = fork.whole().shares[0].placements
+        named = {placements[name].name: shard for name, shard in shards.items()}
+        state = named_entry(group_dicts(fork), named)
     if fork.grad_scaler is not None:
         state["grad_scaler"] = fork.grad_scaler.state_dict()
     return state
 
 
+def _forks_entry(fork: ForkModel, shards: Mapping[str, SavedShard]) -> dict[str, Any]:
+    """The entry in the fork's form."""
+    dicts, step = group_dicts(fork), count_updates(fork.sharded.inner)
+    groups = [
+        (dicts[number], [param.name for param in params])
+        for number, params in _own_params(fork).items()
+    ]
+    mains: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for name, shard in shards.items():
+        states[name] = dict(shard.tensors)
+        if MAIN in shard.tensors:
+            mains[name] = states[name].pop(MAIN)
+        if fork.host_is_torchs and step is not None:
+            # one each, because torch's class counts in place
+            states[name]["step"] = torch.tensor(float(step))
+    return rank_entry(groups, mains, states)
+
+
 def _own_params(fork: ForkModel) -> dict[int, list[ExpectedParam]]:
     """What a file in the fork's form has of this rank, by group, in its order; groups without
     params are left out."""
-    group_of = {
-        name: number
-        for number, group in enumerate(fork.sharded.plan.groups)
-        for name in group.names
-    }
-    spans, by_group = _spans_in_file(fork), dict[int, list[ExpectedParam]]()
-    name_of = {param: name for name, param in fork.start.named.items()}
-    index_maps = [
-        spans for model in fork.models for spans in model._grad_buffer_param_index_map.values()
-    ]
-    # as the fork registers them
-    for param in (param for index_map in index_maps for param in index_map):
-        name = name_of.get(param)
-        if name is not None and name in spans:
-            expected = ExpectedParam(
-                name, (spans[name].numel,), has_main=param.dtype is not torch.float32
-            )
-            by_group.setdefault(group_of[name], []).append(expected)
-    return {
-        number: in_file_order(by_group[number], lambda each: each.has_main)
-        for number in sorted(by_group)
-    }
+    spans = _spans_in_file(fork)
+    name_of = {param: name for name, param in fork.start.named.items() if name in spans}
+    registered: list[str] = []
+    for model in fork.models:
+        for index_map in model._grad_buffer_param_index_map.values():
+            registered += [name_of[param] for param in index_map if param in name_of]
+    by_group: dict[int, list[ExpectedParam]] = {}
+    for number, group in enumerate(fork.sharded.plan.groups):
+        members = frozenset(group.names)
+        own = [
+            ExpectedParam(name, (spans[name].numel,), _has_main(fork, name))
+            for name in registered
+            if name in members
+        ]
+        if own:
+            by_group[number] = in_file_order(own, lambda each: each.has_main)
+    return by_group
 
 
 def _spans_in_file(fork: ForkModel) -> dict[str, Span]:
@@ -317,199 +387,82 @@ def _spans_in_file(fork: ForkModel) -> dict[str, Span]:
     }
 
 
-def _saved_in(
-    fork: ForkModel, state: OptimizerEntry, expected: Mapping[int, Sequence[ExpectedParam]]
-) -> tuple[dict[int, Mapping[str, Any]], dict[str, ParamEntry]]:
-    """The saved group of each group of the run, and what is saved of each param, by name, checked.
-
-    `expected` says by number of the group what the state must hold of its params, in its order.
-    """
-    matched = match_groups([fork.param_groups[number] for number in expected], state.groups)
-    entries: dict[str, ParamEntry] = {}
-    for params, group in zip(expected.values(), matched, strict=True):
-        index = next(index for index, each in enumerate(state.groups) if each is group)
-        entries |= {entry.name: entry for entry in state.params(index, params)}
-    for entry in entries.values():
-        check_moments(fork, WHAT, entry.moments, may_be_none=not state.has_begun)
-    return dict(zip(expected, matched, strict=True)), entries
-
-
-@dataclass(frozen=True, eq=False)
-class RankState:
-    """A state for `load_state_dict`, checked: what it has for this rank before ranks send each
-    other anything."""
-
-    groups: Mapping[int, Mapping[str, Any]]  # saved, by number of the run's group
-    shards: Mapping[str, SavedShard]  # by name in the optimizer
-    step: int | None
-    is_for_this_rank: bool  # whether the shards are exactly those that this rank owns
-
-
 def open_plain(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
     """The state of a run without the distributed optimizer, of which every rank has all."""
     choice = fork.sharded.plan.choice
     if choice.updates_whole_params:
-        raise OF_OTHER_MODEL.refused(
+        raise _OF_OTHER_MODEL.refused(
             "that of a class which does not update whole params", f"be of {choice.name}"
         )
-    state, params = plain_state(entry, OF_OTHER_MODEL), fork.start.named
+    shapes = {name: tuple(param.shape) for name, param in fork.start.named.items()}
     expected = {
-        number: [
-            ExpectedParam(name, tuple(params[name].shape), params[name].dtype is not torch.float32)
-            for name in group.names
-        ]
+        number: [ExpectedParam(name, shapes[name], _has_main(fork, name)) for name in group.names]
         for number, group in enumerate(fork.sharded.plan.groups)
     }
-    groups, entries = _saved_in(fork, state, expected)
-    shards = {}
-    for name, (_, shard) in shards_of(fork.sharded).items():
-        span = shard.in_param
-        cut = {
-            key: tensor.reshape(-1)[span.as_slice()]
-            for key, tensor in entries[name].tensors.items()
-        }
-        shards[name] = SavedShard(span, cut)
-    return RankState(groups, shards, _step_in(fork, state), is_for_this_rank=True)
+    spans = {name: Span(0, math.prod(shape)) for name, shape in shapes.items()}
+    return _opened(fork, plain_state(entry, _OF_OTHER_MODEL), expected, spans, entry)
 
 
-def open_rank_state(fork: ForkModel, entry: Mapping[str, Any], model: WholeModel) -> RankState:
+def open_rank_state(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
     """What `rank_state_dict`, or the fork's own optimizer, gave for this rank."""
     missing = missing_in(entry)
     if missing:
         raise _OF_OTHER_LAYOUT.refused(f"without {', '.join(missing)}", "be a rank's own")
     named = named_shards(entry)
     if named is None:
-        state, spans = rank_state(entry, _OF_OTHER_RANKS), _spans_in_file(fork)
-        groups, entries = _saved_in(fork, state, _own_params(fork))
-        shards = {name: SavedShard(spans[name], each.tensors) for name, each in entries.items()}
-        return RankState(groups, shards, _step_in(fork, state), fork.has_forks_buckets)
-    saved_groups = match_groups(fork.param_groups, entry["optimizer"]["param_groups"])
-    name_of = {placement.name: name for name, placement in model.shares[0].placements.items()}
-    unknown = [name for name in named if name not in name_of]
-    if unknown:
-        raise OF_OTHER_MODEL.refused(f"with {unknown[0]!r}", "hold params of the run")
-    shards = {name_of[name]: shard for name, shard in named.items()}
-    for shard in shards.values():
-        check_moments(fork, WHAT, shard.tensors.keys() - {MAIN})
-    owned = {name: shard.in_param for name, (_, shard) in shards_of(fork.sharded).items()}
-    is_same = {name: shard.in_param for name, shard in shards.items()} == owned
-    has_begun = any(shard.tensors.keys() - {MAIN} for shard in shards.values())
-    step = the_step(saved_groups, _CHECKPOINT)
-    checked = check_update_count(fork, step) if step is not None or has_begun else 0
-    return RankState(dict(enumerate(saved_groups)), shards, checked, is_same)
+        state = rank_state(entry, _OF_OTHER_RANKS)
+        return _opened(fork, state, _own_params(fork), _spans_in_file(fork), entry)
+    saved = entry["optimizer"]["param_groups"]
+    groups = {
+        number: saved[place] for number, place in enumerate(match_groups(fork.param_groups, saved))
+    }
+    placements = fork.whole().shares[0].placements
+    name_of = {placement.name: name for name, placement in placements.items()}
+    unknown = next((name for name in named if name not in name_of), None)
+    if unknown is not None:
+        raise _OF_OTHER_MODEL.refused(f"with {unknown!r}", "hold params of the run")
+    has_begun = any(shard.tensors.keys() - {MAIN} for shard in named.values())
+    step = _step_of(fork, saved, has_begun=has_begun)
+    return _rank_state(fork, entry, groups, step, {name_of[name]: named[name] for name in named})
 
 
-def _step_in(fork: ForkModel, state: OptimizerEntry) -> int | None:
-    """The update count to go on from; that of an optimizer that had not begun is 0 unless the flag
-    says more."""
-    step = the_step([*state.groups, *state.inner["state"].values()], _CHECKPOINT)
-    is_known = step is not None or fork.sharded.config.resume_step is not None
-    return check_update_count(fork, step) if is_known or state.has_begun else 0
+def _opened(
+    fork: ForkModel,
+    state: OptimizerEntry,
+    expected: Mapping[int, Sequence[ExpectedParam]],
+    spans: Mapping[str, Span],
+    entry: Mapping[str, Any],
+) -> RankState:
+    """The state in an entry that names no params.
+
+    `expected` says by number of the group what it must hold of its params, in its order, and
+    `spans` which elements of each.
+    """
+    matched = match_groups([fork.param_groups[number] for number in expected], state.groups)
+    groups: dict[int, Mapping[str, Any]] = {}
+    shards: dict[str, SavedShard] = {}
+    for (number, params), place in zip(expected.items(), matched, strict=True):
+        groups[number] = state.groups[place]
+        for each in state.params(place, params):
+            tensors = {kind: tensor.reshape(-1) for kind, tensor in each.tensors.items()}
+            shards[each.name] = SavedShard(spans[each.name], tensors)
+    holders = [*state.groups, *state.inner["state"].values()]
+    step = _step_of(fork, holders, has_begun=state.has_begun)
+    return _rank_state(fork, entry, groups, step, shards)
 
 
-@torch.no_grad()
-def load_rank_state(fork: ForkModel, state: RankState, entry: Mapping[str, Any]) -> None:
-    """Collective: takes a checked state over; the params are not gathered yet."""
-    everywhere = exchange(
-        (state.is_for_this_rank, state.groups, state.step, bool(state.shards)), fork.start.data
-    )
-    groups, step, owned = state.groups, state.step, shards_of(fork.sharded)
-    buffers = [] if all(is_for_it for is_for_it, *_ in everywhere) else fork.grad_buffers
-    listed = []
-    for buffer in buffers:
-        mine = [(name, each) for name, each in state.shards.items() if name in buffer.plan.params]
-        listed.append(
-            exchange(
-                [(name, each.in_param, tuple(each.tensors)) for name, each in mine],
-                buffer.plan.group,
-            )
-        )
-    raise_together(lambda: _check_complete(buffers, listed, owned), fork.everyone, "load")
-    if buffers:  # a rank may have saved nothing of what it owns now
-        found = {
-            number: group
-            for _, of_rank, _, _ in reversed(everywhere)
-            for number, group in of_rank.items()
-        }
-        groups = dict(sorted(found.items()))
-        step = max(
-            (count for _, _, count, has_any in everywhere if has_any and count is not None),
-            default=None,
-        )
-    load_groups([fork.param_groups[number] for number in groups], list(groups.values()))
-    load_loss_scale(fork.sharded.loss_scale, entry.get("grad_scaler") or {})
-    for sharded in fork.sharded.buffers:
-        sharded.collect()  # fp32 params came with the model, and packed ones are copies of it
-    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in fork.sharded.flat_params}
-    for name, saved in () if buffers else state.shards.items():
-        _take(owned[name], saved, moments)
-    for buffer, by_rank in zip(buffers, listed, strict=True):
-        for name, saved in _sent_around(buffer, state.shards, by_rank):
-            if name in owned:
-                _take(owned[name], saved, moments)
-    install_state(fork, moments, step)
-
-
-def _take(
-    owned: tuple[FlatParam, ParamShard],
-    saved: SavedShard,
-    moments: Mapping[FlatParam, dict[str, Tensor]],
-) -> None:
-    """Copies those elements of a saved shard that this rank owns."""
-    flat, shard = owned
-    both = shard.in_param.intersect(saved.in_param)
-    if both is None:
-        return
-    for key, tensor in saved.tensors.items():
-        whole = flat.main if key == MAIN else moments[flat].setdefault(key, flat.zeros())
-        inside = flat.cut(whole, shard)[both.relative_to(shard.in_param.start).as_slice()]
-        inside.copy_(tensor[both.relative_to(saved.in_param.start).as_slice()])
-
-
-#: What each rank of a group saved of one buffer: name, elements of the param, and keys.
-_Listed = Sequence[Sequence[tuple[str, Span, tuple[str, ...]]]]
-
-
-def _check_complete(
-    buffers: Sequence[GradBuffer],
-    listed: Sequence[_Listed],
-    owned: Mapping[str, tuple[FlatParam, ParamShard]],
-) -> None:
-    """Refuses shards of which an element that this rank owns is in no rank's state."""
-    for buffer, by_rank in zip(buffers, listed, strict=True):
-        saved: dict[str, int] = {}
-        for name, span, _ in (each for of_rank in by_rank for each in of_rank):
-            both = owned[name][1].in_param.intersect(span) if name in owned else None
-            saved[name] = saved.get(name, 0) + (both.numel if both else 0)
-        for name, (_, shard) in owned.items():
-            if name in buffer.plan.params and saved.get(name, 0) != shard.in_param.numel:
-                got = (
-                    f"{saved.get(name, 0)} of the {shard.in_param.numel} elements of {name!r} that "
-                    "this rank owns"
-                )
-                raise _OF_OTHER_RANKS.refused(got, "hold each of them once on one rank")
-
-
-def _sent_around(
-    buffer: GradBuffer, shards: Mapping[str, SavedShard], listed: _Listed
-) -> Iterator[tuple[str, SavedShard]]:
-    """Collective: the saved shards of one buffer of all ranks, each with one of its tensors, in
-    fp32."""
-    group, device = buffer.plan.group, buffer.grad.device
-    for rank, of_rank in enumerate(listed):
-        for key in dict.fromkeys(key for _, _, keys in of_rank for key in keys):
-            parts = [(name, span) for name, span, keys in of_rank if key in keys]
-            numels = [span.numel for _, span in parts]
-            sent = torch.empty(sum(numels), dtype=torch.float32, device=device)
-            if rank == group.rank:
-                sent.copy_(
-                    torch.cat(
-                        [shards[name].tensors[key].to(device, torch.float32) for name, _ in parts]
-                    )
-                )
-            broadcast(sent, rank, group)
-            for (name, span), values in zip(parts, torch.split(sent, numels), strict=True):
-                yield name, SavedShard(span, {key: values})
+def _rank_state(
+    fork: ForkModel,
+    entry: Mapping[str, Any],
+    groups: Mapping[int, Mapping[str, Any]],
+    step: int | None,
+    shards: Mapping[str, SavedShard],
+) -> RankState:
+    options = {
+        number: _options_for(fork.param_groups[number], group) for number, group in groups.items()
+    }
+    scale = loss_scale_of(entry.get("grad_scaler"))
+    return RankState("of the fork", options, step, shards, scale, fork.sharded.num_skipped)
 
 
 # The gathered file.
@@ -530,7 +483,6 @@ def save_gathered(fork: ForkModel, filename: str) -> None:
         for key in found
     }
     moments = moments_in_file(keys - {MAIN}, is_adam=sharded.plan.choice.is_adam)
-    owned = shards_of(sharded)
     gathered: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
     for buffer in fork.grad_buffers:
         carrier, device = _carrier(data, buffer)
@@ -538,8 +490,8 @@ def save_gathered(fork: ForkModel, filename: str) -> None:
         # one after the other: only one of them is whole in the device's memory
         for key in (MAIN, *moments):
             part = torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
-            for name, (flat, shard) in owned.items():
-                if name in buffer.plan.params and key in kept[flat]:
+            for flat, shard in shards_of(sharded):
+                if shard.name in buffer.plan.params and key in kept[flat]:
                     part[shard.in_shard.as_slice()] = flat.cut(kept[flat][key], shard).to(device)
             whole = gather_to_first(part, carrier)
             if whole is not None:
@@ -566,49 +518,26 @@ def _carrier(group: Group, buffer: GradBuffer) -> tuple[Group, torch.device]:
     return group, buffer.grad.device
 
 
-@torch.no_grad()
-def load_gathered(fork: ForkModel, filename: str, head_step: int | None) -> None:
-    """Collective: every rank reads what it owns; the params are not gathered yet.
+def open_gathered(fork: ForkModel, filename: str, head_step: int | None) -> RankState:
+    """What a gathered file has; every rank reads it.
 
-    `head_step` is the update count that came with `load_state_dict`. A rank that cannot read the
-    file raises before anything is changed, and the others with it.
+    `head_step` is the update count that came with `load_state_dict`, as did the param groups and
+    the loss scale.
     """
-
-    def read() -> tuple[list[dict[str, Tensor]], int | None, int]:
-        file = GatheredFile(
-            load_file(Path(filename)), Origin(f"optimizer file {filename}", _OF_OTHER_SAVE)
-        )
-        found = [_checked_tensors(fork, file, buffer) for buffer in fork.grad_buffers]
-        return (
-            found,
-            check_update_count(fork, file.step if head_step is None else head_step),
-            file.num_skipped,
-        )
-
-    of_buffers, step, num_skipped = raise_together(read, fork.everyone)
-    moments: dict[FlatParam, dict[str, Tensor]] = {flat: {} for flat in fork.sharded.flat_params}
-    owned = shards_of(fork.sharded)
-    for buffer, tensors in zip(fork.grad_buffers, of_buffers, strict=True):
-        for name in owned.keys() & buffer.plan.params.keys():
-            span = owned[name][1].in_param
-            in_file = span.moved_by(buffer.plan.in_file[name].start).as_slice()
-            _take(
-                owned[name],
-                SavedShard(span, {key: each[in_file] for key, each in tensors.items()}),
-                moments,
-            )
-    install_state(fork, moments, step)
-    fork.sharded.num_skipped = num_skipped
-
-
-def _checked_tensors(fork: ForkModel, file: GatheredFile, buffer: GradBuffer) -> dict[str, Tensor]:
-    plan, choice = buffer.plan, fork.sharded.plan.choice
-    if plan.is_ours:
-        raise file.origin.refused("without experts", "hold every param of the model")
-    tensors = file.tensors(plan.chunk, plan.dtype, plan.file_numel)
-    # Adam's moments are there even before the first step, so a file without them has lost them.
-    check_moments(fork, file.origin.what, tensors.keys() - {MAIN}, may_be_none=not choice.is_adam)
-    for group in fork.sharded.plan.groups:
-        dtypes = {plan.params[name].dtype for name in group.names if name in plan.params}
-        file.check_order(is_mixed=len(dtypes) > 1, remedy=_PERMUTED)
-    return tensors
+    origin = Origin(f"optimizer file {filename}", _OF_OTHER_SAVE)
+    file = GatheredFile(load_file(Path(filename)), origin)
+    shards: dict[str, SavedShard] = {}
+    for plan in (buffer.plan for buffer in fork.grad_buffers):
+        if plan.is_ours:
+            raise file.origin.refused("without experts", "hold every param of the model")
+        for group in fork.sharded.plan.groups:
+            dtypes = {plan.params[name].dtype for name in group.names if name in plan.params}
+            file.check_order(is_mixed=len(dtypes) > 1, remedy=_PERMUTED)
+        flats = file.tensors(plan.chunk, plan.dtype, plan.file_numel)
+        for name in plan.params:
+            in_file = plan.in_file[name]
+            tensors = {kind: flat[in_file.as_slice()] for kind, flat in flats.items()}
+            shards[name] = SavedShard(Span(0, in_file.numel), tensors)
+    step = _step_of(fork, [{"step": file.step if head_step is None else head_step}])
+    scale = saved_loss_scale(fork.sharded.loss_scale)
+    return RankState(filename, {}, step, shards, scale, file.num_skipped)

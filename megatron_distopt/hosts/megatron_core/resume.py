@@ -7,36 +7,23 @@ first, as the host does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_distopt.buffers import dtype_name
 from megatron_distopt.checkpoint.load import load_state
-from megatron_distopt.checkpoint.load_plan import Loadable, Read
-from megatron_distopt.checkpoint.manifest import (
-    MAIN,
-    Chunk,
-    Manifest,
-    TensorRecord,
-    key_of,
-    kind_of,
-)
-from megatron_distopt.checkpoint.param_groups import GroupRecord, options_of
-from megatron_distopt.checkpoint.whole_model import (
-    OwnedPiece,
-    Share,
-    WholeModel,
-    owned_pieces,
-    shards_of,
-)
+from megatron_distopt.checkpoint.load_plan import Loadable
+from megatron_distopt.checkpoint.manifest import MAIN, Manifest
+from megatron_distopt.checkpoint.param_groups import GroupRecord
+from megatron_distopt.checkpoint.whole_model import OwnedPiece, Share, WholeModel, shards_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import (
+    check_rounds,
     check_step,
-    count_unlike,
     inner_name,
     loss_scale_of,
     the_step,
@@ -49,11 +36,16 @@ from megatron_distopt.formats.megatron_core.nameless import (
     OptimizerPlace,
     open_nameless,
 )
+from megatron_distopt.hosts.megatron.own_shards import group_record, loadable_of_shards
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, whole_model_of
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 
 #: What tells the host's param groups apart.
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_OTHER_WEIGHTS = (
+    "Load the model's weights of the same iteration first, at the layout and with the bucket size "
+    f"of the run that saved. {REMEDY}"
+)
 #: The saved buffer of a param, by its name in an optimizer.
 _Buffers = dict[tuple[ShardedOptimizer, str], NamelessBuffer]
 
@@ -70,32 +62,36 @@ def _loadable(path: Path, optimizers: Sequence[OneOptimizer], model: WholeModel)
     buffer_of: _Buffers = {}
     groups: list[GroupRecord] = []
     for number, (optimizer, share) in enumerate(zip(optimizers, model.shares, strict=True)):
-        if optimizer.buffers:
-            saved.append(open_nameless(path, _place_of(optimizer, number)))
-            groups += _records(saved[-1], optimizer, share, path)
-            for adopted, buffer in zip(share.optimizer.buffers, saved[-1].buffers, strict=True):
-                buffer_of |= {(share.optimizer, name): buffer for name in adopted.layout.slot_of}
-    for share in model.shares:
-        _check_rounds(share, buffer_of, path)
-    pieces = list(owned_pieces(model))
-    tensors = dict(_tensor_records(model, pieces, buffer_of))
+        if not optimizer.buffers:
+            continue
+        opened = open_nameless(path, _place_of(optimizer, number))
+        saved.append(opened)
+        groups += _records(opened, optimizer, share, path)
+        for adopted, buffer in zip(share.optimizer.buffers, opened.buffers, strict=True):
+            for name in adopted.layout.slot_of:
+                buffer_of[share.optimizer, name] = buffer
+        # Refuses buffers in which params lie elsewhere, and a model whose weights are others.
+        for flat, shard in shards_of(share.optimizer):
+            buffer = buffer_of[share.optimizer, shard.name]
+            main = buffer.read(MAIN, shard.bucket, shard.in_bucket)
+            model_shard = flat.cut(flat.model, shard).detach().to(main.device)
+            check_rounds(main, model_shard, shard.name, path, _OTHER_WEIGHTS)
     scaler = next((optimizer.grad_scaler for optimizer in saved if optimizer.grad_scaler), None)
-    inner = inner_name(map(kind_of, tensors))
-    manifest = Manifest("", (), tensors, tuple(groups), inner, loss_scale_of(scaler))
-    # updates so far, for files that lost them
+    inner = inner_name(kind for buffer in buffer_of.values() for kind in buffer.kinds)
+    manifest = Manifest("", (), {}, tuple(groups), inner, loss_scale_of(scaler))
     head = with_step(manifest, optimizers[0].sharded.config.resume_step, path)
     check_step(head, path)
 
-    def read(reads: Sequence[Read]) -> Iterator[tuple[Read, Tensor]]:
-        owner = {(piece.placement.name, piece.piece.in_global): piece for piece in pieces}
-        for one in reads:
-            kind, name = one.key.split("/", 1)
-            yield (
-                one,
-                _values_of(owner[name, one.chunk.box], kind, buffer_of)[one.in_chunk.as_slices()],
-            )
+    def kinds_of(share: Share, name: str) -> Mapping[str, torch.dtype]:
+        return buffer_of[share.optimizer, name].kinds
 
-    return Loadable(head, str(path), read)
+    def values_of(piece: OwnedPiece, kind: str) -> Tensor:
+        shard = piece.shard
+        in_shard = piece.piece.in_param.relative_to(shard.in_param.start)
+        in_bucket = in_shard.moved_by(shard.in_bucket.start)
+        return buffer_of[piece.share.optimizer, shard.name].read(kind, shard.bucket, in_bucket)
+
+    return loadable_of_shards(model, head, str(path), kinds_of, values_of)
 
 
 def _place_of(optimizer: OneOptimizer, number: int) -> OptimizerPlace:
@@ -116,56 +112,15 @@ def _records(
 ) -> Iterator[GroupRecord]:
     """The saved groups with names: the host makes the same groups in the same order in every
     run."""
-    ours, step = optimizer.param_groups, the_step(saved.groups, path)
-    identities = [
+    theirs, ours = (
         [tuple(group.get(key) for key in _IDENTITY) for group in groups]
-        for groups in (saved.groups, ours)
-    ]
-    if identities[0] != identities[1]:
+        for groups in (saved.groups, optimizer.param_groups)
+    )
+    if theirs != ours:
         raise CheckpointError(
-            f"The param groups in {path} have {', '.join(_IDENTITY)} of {identities[0]}, and those "
-            f"of this run have {identities[1]}. Resume with the param groups of the saved run."
+            f"The param groups in {path} have {', '.join(_IDENTITY)} of {theirs}, and those "
+            f"of this run have {ours}. Resume with the param groups of the saved run."
         )
+    step = the_step(saved.groups, path)
     for group, planned in zip(saved.groups, share.optimizer.plan.groups, strict=True):
-        names = tuple(dict.fromkeys(share.placements[name].name for name in planned.names))
-        options = {key: value for key, value in group.items() if key != "params"}
-        yield GroupRecord(names, options_of(options)[0], step)
-
-
-def _check_rounds(share: Share, buffer_of: _Buffers, path: Path) -> None:
-    """Refuses buffers in which params lie elsewhere, and a model whose weights are others."""
-    for flat, shard in shards_of(share.optimizer):
-        main = buffer_of[share.optimizer, shard.name].read(MAIN, shard.bucket, shard.in_bucket)
-        num_unlike = count_unlike(main, flat.cut(flat.model, shard).detach().to(main.device))
-        if num_unlike:
-            raise CheckpointError(
-                f"{num_unlike} of {main.numel()} main values that {path} has where this run keeps "
-                f"{shard.name!r} are not the model's. Load the model's weights of the same "
-                "iteration first, at the layout and with the bucket size of the run that saved. "
-                f"{REMEDY}"
-            )
-
-
-def _values_of(piece: OwnedPiece, kind: str, buffer_of: _Buffers) -> Tensor:
-    """The saved values in the shape of the piece's box."""
-    shard = piece.shard
-    in_bucket = piece.piece.in_param.moved_by(shard.in_bucket.start - shard.in_param.start)
-    values = buffer_of[piece.share.optimizer, shard.name].read(kind, shard.bucket, in_bucket)
-    return values.view(piece.piece.sizes)[piece.piece.inside.as_slices()]
-
-
-def _tensor_records(
-    model: WholeModel, pieces: Sequence[OwnedPiece], buffer_of: _Buffers
-) -> Iterator[tuple[str, TensorRecord]]:
-    """All params of this rank, in boxes of what it owns."""
-    chunks: dict[str, list[Chunk]] = {}
-    for piece in pieces:
-        chunks.setdefault(piece.placement.name, []).append(Chunk(piece.piece.in_global, 0, 0, 0))
-    for share in model.shares:
-        for name, placement in share.placements.items():
-            owned = tuple(chunks.get(placement.name, ()))
-            for kind, dtype in buffer_of[share.optimizer, name].kinds.items():
-                yield (
-                    key_of(kind, placement.name),
-                    TensorRecord(placement.global_shape, dtype_name(dtype), owned),
-                )
+        yield group_record(share, planned.names, group, step)

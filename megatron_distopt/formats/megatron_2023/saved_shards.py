@@ -1,0 +1,66 @@
+"""What files of a fork hold of a param: one shard of it for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.layout import Span
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a state comes from, for errors."""
+
+    what: str  # the state and its file, if that is known
+    remedy: str  # what to do where it does not fit
+
+    def refused(self, got: object, rule: str) -> CheckpointError:
+        return CheckpointError(refusal(self.what, got, rule, self.remedy))
+
+
+@dataclass(frozen=True, eq=False)
+class SavedShard:
+    """What a rank saved of one param."""
+
+    in_param: Span  # elements of the flattened param
+    tensors: Mapping[str, Tensor]  # by kind, 1-D; without "main" for a param of fp32
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """What is kept beside the main param."""
+        return {kind: tensor for kind, tensor in self.tensors.items() if kind != MAIN}
+
+    def holds(self, span: Span) -> bool:
+        return self.in_param.intersect(span) == span
+
+
+def in_order(
+    name: str, span: Span, parts: Iterable[SavedShard], origin: Origin
+) -> list[SavedShard]:
+    """What ranks saved of these elements of a param, checked: all of them, and the same kinds."""
+    found = sorted(parts, key=lambda part: part.in_param.start)
+    starts = [part.in_param.start for part in found]
+    stops = [part.in_param.stop for part in found]
+    if [*starts, span.stop] != [span.start, *stops]:
+        held = [f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True)]
+        got = f"elements {', '.join(held) or 'none'} of {name!r}"
+        raise origin.refused(got, f"hold each of {span.start} to {span.stop} once on one rank")
+    kinds = {kind for part in found for kind in part.tensors}
+    for part in found:
+        # Nothing is kept for a param that was never updated.
+        if part.tensors.keys() not in (kinds, kinds & {MAIN}):
+            got = f"{', '.join(sorted(part.tensors)) or 'nothing'} of {name!r} on one rank"
+            raise origin.refused(got, f"hold {', '.join(sorted(kinds))}, as on another rank")
+    return found
+
+
+def joined(parts: Sequence[SavedShard], kind: str) -> Tensor:
+    """The values of parts in order; zeros where nothing is kept."""
+    values = [part.tensors.get(kind, torch.zeros(part.in_param.numel)) for part in parts]
+    return values[0] if len(values) == 1 else torch.cat(values)
