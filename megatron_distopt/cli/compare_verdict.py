@@ -20,13 +20,22 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from megatron_distopt.cli.show import listed
+from megatron_distopt.cli.verdict import (
+    FORWARD,
+    OVERFLOW,
+    START,
+    STATE,
+    SUM_OF_GRADIENTS,
+    UPDATE,
+    Outcome,
+    not_the_same,
+)
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.plugin.recording import RecordedParam, RecordedRun
 
@@ -66,22 +75,13 @@ TIMES = 4.0
 #: moves them ten times as far, and more, in each of the first updates, and when one does is chance.
 _TIMES_OF_MAINS = 30.0
 
-_START = "seed and checkpoint of the start"
-_STATE = "moments, precision of main params and other state that steps hand on"
 _Values = np.ndarray[Any, np.dtype[np.float64]]
 _Flags = np.ndarray[Any, np.dtype[np.bool_]]
+#: Numbers of a step that are compared, and their names in a recorded run.
+_MEASURED = {"loss": "loss", "gradient norm": "norm", "loss scale": "loss_scale"}
 _REPEATABLE = (
     "Seed weights and data and set dropout to 0, so that the host's own run can be repeated"
 )
-
-
-class Outcome(Enum):
-    """What a comparison says; the value is the exit status of the command."""
-
-    SAME = 0
-    DIFFERENT = 1
-    #: The runs do not tell: the host's own differ as much, or did not run.
-    NONE = 3
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,10 @@ class Deviation:
         return not self.apart <= allowed  # also where it is nan
 
 
-_BOUNDS_AT_START = {"weights": Bound(0.0, 0.0, _START), "main params": Bound(0.0, 0.0, _START)}
+_BOUNDS_AT_START = {what: Bound(0.0, 0.0, START) for what in ("weights", "main params")}
 _BOUNDS_AT_EQUAL_WEIGHTS = {
-    "loss": Bound(
-        _LOSS_ROUNDING, math.inf, "data, dropout and the forward pass: both had the same weights"
-    ),
-    "gradient norm": Bound(
-        _NORM_ROUNDING,
-        math.inf,
-        "the sum of gradients over ranks and their norm: both had the same weights",
-    ),
+    "loss": Bound(limit=_LOSS_ROUNDING, at_least=math.inf, look=FORWARD),
+    "gradient norm": Bound(limit=_NORM_ROUNDING, at_least=math.inf, look=SUM_OF_GRADIENTS),
 }
 
 
@@ -146,11 +140,11 @@ def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tu
     for each in found:
         allowed = _allowed(each, found, yardsticks)
         if each.exceeds(allowed):
-            if each.bound.look == _START and not yardsticks:
+            if each.bound.look == START and not yardsticks:
                 unlike = f"the runs do not begin with equal weights: {each}"
                 return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
             amount = f"{each}, of which rounding explains {allowed:.1e}"
-            return Outcome.DIFFERENT, f"Not the same, first {amount}. Look at {each.bound.look}."
+            return Outcome.DIFFERENT, not_the_same(amount, each.bound.look)
     return Outcome.SAME, f"Equal but for rounding: {apart_text(found)}."
 
 
@@ -201,9 +195,8 @@ def _beginning(found: Sequence[Deviation]) -> int:
 
 def apart_text(found: Sequence[Deviation]) -> str:
     """Writes how far two runs are apart at most."""
-    loss, weights = (
-        max(each.apart for each in found if each.what == what) for what in ("loss", "weights")
-    )
+    loss = max(each.apart for each in found if each.what == "loss")
+    weights = max(each.apart for each in found if each.what == "weights")
     return (
         f"losses are apart by at most {loss:.1e} of their value, weights by {weights:.1e} of the "
         "way that they went"
@@ -252,18 +245,18 @@ def _of_step(
     apart = {
         "weights": 0.0 if is_equal else _weights_apart(one, other, number),
         "main params": 0.0 if mains_are_equal else _mains_apart(one, other, number),
-        "loss": _relative(one.values("loss")[number], other.values("loss")[number]),
-        "gradient norm": _relative(one.values("norm")[number], other.values("norm")[number]),
-        "loss scale": _relative(
-            one.values("loss_scale")[number], other.values("loss_scale")[number]
-        ),
     }
+    for what, name in _MEASURED.items():
+        apart[what] = _relative(one.values(name)[number], other.values(name)[number])
     bounds = _bounds(one, other, number)
     if number == 0:
         bounds |= _BOUNDS_AT_START
     if is_equal:
         bounds |= _BOUNDS_AT_EQUAL_WEIGHTS
-    return [Deviation(number + 1, what, apart[what], bounds[what]) for what in apart]
+    return [
+        Deviation(iteration=number + 1, what=what, apart=apart[what], bound=bounds[what])
+        for what in apart
+    ]
 
 
 def _bounds(one: RecordedRun, other: RecordedRun, number: int) -> dict[str, Bound]:
@@ -274,11 +267,13 @@ def _bounds(one: RecordedRun, other: RecordedRun, number: int) -> dict[str, Boun
     one_rounding = epsilon * _OF_EPSILON
     of_gradient = _grad_epsilon(one, other) * _OF_EPSILON
     return {
-        "weights": Bound(drift, max(_OF_STEP, one_rounding), _STATE),
-        "main params": Bound(drift, max(_OF_STEP, of_gradient), _STATE),
-        "loss": Bound(max(_LOSS_ROUNDING, one_rounding) * growth, math.inf, _STATE),
-        "gradient norm": Bound(drift, max(_NORM_ROUNDING, one_rounding), _STATE),
-        "loss scale": Bound(0.0, 0.0, "what counts as overflow"),
+        "weights": Bound(limit=drift, at_least=max(_OF_STEP, one_rounding), look=STATE),
+        "main params": Bound(limit=drift, at_least=max(_OF_STEP, of_gradient), look=STATE),
+        "loss": Bound(
+            limit=max(_LOSS_ROUNDING, one_rounding) * growth, at_least=math.inf, look=STATE
+        ),
+        "gradient norm": Bound(limit=drift, at_least=max(_NORM_ROUNDING, one_rounding), look=STATE),
+        "loss scale": Bound(limit=0.0, at_least=0.0, look=OVERFLOW),
     }
 
 
@@ -345,10 +340,15 @@ def _of_update(
     wrong = dict.fromkeys(params[place].name for place in worst_first if by_param[place] > 1)
     look = f"weight decay and param group of {listed([*wrong])}"
     if not 0 < len(wrong) <= matrices.sum() / 2:
-        look = "learning rate, clipping and the rule of the update: many params differ"
+        look = f"{UPDATE}: many params differ"
         look = f"precision of main params, {look}" if of_mains else look
     apart = float(max(of_all, *by_param))
-    return Deviation(number + 1, what, apart, Bound(1.0, 1.0, look))
+    return Deviation(
+        iteration=number + 1,
+        what=what,
+        apart=apart,
+        bound=Bound(limit=1.0, at_least=1.0, look=look),
+    )
 
 
 def _by_param(params: Sequence[RecordedParam], flags: _Flags) -> _Values:
