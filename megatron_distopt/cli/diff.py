@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from megatron_distopt.checkpoint.digests import is_digest_file
+from megatron_distopt.checkpoint.digests import bits_of, is_digest_file
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.cli.checkpoints import nbytes_of, open_at, params_text, settings_of
@@ -27,7 +27,6 @@ from megatron_distopt.hosts.megatron.naming import canonical
 _LISTED, _NAMED = 20, 8
 #: Elements that are compared at once: what that needs in addition to the tensors is small.
 _AT_ONCE = 1 << 20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def _pairs(first: Source, second: Source, both: Mapping[str, str]) -> Iterator[_
 def compare(first: Tensor, second: Tensor) -> Difference:
     """Counts the elements of two tensors of one shape that differ, and measures by how much."""
     has_one_dtype = first.dtype == second.dtype
-    if not first.numel() or (has_one_dtype and torch.equal(_bits(first), _bits(second))):
+    if not first.numel() or (has_one_dtype and torch.equal(bits_of(first), bits_of(second))):
         return Difference(numel=first.numel())
     count, largest, magnitude = 0, 0.0, 0.0
     stretches = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (first, second))
@@ -163,18 +162,12 @@ def compare(first: Tensor, second: Tensor) -> Difference:
         magnitude = max(magnitude, wide.nan_to_num(0.0).abs().max().item())
         differs = wide != theirs.double()
         if has_one_dtype:
-            differs = _bits(ours) != _bits(theirs)
+            differs = bits_of(ours) != bits_of(theirs)
         if differs.any():
             count += int(differs.sum())
             apart = wide[differs] - theirs[differs].double()
             largest = float(np.maximum(largest, apart.abs().max().item()))  # nan where one is
     return Difference(count, first.numel(), largest, magnitude)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Views a tensor as integers, which are equal only if the bits are: nan equals nan, and -0.0
-    differs from 0.0."""
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _settings_that_differ(

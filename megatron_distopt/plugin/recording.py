@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_distopt.checkpoint.digests import bits_of, finished_lines
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import HostError, UnknownHostError
@@ -73,8 +74,9 @@ class RecordedRun:
     """
 
     def __init__(self, folder: Path) -> None:
-        texts = [path.read_text("utf-8") for path in sorted(folder.glob("*.jsonl"))]
-        ranks = [[json.loads(line) for line in text.split("\n")[:-1]] for text in texts]
+        ranks = []
+        for path in sorted(folder.glob("*.jsonl")):
+            ranks.append([*map(json.loads, finished_lines(path))])
         # of all ranks
         self.params = [RecordedParam(**param) for rank in ranks for param in (rank or [[]])[0]]
         # that all ranks have finished; by rank
@@ -304,8 +306,7 @@ def _hosts_main_params(
 
 def _bits_of(param: Tensor) -> Tensor:
     """The sum of the bits of all elements, each read as an integer."""
-    integers = param.detach().view(getattr(torch, f"int{8 * param.element_size()}"))
-    return integers.sum(dtype=torch.int64)
+    return bits_of(param.detach()).sum(dtype=torch.int64)
 
 
 def _loss_of(losses: Mapping[str, Any]) -> float:
