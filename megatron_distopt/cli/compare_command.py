@@ -62,7 +62,8 @@ def answer(parsed: argparse.Namespace) -> Answer:
         own, ours, (outcome, sentence) = _compare(line, run, notes)
     if len(own.steps) < parsed.iterations:
         notes.append(f"The training ended after {len(own.steps)} iterations: see --train-iters.")
-    figures, found = {"host's own": _figures(own), "ours": _figures(ours)}, differences(own, ours)
+    figures = {"host's own": _figures(own), "ours": _figures(ours)}
+    found = differences(own, ours)
     document = {
         "is_same": None if outcome is Outcome.NONE else outcome is Outcome.SAME,
         "verdict": sentence,

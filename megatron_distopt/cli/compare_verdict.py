@@ -109,7 +109,8 @@ class Deviation:
         return not self.apart <= allowed  # also where it is nan
 
 
-_BOUNDS_AT_START = {what: Bound(0.0, 0.0, START) for what in ("weights", "main params")}
+_BOUND_AT_START = Bound(limit=0.0, at_least=0.0, look=START)
+_BOUNDS_AT_START = {"weights": _BOUND_AT_START, "main params": _BOUND_AT_START}
 _BOUNDS_AT_EQUAL_WEIGHTS = {
     "loss": Bound(limit=_LOSS_ROUNDING, at_least=math.inf, look=FORWARD),
     "gradient norm": Bound(limit=_NORM_ROUNDING, at_least=math.inf, look=SUM_OF_GRADIENTS),
@@ -144,7 +145,8 @@ def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tu
                 unlike = f"the runs do not begin with equal weights: {each}"
                 return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
             amount = f"{each}, of which rounding explains {allowed:.1e}"
-            return Outcome.DIFFERENT, not_the_same(amount, each.bound.look)
+            sentence = not_the_same(amount, each.bound.look)
+            return Outcome.DIFFERENT, sentence
     return Outcome.SAME, f"Equal but for rounding: {apart_text(found)}."
 
 
@@ -162,7 +164,8 @@ def _check_updates(own: RecordedRun) -> None:
         scale = own.values("loss_scale")[-1]
         found = f"The host skipped all steps, and its loss scale is still {scale:g}"
         remedy = "--initial-loss-scale 65536"
-    raise ConfigError(f"{found} after {len(own.steps)}. Write more --iterations, or {remedy}.")
+    num_steps = len(own.steps)
+    raise ConfigError(f"{found} after {num_steps}. Write more --iterations, or {remedy}.")
 
 
 def _allowed(
@@ -234,8 +237,7 @@ def _are_equal(one: RecordedRun, other: RecordedRun, number: int) -> bool:
     """Whether weights are equal to the bit; nan equals nan."""
     if one.bits(number) != other.bits(number):
         return False
-    weights, others = one.weights(number), other.weights(number)
-    return np.array_equal(weights, others, equal_nan=True)
+    return np.array_equal(one.weights(number), other.weights(number), equal_nan=True)
 
 
 def _of_step(
@@ -262,10 +264,11 @@ def _of_step(
 def _bounds(one: RecordedRun, other: RecordedRun, number: int) -> dict[str, Bound]:
     """Bounds of what drifts, by what is compared, in the step of that number."""
     epsilon = max(param.epsilon for param in one.params)
+    grad_epsilon = _grad_epsilon(one, other)
     growth = 1 + number / _ITERATIONS_OF_GROWTH
     drift = math.sqrt(epsilon) * growth
     one_rounding = epsilon * _OF_EPSILON
-    of_gradient = _grad_epsilon(one, other) * _OF_EPSILON
+    of_gradient = grad_epsilon * _OF_EPSILON
     return {
         "weights": Bound(limit=drift, at_least=max(_OF_STEP, one_rounding), look=STATE),
         "main params": Bound(limit=drift, at_least=max(_OF_STEP, of_gradient), look=STATE),
@@ -284,11 +287,15 @@ def _grad_epsilon(one: RecordedRun, other: RecordedRun) -> float:
 
 def _weights_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
     """How far weights that differ are apart, of the way that they went or of what they began as."""
-    weights, start = one.weights(number), one.weights(0)
-    way = float(np.abs(weights - start if number else start).sum())
+    weights = one.weights(number)
+    start = one.weights(0)
+    moved = weights - start if number else start
+    way = float(np.abs(moved).sum())
+    if not way:
+        return math.inf
     distance = float(np.abs(weights - other.weights(number)).sum())
     # where no sampled element differs, one of the others does
-    return max(distance / way, sys.float_info.epsilon) if way else math.inf
+    return max(distance / way, sys.float_info.epsilon)
 
 
 def _mains_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
@@ -310,7 +317,8 @@ def _mains_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
 def _mains(one: RecordedRun, other: RecordedRun, number: int) -> tuple[_Values, _Values]:
     """Main params of the elements that a rank has in both runs."""
     is_missing = np.isnan(one.mains(0)) | np.isnan(other.mains(0))
-    mains, others = one.mains(number), other.mains(number)
+    mains = one.mains(number)
+    others = other.mains(number)
     return mains[~is_missing], others[~is_missing]
 
 
@@ -319,14 +327,13 @@ def _of_update(
 ) -> Deviation:
     """What the update before did, which began with equal values: 1 is as much as rounding does."""
     values_of = RecordedRun.mains if of_mains else RecordedRun.weights
-    before, after, others = (
-        values_of(one, number - 1),
-        values_of(one, number),
-        values_of(other, number),
-    )
+    before = values_of(one, number - 1)
+    after = values_of(one, number)
+    others = values_of(other, number)
     step = np.abs(after - before)
     size = np.maximum(np.abs(before), np.abs(after))
-    differ = np.abs(after - others) > _OF_WEIGHT * size + _OF_STEP * step
+    rounding = _OF_WEIGHT * size + _OF_STEP * step
+    differ = np.abs(after - others) > rounding
     params = one.params
     shares = np.array([_share(param, of_mains=of_mains) for param in params])
     counts = _by_param(params, differ)
@@ -335,18 +342,19 @@ def _of_update(
     if not of_mains:
         by_param = np.maximum(by_param, _bits_apart(one, other, number))
     matrices = np.array([param.is_matrix for param in params])
-    of_all = counts[matrices].sum() / (_ANY_DIFFER + allowed[matrices].sum())
+    allowed_in_all = _ANY_DIFFER + allowed[matrices].sum()
+    of_all = counts[matrices].sum() / allowed_in_all
     worst_first = np.argsort(-by_param)
-    wrong = dict.fromkeys(params[place].name for place in worst_first if by_param[place] > 1)
+    is_wrong = [place for place in worst_first if by_param[place] > 1]
+    wrong = dict.fromkeys(params[place].name for place in is_wrong)
     look = f"weight decay and param group of {listed([*wrong])}"
     if not 0 < len(wrong) <= matrices.sum() / 2:
         look = f"{UPDATE}: many params differ"
         look = f"precision of main params, {look}" if of_mains else look
-    apart = float(max(of_all, *by_param))
     return Deviation(
         iteration=number + 1,
         what=what,
-        apart=apart,
+        apart=float(max(of_all, *by_param)),
         bound=Bound(limit=1.0, at_least=1.0, look=look),
     )
 
@@ -354,17 +362,18 @@ def _of_update(
 def _by_param(params: Sequence[RecordedParam], flags: _Flags) -> _Values:
     """How many sampled elements of each param have the flag."""
     sampled = np.array([param.sampled for param in params])
-    return np.add.reduceat(flags, np.cumsum(sampled) - sampled, dtype=np.float64)
+    starts = np.cumsum(sampled) - sampled
+    return np.add.reduceat(flags, starts, dtype=np.float64)
 
 
 def _bits_apart(one: RecordedRun, other: RecordedRun, number: int) -> list[float]:
     """How far the bits of matrices of 16 bits are apart; 1 is as much as rounding does."""
-    apart = [0.0] * len(one.params)
-    bits, others = one.bits(number), other.bits(number)
-    for place, param in enumerate(one.params):
-        if _share(param, of_mains=False) == _SHARE_16_BITS:
-            allowed = _ANY_NUMBERS + _SHARE_16_BITS * param.numel
-            apart[place] = abs(bits[place] - others[place]) / allowed
+    apart = []
+    bits = zip(one.bits(number), other.bits(number), strict=True)
+    for param, (ours, others) in zip(one.params, bits, strict=True):
+        allowed = _ANY_NUMBERS + _SHARE_16_BITS * param.numel
+        is_short = _share(param, of_mains=False) == _SHARE_16_BITS
+        apart.append(abs(ours - others) / allowed if is_short else 0.0)
     return apart
 
 
@@ -378,6 +387,9 @@ def _share(param: RecordedParam, *, of_mains: bool) -> float:
 
 def _relative(one: float, other: float) -> float:
     """The difference, divided by the first; 0 where both are nan, as what a rank does not know."""
-    if one == other or (math.isnan(one) and math.isnan(other)):
+    both_are_nan = math.isnan(one) and math.isnan(other)
+    if one == other or both_are_nan:
         return 0.0
-    return abs(one - other) / abs(one) if one else math.inf
+    if not one:
+        return math.inf
+    return abs(one - other) / abs(one)

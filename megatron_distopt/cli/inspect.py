@@ -54,20 +54,26 @@ def _numel(kinds: _Kinds) -> int:
     return math.prod(next(iter(kinds.values())).shape)
 
 
-def _head(found: Checkpoint, params: Mapping[str, _Kinds]) -> Iterator[tuple[str, str]]:
+def _head(found: Checkpoint, params: Mapping[str, _Kinds]) -> list[tuple[str, str]]:
     manifest = found.manifest
-    steps = dict.fromkeys(_step_text(group.step) for group in manifest.groups)
-    skipped = f"; {manifest.num_skipped:,} more were skipped" if manifest.num_skipped else ""
     numel = sum(map(_numel, params.values()))
-    counts = f"{plural(len(params), 'param')}, {plural(numel, 'element')}"
-    yield "written by", options_text(manifest.about)
-    yield "optimizer", manifest.inner
-    yield "steps", listed([*steps]) + skipped
-    yield "loss scale", options_text(manifest.loss_scale) or "none, or one that never changes"
-    yield "size", f"{counts}, {size_text(found.nbytes)} of state"
+    nums = plural(len(params), "param"), plural(numel, "element")
+    steps = dict.fromkeys(_step_text(group.step) for group in manifest.groups)
+    skipped = ""
+    if manifest.num_skipped:
+        skipped = f"; {manifest.num_skipped:,} more were skipped"
+    files = ""
     if found.is_ours:
-        files = plural(len(manifest.files), "file")
-        yield "on disk", f"{files}, {size_text(manifest.nbytes)}"
+        files = f"{plural(len(manifest.files), 'file')}, {size_text(manifest.nbytes)}"
+    scale = options_text(manifest.loss_scale)
+    return [
+        ("written by", options_text(manifest.about)),
+        ("optimizer", manifest.inner),
+        ("steps", listed([*steps]) + skipped),
+        ("loss scale", scale or "none, or one that never changes"),
+        ("size", f"{', '.join(nums)}, {size_text(found.nbytes)} of state"),
+        ("on disk", files),
+    ]
 
 
 def _step_text(step: int | None) -> str:
@@ -78,10 +84,15 @@ def _group_rows(
     manifest: Manifest, params: Mapping[str, _Kinds]
 ) -> Iterator[tuple[str, str, str, str]]:
     for number, group in enumerate(manifest.groups):
-        numel = sum(_numel(params[name]) for name in group.names if name in params)
-        settings = options_text({**settings_of(group), "step": _step_text(group.step)})
-        counts = plural(len(group.names), "param"), plural(numel, "element")
-        yield str(number), *counts, settings
+        known = [params[name] for name in group.names if name in params]
+        settings = settings_of(group)
+        settings["step"] = _step_text(group.step)
+        yield (
+            str(number),
+            plural(len(group.names), "param"),
+            plural(sum(map(_numel, known)), "element"),
+            options_text(settings),
+        )
     if not manifest.groups:
         yield "none", "", "", "the checkpoint says nothing about the options of its params"
 

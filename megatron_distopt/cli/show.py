@@ -40,7 +40,8 @@ class Answer:
             with console.capture() as captured:
                 console.print(part)
             drawn = "\n".join(line.rstrip() for line in captured.get().splitlines())
-            texts.append(part if isinstance(part, str) else drawn)
+            text = part if isinstance(part, str) else drawn
+            texts.append(text)
         return "\n\n".join(texts)
 
     def as_json(self) -> str:
@@ -135,7 +136,9 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     """Writes the first few names, and how many more there are."""
     text = ", ".join(names[:most])
     num_more = len(names) - most
-    return f"{text} and {num_more:,} more" if num_more > 0 else text
+    if num_more > 0:
+        text += f" and {num_more:,} more"
+    return text
 
 
 def more(count: int, most: int) -> list[str]:

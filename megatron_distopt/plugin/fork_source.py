@@ -116,7 +116,9 @@ def _bound_by(node: Binding) -> set[str]:
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return {node.id} if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else set()
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        return {node.id}
+    return set()
 
 
 def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
