@@ -36,11 +36,11 @@ from megatron_distopt.cli.compare_verdict import (
     exceeds_bounds,
     judge,
 )
+from megatron_distopt.cli.recorded_run import RecordedRun
 from megatron_distopt.cli.show import Answer, rows
 from megatron_distopt.cli.verdict import Outcome
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import HostError
-from megatron_distopt.plugin.recording import RecordedRun
 
 #: By which part of itself a learning rate is larger where only the effect of rounding is wanted: by
 #: 16 units in the last place of fp32, a few more than a norm of other order has.

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_distopt.cli.recorded_run import RecordedRun
 from megatron_distopt.cli.show import listed
 from megatron_distopt.cli.verdict import (
     FORWARD,
@@ -37,7 +38,7 @@ from megatron_distopt.cli.verdict import (
     not_the_same,
 )
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.plugin.recording import RecordedParam, RecordedRun
+from megatron_distopt.plugin.recording import RecordedParam
 
 # --- bounds at equal weights; relative where nothing else is said
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from difflib import unified_diff
 
 from megatron_distopt.cli.show import Answer
 from megatron_distopt.plugin.entry_point_block import BLOCK
-from megatron_distopt.plugin.fork_edit import as_diff, find_block, plan_apply, plan_undo, write
+from megatron_distopt.plugin.fork_edit import Edit, find_block, plan_apply, plan_undo, write
 from megatron_distopt.plugin.fork_source import fork_at
 
 
@@ -35,3 +36,19 @@ def answer(parsed: argparse.Namespace) -> Answer:
             "takes them out"
         )
     return Answer({}, [text.removesuffix("\n")])
+
+
+def as_diff(edit: Edit) -> str:
+    """Returns a unified diff without context, so that no line of the fork is in it.
+
+    `git apply --unidiff-zero` and `patch -p1` take it, for a file that has the same number of lines
+    before the place.
+    """
+    before, after = (
+        [line.decode("utf-8", "replace") for line in content.splitlines(keepends=True)]
+        for content in (edit.before, edit.after)
+    )
+    lines = unified_diff(before, after, f"a/{edit.name}", f"b/{edit.name}", n=0)
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )

@@ -56,7 +56,6 @@ _SIZES = (
     ("--experts", "experts in the MLP of each layer"),
     ("--expert-ffn", "width of an expert; as --ffn"),
 )
-_REQUIRED = ("--layers", "--hidden", "--vocab")
 LLAMA = {"is_gated": True, "is_rms": True, "is_rotary": True, "has_bias": False, "is_tied": False}
 #: Switches, and the fields that they set.
 _SWITCHES = (
@@ -91,7 +90,7 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
     """Declares the flags of `plan`; `count` reads a whole number of at least 1."""
     model = command.add_argument_group("model")
     for flag, text in _SIZES:
-        model.add_argument(flag, type=count, metavar="N", required=flag in _REQUIRED, help=text)
+        model.add_argument(flag, type=count, metavar="N", help=text)
     for flag, switch, text in _SWITCHES:
         model.add_argument(
             flag, dest="switches", action="append_const", const=switch, default=[], help=text
@@ -122,6 +121,9 @@ def _sizes_of(parsed: argparse.Namespace) -> GptSizes:
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for switch in parsed.switches:
         given |= switch
+    for name in ("layers", "hidden", "vocab"):
+        if name not in given:
+            raise ConfigError(f"The model has no {name}. Write --{name} N.")
     return GptSizes(**given)
 
 

@@ -8,11 +8,9 @@ not.
 from __future__ import annotations
 
 import os
-import stat
+import shutil
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
-from difflib import unified_diff
 from pathlib import Path
 
 from megatron_distopt.errors import HostError, HostMismatchError, InvariantError
@@ -59,14 +57,13 @@ def plan_apply(tree: SourceTree) -> Edit:
     not as expected."""
     file = _factory_file(tree)
     found = find_patch_point(tree, recognise_supported(tree.has).factory)
-    reason = found.refusal
-    if reason is None and not found.is_at_top:
-        remedy = "Use the runner or megatron_distopt.install() instead"
-        reason = (
-            f"{found.patch_point} in {found.place} is not at the top level of its module. {remedy}."
+    if found.refusal is not None:
+        raise HostMismatchError(found.refusal)
+    if not found.is_at_top:
+        raise HostMismatchError(
+            f"{found.patch_point} in {found.place} is not at the top level of its module. Use the "
+            "runner or megatron_distopt.install() instead."
         )
-    if reason is not None:
-        raise HostMismatchError(reason)
     before = file.read_bytes()
     lines = before.splitlines(keepends=True)
     head, tail = b"".join(lines[: found.end]), b"".join(lines[found.end :])
@@ -109,37 +106,17 @@ def write(edit: Edit) -> None:
     try:
         if edit.file.read_bytes() != edit.before:
             raise HostError(f"{edit.name} changed while it was patched. Run the command again.")
-        mode = stat.S_IMODE(edit.file.stat().st_mode)
-        descriptor, name = tempfile.mkstemp(dir=edit.file.parent, prefix=f".{edit.file.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as temporary:
-                temporary.write(edit.after)
-                temporary.flush()
-                os.fsync(temporary.fileno())
-            os.chmod(name, mode)
-            os.replace(name, edit.file)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+        folder, prefix = edit.file.parent, f".{edit.file.name}."
+        with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as scratch:
+            unfinished = Path(scratch, edit.file.name)
+            with unfinished.open("wb") as file:
+                file.write(edit.after)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.copymode(edit.file, unfinished)
+            os.replace(unfinished, edit.file)
     except OSError as error:
         raise HostError(
             f"{edit.file} cannot be replaced ({error.strerror}). Run it as the user who owns the "
             "fork, or on a copy."
         ) from error
-
-
-def as_diff(edit: Edit) -> str:
-    """Returns a unified diff without context, so that no line of the fork is in it.
-
-    `git apply --unidiff-zero` and `patch -p1` take it, for a file that has the same number of lines
-    before the place.
-    """
-    before, after = (
-        [line.decode("utf-8", "replace") for line in content.splitlines(keepends=True)]
-        for content in (edit.before, edit.after)
-    )
-    lines = unified_diff(before, after, f"a/{edit.name}", f"b/{edit.name}", n=0)
-    return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-    )

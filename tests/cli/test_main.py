@@ -86,7 +86,7 @@ def test_patch_when_the_fork_is_none_then_one_line_and_status_1(
         ("plan --bucket-size 0", ("argument --bucket-size: ", "'0'")),
         ("plan --bucket-size some", ("argument --bucket-size: ", "'some'")),
         ("plan --memory nan", ("argument --memory: ", "nan")),
-        ("plan --layers 1 --hidden 1 --vocab 1 --backward-ms 1", ("--backward-ms",)),
+        ("plan --backward-ms 1", ("--backward-ms",)),
     ],
 )
 def test_command_when_the_command_line_is_bad_then_status_2(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron_distopt.cli.patch import as_diff
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.plugin import fork_edit
 from megatron_distopt.plugin.entry_point_block import (
@@ -24,14 +25,7 @@ from megatron_distopt.plugin.entry_point_block import (
     has_marker,
     intact_block,
 )
-from megatron_distopt.plugin.fork_edit import (
-    Edit,
-    as_diff,
-    find_block,
-    plan_apply,
-    plan_undo,
-    write,
-)
+from megatron_distopt.plugin.fork_edit import Edit, find_block, plan_apply, plan_undo, write
 from megatron_distopt.plugin.fork_source import fork_at
 from tests.support.fork_trees import FACTORY_OF_2023, core, gathered_2023, per_rank_2023, write_tree
 from tests.support.refusals import assert_mentions

@@ -1,0 +1,56 @@
+"""What plugin/recording.py has written, for `megatron-distopt compare`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_distopt.checkpoint.digests import finished_lines
+from megatron_distopt.plugin.recording import RecordedParam
+
+
+class RecordedRun:
+    """What the ranks of this node have recorded in a folder, also while they write on.
+
+    A rank measures in each step: `started` (s), `loss` and `norm` (nan where there is none),
+    `loss_scale`, `skipped`, `memory` (peak in bytes, of the process where the device is the CPU),
+    `bits` (by param, the sum of the bits of all elements as integers), `sample` (values of some
+    elements, fp32 in base64), `mains` (the same of main params, nan where this rank has none).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        ranks = []
+        for path in sorted(folder.glob("*.jsonl")):
+            ranks.append([*map(json.loads, finished_lines(path))])
+        # of all ranks
+        self.params = [RecordedParam(**param) for rank in ranks for param in (rank or [[]])[0]]
+        # that all ranks have finished; by rank
+        self.steps = [*zip(*(rank[1:] for rank in ranks), strict=False)]
+
+    def values(self, what: str) -> list[float]:
+        """Something measured, by step, of the first rank that has it."""
+        by_rank = ([float(each[what]) for each in step] for step in self.steps)
+        return [
+            next((value for value in values if not math.isnan(value)), math.nan)
+            for values in by_rank
+        ]
+
+    def bits(self, number: int) -> list[int]:
+        return [bits for each in self.steps[number] for bits in each["bits"]]
+
+    def weights(self, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Model params, before the update of that step."""
+        return self._sample("sample", number)
+
+    def mains(self, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Main params of the same elements; nan where a rank has none."""
+        return self._sample("mains", number)
+
+    def _sample(self, what: str, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        samples = b"".join(base64.b64decode(each[what]) for each in self.steps[number])
+        return np.frombuffer(samples, np.float32).astype(np.float64)
