@@ -24,21 +24,24 @@ class RecordedRun:
     """
 
     def __init__(self, folder: Path) -> None:
-        ranks = []
+        self.params = list[RecordedParam]()  # of all ranks
+        ranks = list[list[Any]]()
         for path in sorted(folder.glob("*.jsonl")):
-            ranks.append([*map(json.loads, finished_lines(path))])
-        # of all ranks
-        self.params = [RecordedParam(**param) for rank in ranks for param in (rank or [[]])[0]]
+            lines = [json.loads(line) for line in finished_lines(path)]
+            head = lines[0] if lines else []
+            self.params += [RecordedParam(**param) for param in head]
+            ranks.append(lines[1:])
         # that all ranks have finished; by rank
-        self.steps = [*zip(*(rank[1:] for rank in ranks), strict=False)]
+        self.steps = [*zip(*ranks, strict=False)]
 
     def values(self, what: str) -> list[float]:
         """Something measured, by step, of the first rank that has it."""
-        by_rank = ([float(each[what]) for each in step] for step in self.steps)
-        return [
-            next((value for value in values if not math.isnan(value)), math.nan)
-            for values in by_rank
-        ]
+        found = []
+        for step in self.steps:
+            of_ranks = [float(each[what]) for each in step]
+            known = [value for value in of_ranks if not math.isnan(value)]
+            found.append(known[0] if known else math.nan)
+        return found
 
     def bits(self, number: int) -> list[int]:
         return [bits for each in self.steps[number] for bits in each["bits"]]
