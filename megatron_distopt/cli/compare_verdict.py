@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_distopt.cli.recorded_run import RecordedRun
+from megatron_distopt.cli.recorded_run import RecordedRun, Values
 from megatron_distopt.cli.show import listed
 from megatron_distopt.cli.verdict import (
     FORWARD,
@@ -76,7 +76,6 @@ TIMES = 4.0
 #: moves them ten times as far, and more, in each of the first updates, and when one does is chance.
 _TIMES_OF_MAINS = 30.0
 
-_Values = np.ndarray[Any, np.dtype[np.float64]]
 _Flags = np.ndarray[Any, np.dtype[np.bool_]]
 #: Numbers of a step that are compared, and their names in a recorded run.
 _MEASURED = {"loss": "loss", "gradient norm": "norm", "loss scale": "loss_scale"}
@@ -161,7 +160,8 @@ def _check_updates(own: RecordedRun) -> None:
     if own.bits(0) != own.bits(-1):
         return
     found, remedy = "No weight of the host's run has changed", "--lr-warmup-iters 0"
-    if all(own.values("skipped")[:-1]):
+    skipped = own.values("skipped")
+    if all(skipped[:-1]):
         scale = own.values("loss_scale")[-1]
         found = f"The host skipped all steps, and its loss scale is still {scale:g}"
         remedy = "--initial-loss-scale 65536"
@@ -181,7 +181,8 @@ def _allowed(
         return each.bound.limit
     furthest = 0.0
     for known in yardsticks:
-        last = each.iteration + max(0, _beginning(known) - _beginning(found))
+        delay = _beginning(known) - _beginning(found)
+        last = each.iteration + max(0, delay)
         for other in known:
             if other.what == each.what and other.iteration <= last:
                 furthest = max(furthest, other.apart)
@@ -308,14 +309,15 @@ def _mains_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
     mains, others = _mains(one, other, number)
     distance = np.abs(mains - others)
     if number == 0:
-        return float(distance.sum() / np.abs(mains).sum())
+        whole = np.abs(mains).sum()
+        return float(distance.sum() / whole)
     start, _ = _mains(one, other, 0)
     way = np.abs(mains - start)
     by_element = distance / np.maximum(way, sys.float_info.min)
     return float(np.median(by_element))
 
 
-def _mains(one: RecordedRun, other: RecordedRun, number: int) -> tuple[_Values, _Values]:
+def _mains(one: RecordedRun, other: RecordedRun, number: int) -> tuple[Values, Values]:
     """Main params of the elements that a rank has in both runs."""
     is_missing = np.isnan(one.mains(0)) | np.isnan(other.mains(0))
     mains = one.mains(number)
@@ -338,13 +340,15 @@ def _of_update(
     params = one.params
     shares = np.array([_share(param, of_mains=of_mains) for param in params])
     counts = _by_param(params, differ)
-    allowed = shares * _by_param(params, ~np.isnan(after - others))
+    compared = _by_param(params, ~np.isnan(after - others))
+    allowed = shares * compared
     by_param = counts / (_ANY_DIFFER + allowed)
     if not of_mains:
         by_param = np.maximum(by_param, _bits_apart(one, other, number))
     matrices = np.array([param.is_matrix for param in params])
+    counts_in_all = counts[matrices].sum()
     allowed_in_all = _ANY_DIFFER + allowed[matrices].sum()
-    of_all = counts[matrices].sum() / allowed_in_all
+    of_all = counts_in_all / allowed_in_all
     worst_first = np.argsort(-by_param)
     is_wrong = [place for place in worst_first if by_param[place] > 1]
     wrong = dict.fromkeys(params[place].name for place in is_wrong)
@@ -360,7 +364,7 @@ def _of_update(
     )
 
 
-def _by_param(params: Sequence[RecordedParam], flags: _Flags) -> _Values:
+def _by_param(params: Sequence[RecordedParam], flags: _Flags) -> Values:
     """How many sampled elements of each param have the flag."""
     sampled = np.array([param.sampled for param in params])
     starts = np.cumsum(sampled) - sampled
@@ -374,7 +378,8 @@ def _bits_apart(one: RecordedRun, other: RecordedRun, number: int) -> list[float
     for param, (ours, others) in zip(one.params, bits, strict=True):
         allowed = _ANY_NUMBERS + _SHARE_16_BITS * param.numel
         is_short = _share(param, of_mains=False) == _SHARE_16_BITS
-        apart.append(abs(ours - others) / allowed if is_short else 0.0)
+        by_rounding = abs(ours - others) / allowed
+        apart.append(by_rounding if is_short else 0.0)
     return apart
 
 

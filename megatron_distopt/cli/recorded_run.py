@@ -13,6 +13,8 @@ import numpy as np
 from megatron_distopt.checkpoint.digests import finished_lines
 from megatron_distopt.plugin.recording import RecordedParam
 
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
 
 class RecordedRun:
     """What the ranks of this node have recorded in a folder, also while they write on.
@@ -30,7 +32,8 @@ class RecordedRun:
             lines = [json.loads(line) for line in finished_lines(path)]
             head = lines[0] if lines else []
             self.params += [RecordedParam(**param) for param in head]
-            ranks.append(lines[1:])
+            steps = lines[1:]
+            ranks.append(steps)
         # that all ranks have finished; by rank
         self.steps = [*zip(*ranks, strict=False)]
 
@@ -46,14 +49,15 @@ class RecordedRun:
     def bits(self, number: int) -> list[int]:
         return [bits for each in self.steps[number] for bits in each["bits"]]
 
-    def weights(self, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def weights(self, number: int) -> Values:
         """Model params, before the update of that step."""
         return self._sample("sample", number)
 
-    def mains(self, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def mains(self, number: int) -> Values:
         """Main params of the same elements; nan where a rank has none."""
         return self._sample("mains", number)
 
-    def _sample(self, what: str, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        samples = b"".join(base64.b64decode(each[what]) for each in self.steps[number])
-        return np.frombuffer(samples, np.float32).astype(np.float64)
+    def _sample(self, what: str, number: int) -> Values:
+        of_ranks = [base64.b64decode(each[what]) for each in self.steps[number]]
+        values = np.frombuffer(b"".join(of_ranks), np.float32)
+        return values.astype(np.float64)
