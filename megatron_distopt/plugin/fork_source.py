@@ -71,8 +71,8 @@ def fork_at(folder: Path) -> SourceTree:
     if (folder / _PACKAGE).is_dir():
         return SourceTree((folder.resolve(),))
     raise UnknownHostError(
-        f"{folder} is not a folder that holds the folder {_PACKAGE}. Write the path of your "
-        "Megatron's checkout."
+        f"The fork is {folder}. It must be a folder that holds the folder {_PACKAGE}. Write the "
+        "path of your Megatron's checkout."
     )
 
 
