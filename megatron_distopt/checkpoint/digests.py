@@ -64,7 +64,7 @@ _NUM_KEPT = 1 << 16
 _STEP, _FIRST, _SECOND = (
     each - (1 << 64) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Indices of different dimensions have different weights, or a matrix would have the digest of its
 #: transpose.
 _APART = 1 << 40
@@ -72,6 +72,11 @@ _log = logging.getLogger("megatron_distopt")
 
 
 # --- the digest of a tensor
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """The bits of each element as an integer: nan equals nan, and -0.0 differs from 0.0."""
+    return values.view(_INTEGERS[values.element_size()])
 
 
 def digest_of(values: Tensor, offsets: Sequence[int]) -> Tensor:
@@ -90,16 +95,15 @@ def digest_of(values: Tensor, offsets: Sequence[int]) -> Tensor:
     True
     """
     if values.element_size() == 8:  # becomes two integers, in a further dimension
-        values, offsets = values.contiguous().unsqueeze(-1), (*offsets, 0)
-    sums = values.view(_INTEGERS[values.element_size()])
+        values = values.contiguous().unsqueeze(-1).view(torch.int32)
+        offsets = (*offsets, 0)
+    sums = bits_of(values)
     for dim in reversed(range(sums.dim())):
-        start, stop, device = offsets[dim], offsets[dim] + sums.shape[-1], sums.device
-        is_kept = stop <= _NUM_KEPT
-        weights = (
-            _kept_weights(dim, device)[start:stop]
-            if is_kept
-            else _made_weights(dim, start, stop, device)
-        )
+        start, stop = offsets[dim], offsets[dim] + sums.shape[-1]
+        if stop <= _NUM_KEPT:
+            weights = _kept_weights(dim, sums.device)[start:stop]
+        else:
+            weights = _made_weights(dim, start, stop, sums.device)
         sums = (sums * weights).sum(-1)
     return sums.long()
 
@@ -114,12 +118,8 @@ def _kept_weights(dim: int, device: torch.device) -> Tensor:
 def _made_weights(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     """An odd pseudorandom number for each index, by splitmix64; torch shifts with the sign, which
     is cut off."""
-    numbers = (
-        torch.arange(
-            dim * _APART + start + 1, dim * _APART + stop + 1, dtype=torch.int64, device=device
-        )
-        * _STEP
-    )
+    first, last = dim * _APART + start + 1, dim * _APART + stop + 1
+    numbers = torch.arange(first, last, dtype=torch.int64, device=device) * _STEP
     for by, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         numbers = (numbers ^ ((numbers >> by) & ((1 << (64 - by)) - 1))) * factor
     return numbers | 1
@@ -344,6 +344,11 @@ def is_digest_file(path: Path) -> bool:
         return f'"{_FORMAT}"'.encode() in file.read(len(_FORMAT) + 32)
 
 
+def finished_lines(path: Path) -> list[str]:
+    """Lines of a file that a run appends to, without one that it has not written to its end."""
+    return path.read_text("utf-8", errors="replace").split("\n")[:-1]
+
+
 def read_run(path: Path) -> LoggedRun:
     """Reads what all starts of a run have logged.
 
@@ -352,29 +357,26 @@ def read_run(path: Path) -> LoggedRun:
     """
     every, steps = 1, dict[int, LoggedStep]()
     keys: list[DigestKey] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or not line.endswith("\n"):
+    for number, line in enumerate(finished_lines(path), start=1):
+        if not line:
             continue
         try:
             record = json.loads(line)
             if "format" in record:
-                every, steps = (
-                    record["every"],
-                    {n: each for n, each in steps.items() if n <= record["step"]},
-                )
+                every = record["every"]
+                steps = {n: step for n, step in steps.items() if n <= record["step"]}
             elif "tensors" in record:
                 keys = [(kind, name) for kind, name in record["tensors"]]
             else:
-                digests, step = (
-                    dict(zip(keys, record.pop("digests"), strict=True)),
-                    record.pop("step"),
-                )
+                digests = dict(zip(keys, record.pop("digests"), strict=True))
+                step = record.pop("step")
                 # The state at a start replaces the one that the run had there, whose gradients and
                 # facts stay.
                 before = steps.get(step, LoggedStep(step, {}, {}))
                 steps[step] = LoggedStep(
-                    step, {**before.digests, **digests}, {**before.facts, **record}
+                    number=step,
+                    digests={**before.digests, **digests},
+                    facts={**before.facts, **record},
                 )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(

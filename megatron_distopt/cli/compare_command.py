@@ -4,13 +4,14 @@ a verdict."""
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from io import BytesIO
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,16 +31,16 @@ from megatron_distopt.cli.compare_launch import (
 from megatron_distopt.cli.compare_verdict import (
     TIMES,
     Deviation,
-    Outcome,
     apart_text,
     differences,
     exceeds_bounds,
     judge,
 )
+from megatron_distopt.cli.recorded_run import RecordedRun
 from megatron_distopt.cli.show import Answer, rows
+from megatron_distopt.cli.verdict import Outcome
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import HostError
-from megatron_distopt.plugin.recording import RecordedRun
 
 #: By which part of itself a learning rate is larger where only the effect of rounding is wanted: by
 #: 16 units in the last place of fp32, a few more than a norm of other order has.
@@ -61,7 +62,8 @@ def answer(parsed: argparse.Namespace) -> Answer:
         own, ours, (outcome, sentence) = _compare(line, run, notes)
     if len(own.steps) < parsed.iterations:
         notes.append(f"The training ended after {len(own.steps)} iterations: see --train-iters.")
-    figures, found = {"host's own": _figures(own), "ours": _figures(ours)}, differences(own, ours)
+    figures = {"host's own": _figures(own), "ours": _figures(ours)}
+    found = differences(own, ours)
     document = {
         "is_same": None if outcome is Outcome.NONE else outcome is Outcome.SAME,
         "verdict": sentence,
@@ -146,13 +148,12 @@ def _tables(figures: _Figures, found: Sequence[Deviation]) -> list[Any]:
     cells = [["iteration", "loss", "ours", *(f"{what} apart" for what in _SHOWN), "ms", "ours"]]
     for number in range(found[-1].iteration):
         losses = [f"{run['loss'][number]:.6f}" for run in figures.values()]
-        times = [
-            "".join(f"{each:.0f}" for each in run[_TIMES][number:][:1]) or "-"
-            for run in figures.values()
-        ]
-        cells.append(
-            [f"{number + 1}", *losses, *(apart[number + 1, what] for what in _SHOWN), *times]
-        )
+        apart_there = [apart[number + 1, what] for what in _SHOWN]
+        times = []
+        for run in figures.values():  # the last iteration has no end
+            of_run = run[_TIMES]
+            times.append(f"{of_run[number]:.0f}" if number < len(of_run) else "-")
+        cells.append([f"{number + 1}", *losses, *apart_there, *times])
     totals = {
         "milliseconds, median": [f"{median(run[_TIMES] or [0.0]):.0f}" for run in figures.values()],
         "peak memory of a rank, GiB": [f"{max(run[_MEMORY]):.2f}" for run in figures.values()],
@@ -169,24 +170,24 @@ def _picture(figures: _Figures, found: Sequence[Deviation]) -> bytes:
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(9, 5), layout="constrained")
-    apart = {what: [each.apart or None for each in found if each.what == what] for what in _SHOWN}
-    panels = {
+    panels: dict[str, dict[str, list[Any]]] = {
         title: {name: run[title] for name, run in figures.items()}
         for title in ("loss", _TIMES, _MEMORY)
     }
-    for panel, (title, lines) in zip(
-        figure.subplots(2, 2).flat, (panels | {_APART: apart}).items(), strict=True
-    ):
-        for (name, values), style in zip(lines.items(), ("-", "--", ":"), strict=False):
-            numbers = range(len(values)) if title == _MEMORY else range(1, len(values) + 1)
+    panels[_APART] = {what: [] for what in _SHOWN}
+    for each in found:
+        if each.what in _SHOWN:  # what is equal has no place on a logarithmic scale
+            panels[_APART][each.what].append(each.apart or math.nan)
+    for panel, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        first = 0 if title == _MEMORY else 1  # ranks count from 0
+        for style, (name, values) in zip(("-", "--", ":"), lines.items(), strict=False):
+            numbers = range(first, first + len(values))
             panel.plot(numbers, values, style, marker=".", label=name)
-        from_zero = (
-            (0, 1.3 * max([1e-3, *chain(*lines.values())]))
-            if title in (_TIMES, _MEMORY)
-            else (None, None)
-        )
-        panel.set(title=title, yscale="log" if title == _APART else "linear", ylim=from_zero)
+        panel.set(title=title, yscale="log" if title == _APART else "linear")
+        if title in (_TIMES, _MEMORY):
+            panel.set_ylim(bottom=0)
         panel.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         panel.legend()
-    figure.savefig(file := BytesIO(), format="png", dpi=90)
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=90)
     return file.getvalue()

@@ -16,14 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_distopt.cli.recorded_run import RecordedRun
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import ConfigError, HostError, refusal
-from megatron_distopt.plugin.recording import (
-    ITERATIONS_VARIABLE,
-    NUDGE_VARIABLE,
-    RECORD_VARIABLE,
-    RecordedRun,
-)
+from megatron_distopt.plugin.recording import ITERATIONS_VARIABLE, NUDGE_VARIABLE, RECORD_VARIABLE
 
 _PACKAGE, _MODULE_FLAGS = __name__.partition(".")[0], ("-m", "--module")
 _LAUNCHER, _LAUNCHING = (

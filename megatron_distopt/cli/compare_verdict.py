@@ -20,15 +20,25 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from megatron_distopt.cli.recorded_run import RecordedRun, Values
 from megatron_distopt.cli.show import listed
+from megatron_distopt.cli.verdict import (
+    FORWARD,
+    OVERFLOW,
+    START,
+    STATE,
+    SUM_OF_GRADIENTS,
+    UPDATE,
+    Outcome,
+    not_the_same,
+)
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.plugin.recording import RecordedParam, RecordedRun
+from megatron_distopt.plugin.recording import RecordedParam
 
 # --- bounds at equal weights; relative where nothing else is said
 
@@ -66,22 +76,12 @@ TIMES = 4.0
 #: moves them ten times as far, and more, in each of the first updates, and when one does is chance.
 _TIMES_OF_MAINS = 30.0
 
-_START = "seed and checkpoint of the start"
-_STATE = "moments, precision of main params and other state that steps hand on"
-_Values = np.ndarray[Any, np.dtype[np.float64]]
 _Flags = np.ndarray[Any, np.dtype[np.bool_]]
+#: Numbers of a step that are compared, and their names in a recorded run.
+_MEASURED = {"loss": "loss", "gradient norm": "norm", "loss scale": "loss_scale"}
 _REPEATABLE = (
     "Seed weights and data and set dropout to 0, so that the host's own run can be repeated"
 )
-
-
-class Outcome(Enum):
-    """What a comparison says; the value is the exit status of the command."""
-
-    SAME = 0
-    DIFFERENT = 1
-    #: The runs do not tell: the host's own differ as much, or did not run.
-    NONE = 3
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,11 @@ class Deviation:
         return not self.apart <= allowed  # also where it is nan
 
 
-_BOUNDS_AT_START = {"weights": Bound(0.0, 0.0, _START), "main params": Bound(0.0, 0.0, _START)}
+_BOUND_AT_START = Bound(limit=0.0, at_least=0.0, look=START)
+_BOUNDS_AT_START = {"weights": _BOUND_AT_START, "main params": _BOUND_AT_START}
 _BOUNDS_AT_EQUAL_WEIGHTS = {
-    "loss": Bound(
-        _LOSS_ROUNDING, math.inf, "data, dropout and the forward pass: both had the same weights"
-    ),
-    "gradient norm": Bound(
-        _NORM_ROUNDING,
-        math.inf,
-        "the sum of gradients over ranks and their norm: both had the same weights",
-    ),
+    "loss": Bound(limit=_LOSS_ROUNDING, at_least=math.inf, look=FORWARD),
+    "gradient norm": Bound(limit=_NORM_ROUNDING, at_least=math.inf, look=SUM_OF_GRADIENTS),
 }
 
 
@@ -146,11 +141,12 @@ def judge(own: RecordedRun, ours: RecordedRun, *hosts_others: RecordedRun) -> tu
     for each in found:
         allowed = _allowed(each, found, yardsticks)
         if each.exceeds(allowed):
-            if each.bound.look == _START and not yardsticks:
+            if each.bound.look == START and not yardsticks:
                 unlike = f"the runs do not begin with equal weights: {each}"
                 return Outcome.NONE, f"No verdict: {unlike}. {_REPEATABLE}."
             amount = f"{each}, of which rounding explains {allowed:.1e}"
-            return Outcome.DIFFERENT, f"Not the same, first {amount}. Look at {each.bound.look}."
+            sentence = not_the_same(amount, each.bound.look)
+            return Outcome.DIFFERENT, sentence
     return Outcome.SAME, f"Equal but for rounding: {apart_text(found)}."
 
 
@@ -164,11 +160,13 @@ def _check_updates(own: RecordedRun) -> None:
     if own.bits(0) != own.bits(-1):
         return
     found, remedy = "No weight of the host's run has changed", "--lr-warmup-iters 0"
-    if all(own.values("skipped")[:-1]):
+    skipped = own.values("skipped")
+    if all(skipped[:-1]):
         scale = own.values("loss_scale")[-1]
         found = f"The host skipped all steps, and its loss scale is still {scale:g}"
         remedy = "--initial-loss-scale 65536"
-    raise ConfigError(f"{found} after {len(own.steps)}. Write more --iterations, or {remedy}.")
+    num_steps = len(own.steps)
+    raise ConfigError(f"{found} after {num_steps}. Write more --iterations, or {remedy}.")
 
 
 def _allowed(
@@ -183,7 +181,8 @@ def _allowed(
         return each.bound.limit
     furthest = 0.0
     for known in yardsticks:
-        last = each.iteration + max(0, _beginning(known) - _beginning(found))
+        delay = _beginning(known) - _beginning(found)
+        last = each.iteration + max(0, delay)
         for other in known:
             if other.what == each.what and other.iteration <= last:
                 furthest = max(furthest, other.apart)
@@ -201,9 +200,8 @@ def _beginning(found: Sequence[Deviation]) -> int:
 
 def apart_text(found: Sequence[Deviation]) -> str:
     """Writes how far two runs are apart at most."""
-    loss, weights = (
-        max(each.apart for each in found if each.what == what) for what in ("loss", "weights")
-    )
+    loss = max(each.apart for each in found if each.what == "loss")
+    weights = max(each.apart for each in found if each.what == "weights")
     return (
         f"losses are apart by at most {loss:.1e} of their value, weights by {weights:.1e} of the "
         "way that they went"
@@ -241,8 +239,7 @@ def _are_equal(one: RecordedRun, other: RecordedRun, number: int) -> bool:
     """Whether weights are equal to the bit; nan equals nan."""
     if one.bits(number) != other.bits(number):
         return False
-    weights, others = one.weights(number), other.weights(number)
-    return np.array_equal(weights, others, equal_nan=True)
+    return np.array_equal(one.weights(number), other.weights(number), equal_nan=True)
 
 
 def _of_step(
@@ -252,33 +249,36 @@ def _of_step(
     apart = {
         "weights": 0.0 if is_equal else _weights_apart(one, other, number),
         "main params": 0.0 if mains_are_equal else _mains_apart(one, other, number),
-        "loss": _relative(one.values("loss")[number], other.values("loss")[number]),
-        "gradient norm": _relative(one.values("norm")[number], other.values("norm")[number]),
-        "loss scale": _relative(
-            one.values("loss_scale")[number], other.values("loss_scale")[number]
-        ),
     }
+    for what, name in _MEASURED.items():
+        apart[what] = _relative(one.values(name)[number], other.values(name)[number])
     bounds = _bounds(one, other, number)
     if number == 0:
         bounds |= _BOUNDS_AT_START
     if is_equal:
         bounds |= _BOUNDS_AT_EQUAL_WEIGHTS
-    return [Deviation(number + 1, what, apart[what], bounds[what]) for what in apart]
+    return [
+        Deviation(iteration=number + 1, what=what, apart=apart[what], bound=bounds[what])
+        for what in apart
+    ]
 
 
 def _bounds(one: RecordedRun, other: RecordedRun, number: int) -> dict[str, Bound]:
     """Bounds of what drifts, by what is compared, in the step of that number."""
     epsilon = max(param.epsilon for param in one.params)
+    grad_epsilon = _grad_epsilon(one, other)
     growth = 1 + number / _ITERATIONS_OF_GROWTH
     drift = math.sqrt(epsilon) * growth
     one_rounding = epsilon * _OF_EPSILON
-    of_gradient = _grad_epsilon(one, other) * _OF_EPSILON
+    of_gradient = grad_epsilon * _OF_EPSILON
     return {
-        "weights": Bound(drift, max(_OF_STEP, one_rounding), _STATE),
-        "main params": Bound(drift, max(_OF_STEP, of_gradient), _STATE),
-        "loss": Bound(max(_LOSS_ROUNDING, one_rounding) * growth, math.inf, _STATE),
-        "gradient norm": Bound(drift, max(_NORM_ROUNDING, one_rounding), _STATE),
-        "loss scale": Bound(0.0, 0.0, "what counts as overflow"),
+        "weights": Bound(limit=drift, at_least=max(_OF_STEP, one_rounding), look=STATE),
+        "main params": Bound(limit=drift, at_least=max(_OF_STEP, of_gradient), look=STATE),
+        "loss": Bound(
+            limit=max(_LOSS_ROUNDING, one_rounding) * growth, at_least=math.inf, look=STATE
+        ),
+        "gradient norm": Bound(limit=drift, at_least=max(_NORM_ROUNDING, one_rounding), look=STATE),
+        "loss scale": Bound(limit=0.0, at_least=0.0, look=OVERFLOW),
     }
 
 
@@ -289,11 +289,15 @@ def _grad_epsilon(one: RecordedRun, other: RecordedRun) -> float:
 
 def _weights_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
     """How far weights that differ are apart, of the way that they went or of what they began as."""
-    weights, start = one.weights(number), one.weights(0)
-    way = float(np.abs(weights - start if number else start).sum())
+    weights = one.weights(number)
+    start = one.weights(0)
+    moved = weights - start if number else start
+    way = float(np.abs(moved).sum())
+    if not way:
+        return math.inf
     distance = float(np.abs(weights - other.weights(number)).sum())
     # where no sampled element differs, one of the others does
-    return max(distance / way, sys.float_info.epsilon) if way else math.inf
+    return max(distance / way, sys.float_info.epsilon)
 
 
 def _mains_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
@@ -305,17 +309,19 @@ def _mains_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
     mains, others = _mains(one, other, number)
     distance = np.abs(mains - others)
     if number == 0:
-        return float(distance.sum() / np.abs(mains).sum())
+        whole = np.abs(mains).sum()
+        return float(distance.sum() / whole)
     start, _ = _mains(one, other, 0)
     way = np.abs(mains - start)
     by_element = distance / np.maximum(way, sys.float_info.min)
     return float(np.median(by_element))
 
 
-def _mains(one: RecordedRun, other: RecordedRun, number: int) -> tuple[_Values, _Values]:
+def _mains(one: RecordedRun, other: RecordedRun, number: int) -> tuple[Values, Values]:
     """Main params of the elements that a rank has in both runs."""
     is_missing = np.isnan(one.mains(0)) | np.isnan(other.mains(0))
-    mains, others = one.mains(number), other.mains(number)
+    mains = one.mains(number)
+    others = other.mains(number)
     return mains[~is_missing], others[~is_missing]
 
 
@@ -324,47 +330,56 @@ def _of_update(
 ) -> Deviation:
     """What the update before did, which began with equal values: 1 is as much as rounding does."""
     values_of = RecordedRun.mains if of_mains else RecordedRun.weights
-    before, after, others = (
-        values_of(one, number - 1),
-        values_of(one, number),
-        values_of(other, number),
-    )
+    before = values_of(one, number - 1)
+    after = values_of(one, number)
+    others = values_of(other, number)
     step = np.abs(after - before)
     size = np.maximum(np.abs(before), np.abs(after))
-    differ = np.abs(after - others) > _OF_WEIGHT * size + _OF_STEP * step
+    rounding = _OF_WEIGHT * size + _OF_STEP * step
+    differ = np.abs(after - others) > rounding
     params = one.params
     shares = np.array([_share(param, of_mains=of_mains) for param in params])
     counts = _by_param(params, differ)
-    allowed = shares * _by_param(params, ~np.isnan(after - others))
+    compared = _by_param(params, ~np.isnan(after - others))
+    allowed = shares * compared
     by_param = counts / (_ANY_DIFFER + allowed)
     if not of_mains:
         by_param = np.maximum(by_param, _bits_apart(one, other, number))
     matrices = np.array([param.is_matrix for param in params])
-    of_all = counts[matrices].sum() / (_ANY_DIFFER + allowed[matrices].sum())
+    counts_in_all = counts[matrices].sum()
+    allowed_in_all = _ANY_DIFFER + allowed[matrices].sum()
+    of_all = counts_in_all / allowed_in_all
     worst_first = np.argsort(-by_param)
-    wrong = dict.fromkeys(params[place].name for place in worst_first if by_param[place] > 1)
+    is_wrong = [place for place in worst_first if by_param[place] > 1]
+    wrong = dict.fromkeys(params[place].name for place in is_wrong)
     look = f"weight decay and param group of {listed([*wrong])}"
     if not 0 < len(wrong) <= matrices.sum() / 2:
-        look = "learning rate, clipping and the rule of the update: many params differ"
+        look = f"{UPDATE}: many params differ"
         look = f"precision of main params, {look}" if of_mains else look
-    apart = float(max(of_all, *by_param))
-    return Deviation(number + 1, what, apart, Bound(1.0, 1.0, look))
+    return Deviation(
+        iteration=number + 1,
+        what=what,
+        apart=float(max(of_all, *by_param)),
+        bound=Bound(limit=1.0, at_least=1.0, look=look),
+    )
 
 
-def _by_param(params: Sequence[RecordedParam], flags: _Flags) -> _Values:
+def _by_param(params: Sequence[RecordedParam], flags: _Flags) -> Values:
     """How many sampled elements of each param have the flag."""
     sampled = np.array([param.sampled for param in params])
-    return np.add.reduceat(flags, np.cumsum(sampled) - sampled, dtype=np.float64)
+    starts = np.cumsum(sampled) - sampled
+    return np.add.reduceat(flags, starts, dtype=np.float64)
 
 
 def _bits_apart(one: RecordedRun, other: RecordedRun, number: int) -> list[float]:
     """How far the bits of matrices of 16 bits are apart; 1 is as much as rounding does."""
-    apart = [0.0] * len(one.params)
-    bits, others = one.bits(number), other.bits(number)
-    for place, param in enumerate(one.params):
-        if _share(param, of_mains=False) == _SHARE_16_BITS:
-            allowed = _ANY_NUMBERS + _SHARE_16_BITS * param.numel
-            apart[place] = abs(bits[place] - others[place]) / allowed
+    apart = []
+    bits = zip(one.bits(number), other.bits(number), strict=True)
+    for param, (ours, others) in zip(one.params, bits, strict=True):
+        allowed = _ANY_NUMBERS + _SHARE_16_BITS * param.numel
+        is_short = _share(param, of_mains=False) == _SHARE_16_BITS
+        by_rounding = abs(ours - others) / allowed
+        apart.append(by_rounding if is_short else 0.0)
     return apart
 
 
@@ -378,6 +393,9 @@ def _share(param: RecordedParam, *, of_mains: bool) -> float:
 
 def _relative(one: float, other: float) -> float:
     """The difference, divided by the first; 0 where both are nan, as what a rank does not know."""
-    if one == other or (math.isnan(one) and math.isnan(other)):
+    both_are_nan = math.isnan(one) and math.isnan(other)
+    if one == other or both_are_nan:
         return 0.0
-    return abs(one - other) / abs(one) if one else math.inf
+    if not one:
+        return math.inf
+    return abs(one - other) / abs(one)

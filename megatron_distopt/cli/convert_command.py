@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_distopt.cli.checkpoints import find, nbytes_of
+from megatron_distopt.cli.checkpoints import open_at
 from megatron_distopt.cli.show import Answer, progress_of, rows, titled
-from megatron_distopt.formats import convert, open_any
+from megatron_distopt.formats import convert
 
 
 def answer(parsed: argparse.Namespace) -> Answer:
     """Reads one checkpoint and writes another; where it cannot be read or written so, nothing is
     written."""
-    place = find(parsed.source)
-    source = open_any(place.path, resume_step=parsed.resume_step)
-    with progress_of("converting", sum(map(nbytes_of, source.tensors.values()))) as progress:
+    found = open_at(parsed.source, resume_step=parsed.resume_step)
+    with progress_of("converting", found.nbytes) as progress:
         how = {"dp": parsed.dp, "resume_step": parsed.resume_step, "is_averaged": parsed.averaged}
-        done = convert(place.path, parsed.target, parsed.to, progress=progress, **how)
+        done = convert(found.path, parsed.target, parsed.to, progress=progress, **how)
     if done.written == "torch":
         use = f"torch.load({str(done.path)!r}, weights_only=True)"
     elif done.is_iteration:
@@ -30,16 +29,16 @@ def answer(parsed: argparse.Namespace) -> Answer:
             "files"
         )
     document = {
-        "source": str(place.path),
-        "chosen": place.chosen,
+        "source": str(found.path),
+        "chosen": found.chosen,
         "found": done.found,
         "target": str(done.path),
         "written": done.written,
         "is_iteration": done.is_iteration,
     }
     facts = [
-        ("from", f"{place.path} ({done.found})"),
-        ("which", place.chosen),
+        ("from", f"{found.path} ({done.found})"),
+        ("which", found.chosen),
         ("to", f"{done.path} ({done.written})"),
         ("next", use),
     ]

@@ -1,11 +1,4 @@
-"""`megatron-distopt diff`: in what two checkpoints differ, and by how much; or where two runs
-parted, and why.
-
-Of runs that have logged digests the order in which things differ tells causes apart. A step
-computes gradients from params and data, and then params and moments from gradients. So gradients
-that differ while the params before were equal come from data, forward, backward or the sum over
-ranks, and params that differ after equal gradients come from the update.
-"""
+"""`megatron-distopt diff`: in what two checkpoints differ, and by how much."""
 
 from __future__ import annotations
 
@@ -13,38 +6,27 @@ import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from megatron_distopt.checkpoint.digests import (
-    GRADS,
-    LoggedRun,
-    LoggedStep,
-    differing,
-    is_digest_file,
-    read_run,
-)
+from megatron_distopt.checkpoint.digests import bits_of, is_digest_file
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source
-from megatron_distopt.cli.checkpoints import find, nbytes_of, params_text, settings_of
+from megatron_distopt.cli.checkpoints import nbytes_of, open_at, params_text, settings_of
+from megatron_distopt.cli.diff_runs import answer_about_runs
 from megatron_distopt.cli.show import Answer, listed, more, plural, progress_of, rows, titled
 from megatron_distopt.errors import CheckpointError
-from megatron_distopt.formats import open_any
 from megatron_distopt.hosts.megatron.naming import canonical
 
 #: More tensors of a kind than this, and more params in one line, are only counted; --json has all.
 _LISTED, _NAMED = 20, 8
 #: Elements that are compared at once: what that needs in addition to the tensors is small.
 _AT_ONCE = 1 << 20
-#: The order in which a step computes what differs; moments come between.
-_ORDER = {GRADS: 0, MAIN: 2}
-_KIND_TEXTS = {GRADS: "gradients", MAIN: "params"}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -79,24 +61,22 @@ def answer(parsed: argparse.Namespace) -> Answer:
     paths = parsed.first, parsed.second
     digests = [path for path in paths if is_digest_file(path)]
     if len(digests) == 2:
-        return _answer_about_runs(*paths)
+        return answer_about_runs(*paths)
     if digests:
         (other,) = {*paths} - {*digests}
         raise CheckpointError(
             f"{digests[0]} holds digests of a run, and {other} does not. Name two checkpoints, or "
             "two files that --distopt-log-digests wrote."
         )
-    places = [find(path) for path in paths]
-    first, second = (open_any(place.path) for place in places)
+    first, second = map(open_at, paths)
+    ours, theirs = first.source.tensors, second.source.tensors
     # Megatrons name the same param differently.
-    theirs = {key_of(kind_of(key), canonical(name_of(key))): key for key in second.tensors}
-    found = {
-        key: theirs.get(key_of(kind_of(key), canonical(name_of(key)))) for key in first.tensors
-    }
-    both = {ours: other for ours, other in found.items() if other is not None}
+    named = {_common_key(key): key for key in theirs}
+    common = {key: _common_key(key) for key in ours}
+    both = {key: named[other] for key, other in common.items() if other in named}
     # The largest difference comes first, and nan before all numbers.
     pairs = sorted(
-        _pairs(first, second, both),
+        _pairs(first.source, second.source, both),
         key=lambda pair: (
             not math.isnan(pair.difference.largest),
             -pair.difference.largest,
@@ -104,37 +84,46 @@ def answer(parsed: argparse.Namespace) -> Answer:
         ),
     )
     settings = _settings_that_differ(
-        first.head, second.head, {name_of(ours): name_of(both[ours]) for ours in both}
+        first.manifest,
+        second.manifest,
+        {name_of(key): name_of(other) for key, other in both.items()},
     )
     alone = {
-        "A": [key for key in first.tensors if key not in both],
-        "B": [key for key in second.tensors if key not in both.values()],
+        "A": [key for key in ours if key not in both],
+        "B": [key for key in theirs if key not in both.values()],
     }
     is_equal = not any(
         (*alone.values(), settings, *(pair.note or pair.difference.count for pair in pairs))
     )
     document = {
-        "checkpoints": [str(place.path) for place in places],
+        "checkpoints": [str(first.path), str(second.path)],
         "is_equal": is_equal,
         "settings": settings,
         "only_in_first": alone["A"],
         "only_in_second": alone["B"],
-        "tensors": [_document(pair) for pair in pairs],
+        "tensors": [
+            {
+                "key": pair.key,
+                "note": pair.note,
+                **asdict(pair.difference),
+                "relative": pair.difference.relative,
+            }
+            for pair in pairs
+        ],
     }
-    heads = [
-        (side, ", ".join(filter(None, (str(at.path), at.chosen))))
-        for side, at in zip("AB", places, strict=True)
-    ]
+    heads = [("A", first.text), ("B", second.text)]
     parts: list[RenderableType] = [titled("checkpoints", rows(heads))]
     if is_equal:
-        words = (
-            f"{plural(len({name_of(pair.key) for pair in pairs}), 'param')}, "
-            f"{plural(len(pairs), 'tensor')}"
-        )
-        parts.append(Text(f"equal to the bit: {words} and all settings"))
+        names = {name_of(pair.key) for pair in pairs}
+        counts = f"{plural(len(names), 'param')}, {plural(len(pairs), 'tensor')}"
+        parts.append(Text(f"equal to the bit: {counts} and all settings"))
     else:
         parts += _parts(pairs, settings, alone)
     return Answer(document, parts, status=int(not is_equal))
+
+
+def _common_key(key: str) -> str:
+    return key_of(kind_of(key), canonical(name_of(key)))
 
 
 def _pairs(first: Source, second: Source, both: Mapping[str, str]) -> Iterator[_Pair]:
@@ -163,34 +152,22 @@ def _pairs(first: Source, second: Source, both: Mapping[str, str]) -> Iterator[_
 
 def compare(first: Tensor, second: Tensor) -> Difference:
     """Counts the elements of two tensors of one shape that differ, and measures by how much."""
-    if first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)):
-        return Difference(0, first.numel(), 0.0, 0.0)
+    has_one_dtype = first.dtype == second.dtype
+    if not first.numel() or (has_one_dtype and torch.equal(bits_of(first), bits_of(second))):
+        return Difference(numel=first.numel())
     count, largest, magnitude = 0, 0.0, 0.0
-    flat = first.reshape(-1), second.reshape(-1)
-    for start in range(0, first.numel(), _AT_ONCE):
-        ours, theirs = (tensor[start : start + _AT_ONCE] for tensor in flat)
+    stretches = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (first, second))
+    for ours, theirs in zip(*stretches, strict=True):
         wide = ours.double()
         magnitude = max(magnitude, wide.nan_to_num(0.0).abs().max().item())
-        differs = (
-            _bits(ours) != _bits(theirs) if ours.dtype == theirs.dtype else wide != theirs.double()
-        )
+        differs = wide != theirs.double()
+        if has_one_dtype:
+            differs = bits_of(ours) != bits_of(theirs)
         if differs.any():
             count += int(differs.sum())
-            apart = (wide[differs] - theirs[differs].double()).abs().max().item()
-            largest = (
-                apart
-                if math.isnan(apart)
-                else largest
-                if math.isnan(largest)
-                else max(largest, apart)
-            )
+            apart = wide[differs] - theirs[differs].double()
+            largest = float(np.maximum(largest, apart.abs().max().item()))  # nan where one is
     return Difference(count, first.numel(), largest, magnitude)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Views a tensor as integers, which are equal only if the bits are: nan equals nan, and -0.0
-    differs from 0.0."""
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _settings_that_differ(
@@ -226,18 +203,6 @@ def _differing(first: Mapping[str, object], second: Mapping[str, object]) -> lis
         for name in dict.fromkeys([*first, *second])
         if first.get(name) != second.get(name)
     ]
-
-
-def _document(pair: _Pair) -> dict[str, Any]:
-    found = pair.difference
-    is_equal = not found.count and not pair.note
-    return {
-        "key": pair.key,
-        "is_equal": is_equal,
-        **asdict(found),
-        "relative": found.relative,
-        "note": pair.note,
-    }
 
 
 # --- for people
@@ -286,125 +251,3 @@ def _parts(
         rest = (f"  {line}" for line in more(len(differ), _LISTED))
         yield titled(title, rows([("param", "max |A-B|", "/ max |A|", "elements"), *table]), *rest)
     yield Text("different")
-
-
-# --- two runs
-
-
-def _answer_about_runs(*paths: Path) -> Answer:
-    """Compares two runs at the steps that both have logged."""
-    first, second = map(read_run, paths)
-    pairs = [
-        (first.steps[step], second.steps[step])
-        for step in sorted(first.steps.keys() & second.steps.keys())
-    ]
-    ours, theirs = (
-        dict.fromkeys(name for pair in pairs for _, name in pair[side].digests) for side in (0, 1)
-    )
-    common = ours.keys() & theirs.keys()
-    if not common:
-        shown = " and ".join(f"{run.path} has {_steps_text(run)}" for run in (first, second))
-        raise CheckpointError(
-            f"There is no step and param that both runs have logged: {shown}. Compare two runs of "
-            "one model, with the same --distopt-log-digests."
-        )
-    parted = _first_difference(pairs)
-    alone = (
-        [name for name in ours if name not in theirs],
-        [name for name in theirs if name not in ours],
-    )
-    document: dict[str, Any] = {
-        "runs": [str(path) for path in paths],
-        "is_equal": parted is None,
-        "common_steps": [step.number for step, _ in pairs],
-        "parted": parted,
-        "only_in_first": alone[0],
-        "only_in_second": alone[1],
-    }
-    heads = [
-        (f"{side}: {run.path}", _steps_text(run))
-        for side, run in zip("AB", (first, second), strict=True)
-    ]
-    heads += [
-        (f"in {side} alone", listed(names, _NAMED)) for side, names in zip("AB", alone, strict=True)
-    ]
-    parts: list[RenderableType] = [titled("runs", rows(heads))]
-    if parted is None:
-        parts.append(
-            Text(
-                f"equal to the bit: {plural(len(common), 'param')} at {plural(len(pairs), 'step')}"
-            )
-        )
-    else:
-        params = {_KIND_TEXTS.get(kind, kind): names for kind, names in parted["params"].items()}
-        lines = [(kind, listed(names, _NAMED)) for kind, names in params.items()]
-        lines += [(name, f"{a} in A, {b} in B") for name, (a, b) in parted["facts"].items()]
-        kinds = [f"{kind} of {plural(len(names), 'param')}" for kind, names in params.items()]
-        parts += [
-            titled(f"first at step {parted['step']:,}", rows(lines)),
-            Text(parted["meaning"]),
-            Text(f"parted at step {parted['step']:,}: {', '.join(kinds) or 'updated'}"),
-        ]
-    return Answer(document, parts, status=int(parted is not None))
-
-
-def _first_difference(pairs: Sequence[tuple[LoggedStep, LoggedStep]]) -> dict[str, Any] | None:
-    """What differs at the first step at which a digest or "updated" does, as JSON values; None
-    where nothing does."""
-    before: int | None = None
-    for one, other in pairs:
-        keys = sorted(differing(one, other), key=lambda key: _ORDER.get(key[0], 1))
-        both = [name for name in one.facts if name in other.facts]
-        # A norm also differs where only the parallel sizes do.
-        facts = {
-            name: [one.facts[name], other.facts[name]]
-            for name in both
-            if one.facts[name] != other.facts[name]
-        }
-        if keys or "updated" in facts:
-            params = {kind: [name for each, name in keys if each == kind] for kind, _ in keys}
-            meaning = _meaning(one.number, before, {*params, *facts})
-            found = {
-                "step": one.number,
-                "last_equal_step": before,
-                "params": params,
-                "facts": facts,
-            }
-            return {**found, "meaning": meaning}
-        before = one.number
-    return None
-
-
-def _meaning(step: int, before: int | None, differ: set[str]) -> str:
-    """What the order of the differences says about the cause."""
-    if "updated" in differ:
-        return (
-            "one run skipped this step and the other did not: their loss scales or gradients differ"
-        )
-    if before is None:
-        return (
-            "they differ at the first step that both logged: initial weights, the checkpoint, or "
-            "what came before"
-        )
-    if step - before > 1:
-        return (
-            f"they parted in steps {before + 1:,} to {step:,}; to see in which, and what came "
-            f"first, resume both from a checkpoint of step {before:,} or before with "
-            "--distopt-log-digests 1"
-        )
-    if GRADS in differ:
-        return (
-            "params and state before this step were equal: data, forward, backward, or the sum "
-            "over ranks differ"
-        )
-    if {"lr", "weight_decay"} & differ:
-        return "gradients are equal, and options of the optimizer differ"
-    return "gradients are equal, and the update differs: its options, clipping or kernel"
-
-
-def _steps_text(run: LoggedRun) -> str:
-    return (
-        f"steps {min(run.steps):,} to {max(run.steps):,}, every {run.every:,}"
-        if run.steps
-        else "no step"
-    )

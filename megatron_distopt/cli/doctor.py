@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
@@ -48,7 +47,7 @@ from megatron_distopt.hosts.megatron_2023 import facts as megatron_2023
 from megatron_distopt.hosts.megatron_2023.facts import FLAG
 from megatron_distopt.hosts.megatron_core import facts as core
 from megatron_distopt.plugin.arguments import HOSTS_FLAG, add_arguments, check_spelling
-from megatron_distopt.plugin.detect import MEGATRON_CORE, Generation, recognise
+from megatron_distopt.plugin.detect import MEGATRON_CORE, Generation, recognise_supported
 from megatron_distopt.plugin.entry_point_block import GROUP
 from megatron_distopt.plugin.fixes import needed_fixes
 from megatron_distopt.plugin.fork_source import (
@@ -58,7 +57,6 @@ from megatron_distopt.plugin.fork_source import (
     importable_host,
     patch_points_of,
 )
-from megatron_distopt.version import MEGATRON_CORE as SERVED
 
 _FORK, _ENVIRONMENT, _LAUNCH, _TRIAL = "fork", "environment", "launch", "trial"
 _OUR_ENTRY_POINT = "megatron_distopt.plugin.entry_point:distopt"
@@ -90,36 +88,31 @@ def answer(parsed: argparse.Namespace) -> Answer:
 def diagnose(fork: Path | None, launch: Sequence[str], *, has_trial: bool = True) -> list[Finding]:
     """Finds out what can be known before a job is started; a `fork` of None is what this Python
     would import."""
-    tree, generation, findings = None, None, list[Finding]()
-    points: Sequence[PatchPointInSource] = ()
+    switch = Switch.ON
+    with suppress(ConfigError):  # a bad one is a finding of its own
+        switch = switch_from(os.environ)
     try:
         tree = importable_host([str(Path.cwd()), *sys.path]) if fork is None else fork_at(fork)
-        generation = recognise(tree.has)
+        generation = recognise_supported(tree.has)
         points = patch_points_of(tree, generation)
-        findings += describe_fork(tree, generation, points)
     except DistOptError as error:
-        findings.append(problem(_FORK, "source", str(error)))
-    findings += _describe_machine(launch)
-    findings += _variables()
-    findings += _entry_points(points)
+        of_fork = [problem(_FORK, "source", str(error))]
+        return [*of_fork, *_describe_machine(launch), *_variables(switch), *_entry_points(())]
+    findings = [*describe_fork(tree, generation, points), *_describe_machine(launch)]
+    findings += [*_variables(switch), *_entry_points(points)]
     stops_imports = any(
         each.status is Status.PROBLEM and each.section in (_FORK, _ENVIRONMENT) for each in findings
     )
-    findings += check_launch_flags(launch, generation, _switch())
-    if tree is not None and generation is not None and generation.is_supported:
-        findings += _fixes(tree)
-        if not has_trial or stops_imports:
-            why = "mend the problems above first" if has_trial else "--no-trial"
-            findings.append(noted(_TRIAL, "import", f"not tried: {why}"))
-        else:
-            module = generation.factory.module
-            if tree.has(_TRAINING_MODULE):
-                module = _TRAINING_MODULE
-            findings.append(try_start(fork or Path.cwd(), module))
+    findings += [*check_launch_flags(launch, generation, switch), *_fixes(tree, switch)]
+    if not has_trial:
+        findings.append(noted(_TRIAL, "import", "not tried: --no-trial"))
+    elif stops_imports:
+        findings.append(noted(_TRIAL, "import", "not tried: mend the problems above first"))
+    else:
+        has_module = tree.has(_TRAINING_MODULE)
+        module = _TRAINING_MODULE if has_module else generation.factory.module
+        findings.append(try_start(fork or Path.cwd(), module))
     return findings
-
-
-# --- the fork's source
 
 
 def describe_fork(
@@ -128,42 +121,13 @@ def describe_fork(
     """Yields a finding for everything that is replaced in the fork; what else the adapter needs is
     checked when training starts."""
     yield ok(_FORK, "source", ", ".join(map(str, tree.roots)))
-    yield _refused(
-        "generation", generation.refusal(), f"{generation.name}, as {generation.examples}"
-    )
-    if not generation.is_supported:
-        return
+    yield ok(_FORK, "generation", f"{generation.name}, as {generation.examples}")
     for point in points:
-        with_block = ", with the look-up for entry points after it" * point.is_patched
-        text = f"free in {point.place}{with_block}: ({', '.join(point.parameters)})"
-        yield _refused(point.patch_point.attribute, point.refusal, text)
-    if generation is MEGATRON_CORE:
-        yield from _describe_core(tree)
-
-
-def _refused(subject: str, reason: str | None, text: str) -> Finding:
-    return ok(_FORK, subject, text) if reason is None else problem(_FORK, subject, reason)
-
-
-def _describe_core(tree: SourceTree) -> Iterator[Finding]:
-    """Yields the release of megatron-core."""
-    file = tree.file_of("megatron.core.package_info")
-    text = file.read_text("utf-8", errors="replace") if file is not None else ""
-    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = '?\"?(\w*)", text, re.MULTILINE))
-    if {"MAJOR", "MINOR", "PATCH"} <= numbers.keys():
-        release = ".".join(str(numbers[part]) for part in ("MAJOR", "MINOR", "PATCH"))
-        release += str(numbers.get("PRE_RELEASE", ""))
-        oldest, after = (
-            (int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d+)", SERVED)
-        )
-        if oldest <= (int(numbers["MAJOR"]), int(numbers["MINOR"])) < after:
-            yield ok(_FORK, "megatron-core", f"{release}, served are {SERVED}")
+        name = point.patch_point.attribute
+        if point.refusal is not None:
+            yield problem(_FORK, name, point.refusal)
         else:
-            text = (
-                f"{release}, tried are {SERVED}; what differs is refused when the optimizer is "
-                "built"
-            )
-            yield noted(_FORK, "megatron-core", text)
+            yield ok(_FORK, name, f"free in {point.place}: ({', '.join(point.parameters)})")
 
 
 # --- machine, environment and launch flags
@@ -181,13 +145,6 @@ def _describe_machine(launch: Sequence[str]) -> list[Finding]:
         return list(import_module("megatron_distopt.cli.doctor_machine").describe_machine(config))
 
 
-def _switch() -> Switch:
-    """Returns the value of MEGATRON_DISTOPT; a bad one is a finding of its own."""
-    with suppress(ConfigError):
-        return switch_from(os.environ)
-    return Switch.ON
-
-
 def _refusals(section: str, subject: str, *checks: Callable[[], object]) -> Iterator[Finding]:
     """Yields a problem for each check that refuses."""
     for check in checks:
@@ -197,18 +154,14 @@ def _refusals(section: str, subject: str, *checks: Callable[[], object]) -> Iter
             yield problem(section, subject, str(error))
 
 
-def _variables() -> Iterator[Finding]:
+def _variables(switch: Switch) -> Iterator[Finding]:
     checks = partial(switch_from, os.environ), partial(config_from_environment, os.environ)
-    yield from (problems := list(_refusals(_ENVIRONMENT, "variables", *checks)))
+    yield from (problems := [*_refusals(_ENVIRONMENT, "variables", *checks)])
     given = sorted(name for name in os.environ if name.startswith("MEGATRON_DISTOPT"))
-    shown = (
-        ", ".join(f"{name}={os.environ[name]}" for name in given)
-        or "no MEGATRON_DISTOPT variable is set"
-    )
-    if _switch() is Switch.OFF:
-        yield noted(
-            _ENVIRONMENT, "variables", f"{shown}: switched off, the host's own optimizer runs"
-        )
+    shown = ", ".join(f"{name}={os.environ[name]}" for name in given) or "none is set"
+    if switch is Switch.OFF:
+        text = f"{shown}: switched off, the host's own optimizer runs"
+        yield noted(_ENVIRONMENT, "variables", text)
     elif not problems:
         yield ok(_ENVIRONMENT, "variables", shown)
 
@@ -217,94 +170,71 @@ def _entry_points(points: Sequence[PatchPointInSource]) -> Iterator[Finding]:
     """Checks that a patched fork finds the entry point; without it, it would train with its own
     optimizer unnoticed."""
     is_patched = any(point.is_patched for point in points)
-    entries = entry_points(group=GROUP)
-    if any(entry.value == _OUR_ENTRY_POINT for entry in entries):
-        use = (
-            "the fork asks for it"
-            if is_patched
-            else "unused until megatron-distopt patch --apply FORK"
-        )
+    if any(entry.value == _OUR_ENTRY_POINT for entry in entry_points(group=GROUP)):
+        use = "unused until megatron-distopt patch --apply FORK"
+        if is_patched:
+            use = "the fork asks for it"
         yield ok(_ENVIRONMENT, "entry point", f"distopt is registered in {GROUP}; {use}")
     else:
-        state, which = (problem, ", which the fork asks") if is_patched else (noted, "")
-        text = (
-            f"distopt is not registered in {GROUP}{which}. Run pip install megatron-distopt in "
-            "this Python."
-        )
-        yield state(_ENVIRONMENT, "entry point", text)
+        report = problem if is_patched else noted
+        remedy = "A patched fork needs it: run pip install megatron-distopt in this Python"
+        text = f"distopt is not registered in {GROUP}. {remedy}."
+        yield report(_ENVIRONMENT, "entry point", text)
     if find_spec("ray") is not None and points:
         text = (
             "Ray's workers, which are other processes than the driver, train with the host's own "
-            "optimizer until "
+            "optimizer until megatron-distopt patch --apply, or "
+            'runtime_env={"worker_process_setup_hook": "megatron_distopt.install"}'
         )
-        text += (
-            'megatron-distopt patch --apply, or runtime_env={"worker_process_setup_hook": '
-            '"megatron_distopt.install"}'
-        )
-        yield noted(
-            _ENVIRONMENT, "ray", "Ray's workers get in by the entry point" if is_patched else text
-        )
-    for entry in entries:
-        if entry.value != _OUR_ENTRY_POINT:
-            text = f"also {entry.name} = {entry.value}; they are used in order of names"
-            yield noted(_ENVIRONMENT, "entry point", text)
+        if is_patched:
+            text = "Ray's workers get in by the entry point"
+        yield noted(_ENVIRONMENT, "ray", text)
 
 
-def _fixes(tree: SourceTree) -> Iterator[Finding]:
-    is_made = _switch() is not Switch.OFF
+def _fixes(tree: SourceTree, switch: Switch) -> Iterator[Finding]:
+    is_made = switch is not Switch.OFF
     with suppress(ConfigError):  # a finding of its own
         is_made = is_made and fixes_from(os.environ)
     for fix in needed_fixes(tree):
         if is_made:
             yield noted(_TRIAL, "host fix", f"{fix}; {fix.why}")
         else:
+            found = f"{fix.module} needs a fix that is switched off ({fix.what})"
             remedy = f"Unset {FIXES_VARIABLE} and MEGATRON_DISTOPT=0, or mend the fork"
-            yield problem(
-                _TRIAL,
-                "host fix",
-                f"{fix.module} needs a fix that is switched off ({fix.what}). {remedy}.",
-            )
+            yield problem(_TRIAL, "host fix", f"{found}. {remedy}.")
 
 
 def check_launch_flags(
-    words: Sequence[str], generation: Generation | None, switch: Switch
+    words: Sequence[str], generation: Generation, switch: Switch
 ) -> Iterator[Finding]:
-    """Yields findings about the flags of a launch script; `generation` is None where there is no
-    host."""
+    """Yields findings about the flags of a launch script."""
     if not words:
         return
     parsed = read_flags(words)
-    is_given = bool(getattr(parsed, FLAG, False))
-    flag = HOSTS_FLAG
-    if "--" + FLAG in [word.partition("=")[0] for word in words]:  # some forks have underscores
-        flag = "--" + FLAG
+    is_underscored = "--" + FLAG in [word.partition("=")[0] for word in words]
+    flag = "--" + FLAG if is_underscored else HOSTS_FLAG
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
     # One by one, because the check stops at the first.
+    checks: list[Callable[[], object]]
     checks = [partial(check_spelling, [word], [flag, *ours]) for word in words]
-    yield from _refusals(_LAUNCH, "spelling", *checks)
-    if generation is not None and generation.is_supported:
-        if is_given and switch is Switch.OFF:
-            yield noted(
-                _LAUNCH,
-                flag,
-                "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs",
-            )
-        elif is_given:
-            yield ok(_LAUNCH, flag, "given: this optimizer is used")
-        elif switch is Switch.REQUIRE:
-            text = (
-                f"MEGATRON_DISTOPT=require, and {flag} is not given. Add {flag}, or unset the "
-                "variable."
-            )
-            yield problem(_LAUNCH, flag, text)
-        else:
-            yield noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")
+    checks.append(partial(config_from_arguments, parsed))
+    yield from _refusals(_LAUNCH, "flags", *checks)
+    is_given = hasattr(parsed, FLAG)
+    if is_given and switch is Switch.OFF:
+        text = "given, but MEGATRON_DISTOPT=0: the host's own distributed optimizer runs"
+        yield noted(_LAUNCH, flag, text)
+    elif is_given:
+        yield ok(_LAUNCH, flag, "given: this optimizer is used")
+    elif switch is Switch.REQUIRE:
+        found = f"MEGATRON_DISTOPT=require, and {flag} is not given"
+        yield problem(_LAUNCH, flag, f"{found}. Add {flag}, or unset the variable.")
+    else:
+        yield noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")
     if is_given:
         rows = core.REFUSED if generation is MEGATRON_CORE else megatron_2023.REFUSED
         for refusal in (row.refusal(parsed) for row in rows):
             if refusal is not None:
                 yield problem(_LAUNCH, "conflict", refusal)
-    yield from _refusals(_LAUNCH, "our flags", partial(config_from_arguments, parsed))
 
 
 def read_flags(words: Sequence[str]) -> SimpleNamespace:

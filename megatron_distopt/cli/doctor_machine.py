@@ -6,16 +6,14 @@ Imports torch, and DeepSpeed where it is installed.
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
-from megatron_distopt.cli.show import Finding, noted, ok, problem
+from megatron_distopt.cli.show import Finding, ok, problem
 from megatron_distopt.comm import available_backends, default_backend
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
@@ -34,21 +32,16 @@ def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
     yield ok(_SECTION, "torch", versions)
     try:
         accelerator = find_accelerator(config.accelerator)
-    except ConfigError as error:
-        yield problem(_SECTION, "accelerator", str(error))
-        accelerator = Accelerator(CPU, "torch")
-    except Exception as error:  # noqa: BLE001 - DeepSpeed's import fails in many ways, and each is to be shown
+    # DeepSpeed's import fails in many ways, and each is to be shown
+    except Exception as error:  # noqa: BLE001
+        found = f"deepspeed is installed and its import fails ({error})"
         remedy = "Repair deepspeed, or set MEGATRON_DISTOPT_ACCELERATOR=torch"
-        yield problem(
-            _SECTION,
-            "accelerator",
-            f"deepspeed is installed and its import fails ({error}). {remedy}.",
-        )
+        text = str(error) if isinstance(error, ConfigError) else f"{found}. {remedy}."
+        yield problem(_SECTION, "accelerator", text)
         accelerator = Accelerator(CPU, "torch")
     else:
-        yield ok(
-            _SECTION, "accelerator", f"{accelerator.device_type}, named by {accelerator.named_by}"
-        )
+        text = f"{accelerator.device_type}, named by {accelerator.named_by}"
+        yield ok(_SECTION, "accelerator", text)
     try:
         choice = choose_inner(config, accelerator.device_type)
         why = "; ".join(choice.why) or "the best for this device"
@@ -56,7 +49,6 @@ def describe_machine(config: DistOptConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield problem(_SECTION, "inner optimizer", str(error))
     yield _process_groups(accelerator.device_type)
-    yield from map(_launcher, ("torchrun", "deepspeed"))
 
 
 def _process_groups(device_type: str) -> Finding:
@@ -70,15 +62,3 @@ def _process_groups(device_type: str) -> Finding:
         f"{needed or 'one'}"
     )
     return problem(_SECTION, "process groups", f"{text}. Install a torch that was built with it.")
-
-
-def _launcher(name: str) -> Finding:
-    path = shutil.which(name)
-    if path is None:
-        instead = "; python -m torch.distributed.run is the same" if name == "torchrun" else ""
-        return noted(_SECTION, name, f"not on PATH{instead}")
-    if Path(path).parent != Path(sys.executable).parent:
-        return noted(
-            _SECTION, name, f"{path}, which is not in the folder of this Python ({sys.executable})"
-        )
-    return ok(_SECTION, name, path)

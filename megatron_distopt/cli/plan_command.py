@@ -7,16 +7,10 @@ Imports no torch. The model and what is chosen for it are in `plan_model`.
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
-
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.table import Table
 
 from megatron_distopt.cli.plan_model import (
     AUTO,
@@ -29,7 +23,7 @@ from megatron_distopt.cli.plan_model import (
     check_cut,
     stage_params,
 )
-from megatron_distopt.cli.show import Answer, plural, ranges, rows, size_text, titled
+from megatron_distopt.cli.show import Answer, ranges, rows, size_text, titled
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import BufferLayout, choose_buckets, default_bucket_size, lay_out
 from megatron_distopt.layout.buckets import alignment_for
@@ -45,8 +39,8 @@ from megatron_distopt.layout.estimate import (
 
 DESCRIPTION = """Works out, before anything is started, what a choice of parallel sizes, dtypes
 and buckets costs: bytes a rank by kind, buckets, and what a step's collectives
-send. Several values of a flag are compared in one table. With --memory the
-table has only the choices that fit into a device.
+send. With --memory it says whether that fits into a device, and how many ranks
+are needed.
 
 The model is a Megatron GPT. docs/plan.md says what each figure means."""
 
@@ -78,7 +72,18 @@ _SWITCHES = (
     ("--tied", {"is_tied": True}, "the output layer is the word embedding; the default"),
     ("--llama", LLAMA, "--gated --rms --rotary --no-bias --untied"),
 )
+#: Kinds of state: words to choose from, the default, and what is meant.
+_FORMS = (
+    ("--dtype", DTYPES, "bf16", "dtype of the params"),
+    ("--grad-dtype", ("fp32", "param"), "fp32", "dtype of the grads"),
+    ("--reduce-dtype", REDUCE_NBYTES, None, "dtype in which fp32 grads are sent"),
+    ("--main-params-dtype", MAIN_NBYTES, "float32", "form of the main params of 16-bit params"),
+    ("--exp-avg-dtype", MOMENT_NBYTES, "float32", "form of the first moment"),
+    ("--exp-avg-sq-dtype", MOMENT_NBYTES, "float32", "form of the second moment"),
+)
 _GIB = 1 << 30
+#: Data-parallel sizes that are tried with `--memory`: doublings of the expert-parallel size.
+_NUM_DOUBLINGS = 14
 
 
 def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -90,68 +95,25 @@ def add_arguments(command: argparse.ArgumentParser, count: Callable[[str], int])
         model.add_argument(
             flag, dest="switches", action="append_const", const=switch, default=[], help=text
         )
-    group = command.add_argument_group("choices; each takes several values")
-    ranks = group.add_mutually_exclusive_group()
-    ranks.add_argument(
-        "--dp", type=count, nargs="+", default=[1], metavar="N", help="data-parallel sizes"
-    )
-    ranks.add_argument(
-        "--ranks", type=count, nargs="+", metavar="N", help="all ranks; dp is what tp and pp leave"
-    )
-    for flag, text in (
-        ("tp", "tensor-parallel"),
-        ("pp", "pipeline-parallel"),
-        ("ep", "expert-parallel"),
-    ):
-        group.add_argument(
-            f"--{flag}", type=count, nargs="+", default=[1], metavar="N", help=f"{text} sizes"
-        )
-    for flag, words, default, text in (
-        ("--dtype", DTYPES, ["bf16"], "dtype of the params; bf16"),
-        ("--grad-dtype", ("fp32", "param"), ["fp32"], "dtype of the grads; fp32"),
-        (
-            "--reduce-dtype",
-            ("none", *REDUCE_NBYTES),
-            ["none"],
-            "dtype in which fp32 grads are communicated; none",
-        ),
-        (
-            "--main-params-dtype",
-            MAIN_NBYTES,
-            ["float32"],
-            "form of the main params of 16-bit params; float32",
-        ),
-        ("--exp-avg-dtype", MOMENT_NBYTES, ["float32"], "form of the first moment; float32"),
-        ("--exp-avg-sq-dtype", MOMENT_NBYTES, ["float32"], "form of the second moment; float32"),
-    ):
-        group.add_argument(flag, choices=tuple(words), nargs="+", default=default, help=text)
+    group = command.add_argument_group("choice")
+    for name in ("data", "tensor", "pipeline", "expert"):
+        flag, text = f"--{name[0]}p", f"{name}-parallel size; 1"
+        group.add_argument(flag, type=count, default=1, metavar="N", help=text)
+    for flag, words, default, text in _FORMS:
+        group.add_argument(flag, choices=tuple(words), default=default, help=f"{text}; {default}")
     text = "part of the state of 16-bit params that is on the host, by whole buckets and in fp32; 0"
-    group.add_argument(
-        "--offload-fraction", type=_number, nargs="+", default=[0.0], metavar="F", help=text
-    )
+    group.add_argument("--offload-fraction", type=float, default=0.0, metavar="F", help=text)
     text = "averages of the main params in fp32, with any decay such as 0.999; none"
-    group.add_argument("--ema-decay", type=_number, metavar="D", help=text)
-    text = (
-        "elements of a bucket; auto for the size that runs with overlap choose, all for one bucket "
-        "a buffer"
-    )
+    group.add_argument("--ema-decay", type=float, metavar="D", help=text)
+    text = "elements of a bucket; auto for what runs with overlap choose; one bucket a buffer"
     bucket = partial(_bucket_size, count)
-    group.add_argument(
-        "--bucket-size", type=bucket, nargs="+", default=[None], metavar="N", help=text
-    )
-    text = "memory of a device: lists the choices that fit into it"
-    command.add_argument("--memory", type=_number, metavar="GIB", help=text)
+    group.add_argument("--bucket-size", type=bucket, metavar="N", help=text)
+    text = "memory of a device: says whether it fits, and with how many ranks it would"
+    command.add_argument("--memory", type=count, metavar="GIB", help=text)
 
 
-def _bucket_size(count: Callable[[str], int], text: str) -> int | str | None:
-    return AUTO if text == AUTO else None if text == "all" else count(text)
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not finite. Write a number such as 0.5.")
-    return value
+def _bucket_size(count: Callable[[str], int], text: str) -> int | str:
+    return AUTO if text == AUTO else count(text)
 
 
 def _sizes_of(parsed: argparse.Namespace) -> GptSizes:
@@ -165,31 +127,12 @@ def _sizes_of(parsed: argparse.Namespace) -> GptSizes:
     return GptSizes(**given)
 
 
-def _choices_of(parsed: argparse.Namespace) -> Iterator[Choice]:
-    """Yields every combination of the values that were given, in the order of the flags."""
-    for number, tp, pp, ep in itertools.product(
-        parsed.ranks or parsed.dp, parsed.tp, parsed.pp, parsed.ep
-    ):
-        if parsed.ranks and number % (tp * pp):
-            raise ConfigError(
-                f"--ranks {number} is not divisible by tp {tp} times pp {pp}. Write another "
-                "number, or --dp N in its place."
-            )
-        cut = ParallelSizes(number // (tp * pp) if parsed.ranks else number, tp, pp, ep)
-        buffers = itertools.product(
-            parsed.dtype, parsed.grad_dtype, parsed.reduce_dtype, parsed.bucket_size
-        )
-        for dtype, grads, reduce, bucket in buffers:
-            grad_dtype = dtype if grads == "param" else "fp32"
-            reduce_dtype = None if reduce == "none" else reduce
-            states = itertools.product(
-                parsed.main_params_dtype,
-                parsed.exp_avg_dtype,
-                parsed.exp_avg_sq_dtype,
-                parsed.offload_fraction,
-            )
-            for state in states:
-                yield Choice(cut, dtype, grad_dtype, reduce_dtype, bucket, *state, parsed.ema_decay)
+def _choice_of(parsed: argparse.Namespace) -> Choice:
+    names = [field.name for field in fields(Choice) if field.name != "cut"]
+    given: dict[str, Any] = {name: getattr(parsed, name) for name in names}
+    given["cut"] = ParallelSizes(parsed.dp, parsed.tp, parsed.pp, parsed.ep)
+    given["grad_dtype"] = parsed.dtype if parsed.grad_dtype == "param" else "fp32"
+    return Choice(**given)
 
 
 @dataclass(frozen=True)
@@ -214,18 +157,25 @@ class StagePlan:
         return range(1, last) if 0 < self.stage < last else range(self.stage, self.stage + 1)
 
     @property
-    def backward_nbytes(self) -> int:
-        """For a moment in backward: the largest gradient, before it is added to the buffer."""
-        return max(param.spec.numel for param in self.params) * DTYPES[self.choice.dtype][1]
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most that is on the device at any time, activations not included."""
-        return self.footprint.lasting_nbytes + max(self.backward_nbytes, self.footprint.step_nbytes)
-
-    @property
     def sent_nbytes(self) -> int:
         return sum(part.nbytes for part in self.sent.values())
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """By part, as docs/plan.md says."""
+        held = self.footprint
+        largest_grad = max(param.spec.numel for param in self.params) * self.choice.widths.param
+        return {
+            "params": held.param_nbytes,
+            "grads": held.grad_nbytes,
+            "main": held.main_nbytes,
+            "moments": held.moment_nbytes,
+            "averages": held.average_nbytes,
+            "on host": held.host_nbytes + held.staging_nbytes,
+            "all": held.lasting_nbytes,
+            "peak": held.lasting_nbytes + max(largest_grad, held.step_nbytes),
+            **{f"{kind} sends": part.nbytes for kind, part in self.sent.items()},
+        }
 
 
 def plan_choice(gpt: GptSizes, choice: Choice) -> list[StagePlan]:
@@ -238,12 +188,8 @@ def plan_choice(gpt: GptSizes, choice: Choice) -> list[StagePlan]:
     return [plan_stage(gpt, choice, stage) for stage in numbers]
 
 
-def _fullest(stages: Sequence[StagePlan]) -> StagePlan:
-    return max(stages, key=lambda stage: stage.footprint.lasting_nbytes)
-
-
 def _peak_nbytes(stages: Sequence[StagePlan]) -> int:
-    return max(stage.peak_nbytes for stage in stages)
+    return max(stage.nbytes["peak"] for stage in stages)
 
 
 def plan_stage(gpt: GptSizes, choice: Choice, stage: int, rank: int = 0) -> StagePlan:
@@ -285,170 +231,70 @@ def layout_of(params: Sequence[StageParam], choice: Choice, num_shards: int) -> 
     return lay_out(specs, num_shards=num_shards, bucket_size=bucket_size, alignment_numel=alignment)
 
 
+def ranks_needed(gpt: GptSizes, choice: Choice, memory_nbytes: int) -> int | None:
+    """The fewest ranks with which this choice fits, at its tp, pp and ep; None where no number of
+    data-parallel ranks makes it fit."""
+    for exponent in range(_NUM_DOUBLINGS):
+        cut = replace(choice.cut, dp=choice.cut.ep << exponent)
+        if isinstance(choice.bucket_size, int) and choice.bucket_size < cut.dp:
+            break
+        if _peak_nbytes(plan_choice(gpt, replace(choice, cut=cut))) <= memory_nbytes:
+            return cut.num_ranks
+    return None
+
+
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Plans every choice; with `--memory` those that fit are shown."""
-    gpt = _sizes_of(parsed)
-    plans = [plan_choice(gpt, choice) for choice in _choices_of(parsed)]
-    memory_nbytes = None if parsed.memory is None else round(parsed.memory * _GIB)
-    shown = plans
-    if memory_nbytes is not None:
-        shown = [stages for stages in plans if _peak_nbytes(stages) <= memory_nbytes]
+    """Plans every pipeline stage; with `--memory` also what fits."""
+    gpt, choice = _sizes_of(parsed), _choice_of(parsed)
+    stages = plan_choice(gpt, choice)
+    peak_nbytes = _peak_nbytes(stages)
+    model = asdict(gpt)
+    shown = [f"{name} {value}" for name, value in model.items() if value not in (None, False)]
+    cells = [("stage", *stages[0].nbytes, "buckets", "flat params")]
+    for stage in stages:
+        sizes = map(size_text, stage.nbytes.values())
+        counts = str(stage.num_buckets), str(stage.footprint.num_flat_params)
+        cells.append((ranges(stage.stages), *sizes, *counts))
+    parts = [titled("model", rows([(", ".join(shown),)])), titled("bytes of a rank", rows(cells))]
     document = {
-        "model": {**asdict(gpt), "ffn_width": gpt.ffn_width},
-        "memory_nbytes": memory_nbytes,
-        "choices": [_document(stages, memory_nbytes) for stages in plans],
-    }
-    model = {name: str(value) for name, value in asdict(gpt).items() if value not in (None, False)}
-    parts = [
-        titled("model", rows([(", ".join(f"{name} {value}" for name, value in model.items()),)]))
-    ]
-    # Of a single choice every stage is shown, of several the one whose ranks hold most.
-    listed = [
-        (stages, stage)
-        for stages in shown
-        for stage in (stages if len(plans) == 1 else [_fullest(stages)])
-    ]
-    if listed:
-        title = (
-            "choices"
-            if memory_nbytes is None
-            else f"choices that fit into {size_text(memory_nbytes)}"
-        )
-        parts.append(
-            titled(f"{title}; bytes of a rank, between two steps", _table(listed, memory_nbytes))
-        )
-    if memory_nbytes is not None:
-        parts.append(titled("what fits", rows(_fits(plans, shown, memory_nbytes))))
-    elif len(plans) == 1:
-        parts.append(titled("one step of the fullest stage", rows(_step(_fullest(plans[0])))))
-    return Answer(document, parts)
-
-
-def _document(stages: Sequence[StagePlan], memory_nbytes: int | None) -> dict[str, Any]:
-    choice, peak_nbytes = stages[0].choice, _peak_nbytes(stages)
-    return {
-        **asdict(choice.cut),
-        "ranks": choice.cut.num_ranks,
-        **{name: value for name, value in asdict(choice).items() if name != "cut"},
-        "options": choice.options,
+        "model": {**model, "ffn_width": gpt.ffn_width},
+        "choice": {**asdict(choice), "ranks": choice.cut.num_ranks},
         "peak_nbytes": peak_nbytes,
-        "fits": None if memory_nbytes is None else peak_nbytes <= memory_nbytes,
-        "fullest_stage": _fullest(stages).stage,
         "stages": [
             {
                 "stages": list(stage.stages),
                 "params": len(stage.params),
                 "numel": stage.numel,
                 "buckets": stage.num_buckets,
-                "bytes": {
-                    **asdict(stage.footprint),
-                    "lasting_nbytes": stage.footprint.lasting_nbytes,
-                    "backward_nbytes": stage.backward_nbytes,
-                },
-                "collectives": {kind: asdict(part) for kind, part in stage.sent.items()},
-                "sent_nbytes": stage.sent_nbytes,
+                "flat_params": stage.footprint.num_flat_params,
+                "nbytes": stage.nbytes,
             }
             for stage in stages
         ],
     }
+    if parsed.memory is not None:
+        memory_nbytes = parsed.memory * _GIB
+        needed = ranks_needed(gpt, choice, memory_nbytes)
+        fits = peak_nbytes <= memory_nbytes
+        document |= {"memory_nbytes": memory_nbytes, "fits": fits, "ranks_needed": needed}
+        title = f"{size_text(memory_nbytes)} of memory"
+        parts.append(titled(title, rows(_fits(memory_nbytes - peak_nbytes, needed, choice))))
+    return Answer(document, parts)
 
 
-#: Columns of the table that are left out where all rows have this text.
-_USUAL = {
-    "ep": "1",
-    "state": "float32",
-    "on host": "0",
-    "reduce dtype": "none",
-    "bucket": "all",
-    "stage": "0",
-    "host": "0 B",
-    "averages": "0 B",
-    "peak": "",
-    "left": "",
-}
-
-
-def _table(
-    listed: Sequence[tuple[Sequence[StagePlan], StagePlan]], memory_nbytes: int | None
-) -> RenderableType:
-    found = [_cells(stage, _peak_nbytes(stages), memory_nbytes) for stages, stage in listed]
-    titles = [
-        title for title in found[0] if {cells[title] for cells in found} != {_USUAL.get(title)}
-    ]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
-    for cells in found:
-        table.add_row(*(cells[title] for title in titles))
-    return Padding(table, (0, 0, 0, 2), expand=False)
-
-
-def _cells(stage: StagePlan, peak_nbytes: int, memory_nbytes: int | None) -> dict[str, str]:
-    """The texts of a row, by title of the column; the peak is that of all stages."""
-    choice, held, bucket = stage.choice, stage.footprint, stage.choice.bucket_size
-    return {
-        "dp": str(choice.cut.dp),
-        "tp": str(choice.cut.tp),
-        "pp": str(choice.cut.pp),
-        "ep": str(choice.cut.ep),
-        "dtype": choice.dtype,
-        "grad dtype": choice.grad_dtype,
-        "state": choice.state,
-        "on host": f"{choice.offload_fraction:g}",
-        "reduce dtype": choice.reduce_dtype or "none",
-        "bucket": "all" if bucket is None else bucket if isinstance(bucket, str) else f"{bucket:,}",
-        "stage": ranges(stage.stages),
-        "params": size_text(held.param_nbytes),
-        "grads": size_text(held.grad_nbytes),
-        "main": size_text(held.main_nbytes),
-        "moments": size_text(held.moment_nbytes),
-        "averages": size_text(held.average_nbytes),
-        "host": size_text(held.host_nbytes + held.staging_nbytes),
-        "all": size_text(held.lasting_nbytes),
-        "peak": "" if memory_nbytes is None else size_text(peak_nbytes),
-        "left": "" if memory_nbytes is None else size_text(memory_nbytes - peak_nbytes),
-        "buckets": str(stage.num_buckets),
-        "sent": size_text(stage.sent_nbytes),
-    }
-
-
-def _fits(
-    plans: Sequence[Sequence[StagePlan]], fitting: Sequence[Sequence[StagePlan]], nbytes: int
-) -> Iterator[tuple[str, str]]:
-    if fitting:
-        yield "left", "for activations and everything else that is not planned"
-        yield "first row", f"{fitting[0][0].choice.options or 'no option'} in a run"
-    if others := [lack for stages in plans if (lack := _peak_nbytes(stages) - nbytes) > 0]:
+def _fits(left_nbytes: int, needed: int | None, choice: Choice) -> Iterator[tuple[str, str]]:
+    if left_nbytes >= 0:
+        text = f"{size_text(left_nbytes)} are left for activations and all that is not planned"
+        yield "fits", text
+    else:
+        yield "does not fit", f"{size_text(-left_nbytes)} are missing"
+    if needed is None:
         yield (
-            "left out",
-            f"{plural(len(others), 'choice')}, of which the nearest lacks {size_text(min(others))}",
+            "ranks needed",
+            "no number of data-parallel ranks is enough: write a larger --tp or --pp, "
+            "--main-params-dtype remainder, --grad-dtype param, or --offload-fraction 0.5",
         )
-    if not fitting:
-        yield (
-            "to fit",
-            "write a larger --dp, --tp or --pp, --main-params-dtype remainder, "
-            "--grad-dtype param, or an --offload-fraction such as 0.5",
-        )
-
-
-def _step(stage: StagePlan) -> Iterator[tuple[str, str]]:
-    for kind, part in stage.sent.items():
-        yield kind, f"{part.count:,} that send {size_text(part.nbytes)}" if part.count else "none"
-    held = stage.footprint
-    yield (
-        "for a moment",
-        f"{size_text(stage.backward_nbytes)} in backward: the largest gradient, before it is added "
-        "up",
-    )
-    if held.step_nbytes:
-        yield (
-            "for a step",
-            f"{size_text(held.step_nbytes)}: fp32 copies of the gradients that the rank owns",
-        )
-    yield "updated", f"{plural(held.num_flat_params, 'flat param')} by the inner optimizer"
-    if held.host_nbytes:
-        pinned = f"{size_text(held.staging_nbytes)} of pinned memory"
-        yield (
-            "on the host",
-            f"{size_text(held.host_nbytes)} of the state and {pinned}, for every rank",
-        )
+    else:
+        cut = choice.cut
+        dp = needed // (cut.tp * cut.pp)
+        yield "ranks needed", f"{needed:,}: dp {dp:,}, tp {cut.tp}, pp {cut.pp}"

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from megatron_distopt.compatibility import Feature, check_compatible
-from megatron_distopt.config import OPTIONS, DistOptConfig
+from megatron_distopt.config import DistOptConfig
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.layout import ParamSpec
 from megatron_distopt.layout.estimate import MAIN_NBYTES, MOMENT_NBYTES, WITH_SCALES, Widths
-from megatron_distopt.options import flag_of
 
 #: By name on the command line: torch's name, and bytes an element.
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
@@ -150,27 +149,6 @@ class Choice:
             moment_scales=moments.count(WITH_SCALES),
             average=0 if self.ema_decay is None else 4,
         )
-
-    @property
-    def state(self) -> str:
-        moments = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
-        if self.exp_avg_dtype == self.exp_avg_sq_dtype:
-            moments = {"moments": self.exp_avg_dtype}
-        forms = {"main": self.main_params_dtype, **moments}
-        return (
-            ", ".join(f"{name} {form}" for name, form in forms.items() if form != "float32")
-            or "float32"
-        )
-
-    @property
-    def options(self) -> str:
-        """The options of a run that give it this state; empty where they are the defaults."""
-        given = {
-            name: getattr(self, name)
-            for name in _STATE_OPTIONS
-            if getattr(self, name) != OPTIONS[name].default
-        }
-        return " ".join(f"{flag_of(name)} {value}" for name, value in given.items())
 
 
 def check_cut(gpt: GptSizes, cut: ParallelSizes) -> None:

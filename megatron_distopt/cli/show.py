@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from rich import filesize, progress
@@ -39,7 +40,8 @@ class Answer:
             with console.capture() as captured:
                 console.print(part)
             drawn = "\n".join(line.rstrip() for line in captured.get().splitlines())
-            texts.append(part if isinstance(part, str) else drawn)
+            text = part if isinstance(part, str) else drawn
+            texts.append(text)
         return "\n\n".join(texts)
 
     def as_json(self) -> str:
@@ -52,8 +54,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return [*map(_plain, value)]
+    is_special = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_special else value
 
 
 class Status(Enum):
@@ -82,15 +85,17 @@ def titled(title: str, *body: RenderableType) -> Group:
     return Group(Text(title, style="bold"), *body)
 
 
+def _cell(text: str) -> Text:
+    return Text(text, style=_STYLES.get(text, ""), overflow="fold")
+
+
 def rows(cells: Iterable[Sequence[str]]) -> RenderableType:
     """Returns lines of labels and a text, indented by two and wrapped; rows without a text are left
     out."""
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for row in cells:
         if row[-1]:
-            grid.add_row(
-                *(Text(cell, style=_STYLES.get(cell, ""), overflow="fold") for cell in row)
-            )
+            grid.add_row(*map(_cell, row))
     return Padding(grid, (0, 0, 0, 2), expand=False)
 
 
@@ -100,20 +105,23 @@ def progress_of(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
     The function that it returns is called with the bytes that were done since the last call.
     """
-    columns = (*progress.Progress.get_default_columns(), progress.DownloadColumn(binary_units=True))
     console = Console(stderr=True)
     with progress.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *progress.Progress.get_default_columns(),
+        progress.DownloadColumn(binary_units=True),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as shown:
         yield partial(shown.advance, shown.add_task(what, total=total))
 
 
 def size_text(nbytes: float) -> str:
     """Writes bytes with their unit, such as "33.8 KiB"."""
-    unit, suffix = filesize.pick_unit_and_suffix(
-        int(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024
-    )
-    return f"{nbytes / unit:.{int(unit > 1)}f} {suffix}"
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    unit, suffix = filesize.pick_unit_and_suffix(int(nbytes), units, 1024)
+    num_digits = 1 if unit > 1 else 0
+    return f"{nbytes / unit:.{num_digits}f} {suffix}"
 
 
 def options_text(options: Mapping[str, object]) -> str:
@@ -126,8 +134,11 @@ def plural(count: int, noun: str) -> str:
 
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Writes the first few names, and how many more there are."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    text = ", ".join(names[:most])
+    num_more = len(names) - most
+    if num_more > 0:
+        text += f" and {num_more:,} more"
+    return text
 
 
 def more(count: int, most: int) -> list[str]:
@@ -138,10 +149,10 @@ def more(count: int, most: int) -> list[str]:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Writes numbers as ranges, such as "0-2,5,7-8"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    ordered = sorted(numbers)
+    texts = []
+    for _, places in groupby(range(len(ordered)), key=lambda place: ordered[place] - place):
+        members = [ordered[place] for place in places]
+        ends = dict.fromkeys((members[0], members[-1]))
+        texts.append("-".join(map(str, ends)))
+    return ",".join(texts)

@@ -49,13 +49,6 @@ class Generation:
         """The host's `parse_args`; None where it has none."""
         return self.patch_points[1] if len(self.patch_points) > 1 else None
 
-    def refusal(self) -> str | None:
-        return (
-            None
-            if self.is_supported
-            else f"The host is {self.name}, which is not supported. {self.remedy}."
-        )
-
     def replacement(self, original: Callable[..., Any], options: DistOptConfig) -> Replacement:
         """Makes what takes the place of the host's factory; imports the host."""
         return Replacement(original, partial(import_module(self.adapter).build, original, options))
@@ -124,13 +117,17 @@ def recognise(has_module: Callable[[str], bool]) -> Generation:
     )
 
 
+def recognise_supported(has_module: Callable[[str], bool]) -> Generation:
+    """The generation of a fork; it must have an adapter."""
+    found = recognise(has_module)
+    if not found.is_supported:
+        raise UnknownHostError(f"The host is {found.name}, which is not supported. {found.remedy}.")
+    return found
+
+
 def find_host() -> Generation:
     """The generation of the Megatron that this process imports; it must have an adapter."""
-    generation = recognise(_is_importable)
-    reason = generation.refusal()
-    if reason is not None:
-        raise UnknownHostError(reason)
-    return generation
+    return recognise_supported(_is_importable)
 
 
 def get_megatron_optimizer(*args: Any, options: DistOptConfig | None = None, **kwargs: Any) -> Any:

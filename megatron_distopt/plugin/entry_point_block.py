@@ -1,8 +1,8 @@
 """The block of text that lets a fork find packages by itself, see plugin/entry_point.py.
 
 It comes right after the fork's `get_megatron_optimizer`, runs on Python 3.8, which a fork may use,
-and leaves the function as it is where no package registers itself. `cli/patch.py` puts it in and
-takes it out.
+and leaves the function as it is where no package registers itself. `plugin/fork_edit.py` puts it
+in and takes it out.
 """
 
 from __future__ import annotations

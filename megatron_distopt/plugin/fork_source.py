@@ -54,8 +54,9 @@ class SourceTree:
                 warnings.simplefilter("ignore")
                 return ast.parse(file.read_bytes(), str(file))
         except OSError as error:
-            text = f"{self.shown(file)} cannot be read ({error.strerror}). Run chmod +r {file}."
-            raise UnreadableSourceError(text) from None
+            raise UnreadableSourceError(
+                f"{self.shown(file)} cannot be read ({error.strerror}). Run chmod +r {file}."
+            ) from None
         except (SyntaxError, ValueError) as error:
             place = self.shown(file, error.lineno if isinstance(error, SyntaxError) else None)
             said = error.msg if isinstance(error, SyntaxError) else error
@@ -69,11 +70,10 @@ def fork_at(folder: Path) -> SourceTree:
     can be seen."""
     if (folder / _PACKAGE).is_dir():
         return SourceTree((folder.resolve(),))
-    found = f"{folder} does not exist" if not folder.exists() else f"{folder} is a file"
-    if folder.is_dir():
-        found = f"{folder} holds no folder {_PACKAGE}"
-    rule = f"The fork must be a folder that holds the folder {_PACKAGE}"
-    raise UnknownHostError(f"{found}. {rule}. Write the path of your Megatron's checkout.")
+    raise UnknownHostError(
+        f"The fork is {folder}. It must be a folder that holds the folder {_PACKAGE}. Write the "
+        "path of your Megatron's checkout."
+    )
 
 
 def importable_host(path: Sequence[str]) -> SourceTree:
@@ -93,15 +93,6 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 Binding = ast.stmt | ast.expr
 
 
-def bindings_of(module: ast.Module, name: str) -> list[Binding]:
-    """Returns the statements that bind a name when the module is loaded, in that order."""
-    return [
-        node
-        for node in _at_module_level(module)
-        if isinstance(node, Binding) and name in _bound_by(node)
-    ]
-
-
 def _at_module_level(node: ast.AST) -> Iterator[ast.AST]:
     """Yields what runs when the module is loaded, in the order of the source: no body of a function
     or a class."""
@@ -116,7 +107,9 @@ def _bound_by(node: Binding) -> set[str]:
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return {node.id} if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else set()
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        return {node.id}
+    return set()
 
 
 def parameters_of(function: ast.FunctionDef) -> tuple[str, ...]:
@@ -154,7 +147,11 @@ def find_patch_point(tree: SourceTree, patch_point: PatchPoint) -> PatchPointInS
         lines = content.splitlines()
         ours = range(lines.index(BEGIN.encode()) + 1, lines.index(END.encode()) + 2)
     bindings = [
-        node for node in bindings_of(module, patch_point.attribute) if node.lineno not in ours
+        node
+        for node in _at_module_level(module)
+        if isinstance(node, Binding)
+        and patch_point.attribute in _bound_by(node)
+        and node.lineno not in ours
     ]
     if file is None or not bindings:
         return PatchPointInSource(patch_point, patch_point.missing)

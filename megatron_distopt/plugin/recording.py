@@ -24,11 +24,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_distopt.checkpoint.digests import bits_of
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import HostError, UnknownHostError
@@ -61,47 +61,6 @@ class RecordedParam:
     epsilon: float  # of its dtype: the distance from 1 to the next number
     # the same of the dtype in which its gradient is added up, which optimizers may choose
     grad_epsilon: float = field(compare=False)
-
-
-class RecordedRun:
-    """What the ranks of this node have recorded in a folder, also while they write on.
-
-    A rank measures in each step: `started` (s), `loss` and `norm` (nan where there is none),
-    `loss_scale`, `skipped`, `memory` (peak in bytes, of the process where the device is the CPU),
-    `bits` (by param, the sum of the bits of all elements as integers), `sample` (values of some
-    elements, fp32 in base64), `mains` (the same of main params, nan where this rank has none).
-    """
-
-    def __init__(self, folder: Path) -> None:
-        texts = [path.read_text("utf-8") for path in sorted(folder.glob("*.jsonl"))]
-        ranks = [[json.loads(line) for line in text.split("\n")[:-1]] for text in texts]
-        # of all ranks
-        self.params = [RecordedParam(**param) for rank in ranks for param in (rank or [[]])[0]]
-        # that all ranks have finished; by rank
-        self.steps = [*zip(*(rank[1:] for rank in ranks), strict=False)]
-
-    def values(self, what: str) -> list[float]:
-        """Something measured, by step, of the first rank that has it."""
-        by_rank = ([float(each[what]) for each in step] for step in self.steps)
-        return [
-            next((value for value in values if not math.isnan(value)), math.nan)
-            for values in by_rank
-        ]
-
-    def bits(self, number: int) -> list[int]:
-        return [bits for each in self.steps[number] for bits in each["bits"]]
-
-    def weights(self, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Model params, before the update of that step."""
-        return self._sample("sample", number)
-
-    def mains(self, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Main params of the same elements; nan where a rank has none."""
-        return self._sample("mains", number)
-
-    def _sample(self, what: str, number: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        samples = b"".join(base64.b64decode(each[what]) for each in self.steps[number])
-        return np.frombuffer(samples, np.float32).astype(np.float64)
 
 
 def record_training(folder: str | Path, iterations: float = math.inf, nudge: float = 0.0) -> Undos:
@@ -174,7 +133,8 @@ class _StepRecorder:
         def step(*args: Any, **kwargs: Any) -> Any:
             # The device reads them in passing, and the CPU waits for it after the step.
             params = [*self._params.values()]
-            bits = torch.stack([_bits_of(param) for param in params])
+            # the sum of the bits of all elements, each read as an integer
+            bits = torch.stack([bits_of(param.detach()).sum(dtype=torch.int64) for param in params])
             sample = torch.cat([self._sample_of(param).float() for param in params])
             mains = torch.cat(self._sample_of_mains(optimizer))
             seen.update(bits=bits, sample=sample, mains=mains)
@@ -301,12 +261,6 @@ def _hosts_main_params(
     for param, main in zip(chain(*params), chain(*mains), strict=True):
         if main is not None:  # some are kept by the optimizer inside
             yield names[param], find(param)["param"].start if find else 0, main
-
-
-def _bits_of(param: Tensor) -> Tensor:
-    """The sum of the bits of all elements, each read as an integer."""
-    integers = param.detach().view(getattr(torch, f"int{8 * param.element_size()}"))
-    return integers.sum(dtype=torch.int64)
 
 
 def _loss_of(losses: Mapping[str, Any]) -> float:

@@ -33,12 +33,13 @@ from megatron_distopt.cli.compare_launch import (
 )
 from megatron_distopt.cli.compare_verdict import Outcome, judge
 from megatron_distopt.cli.main import main
+from megatron_distopt.cli.recorded_run import RecordedRun
 from megatron_distopt.config import Switch
 from megatron_distopt.errors import ConfigError, HostError
 from megatron_distopt.optimizer import step as step_module
 from megatron_distopt.patch_points import Undos
 from megatron_distopt.plugin import recording
-from megatron_distopt.plugin.recording import RecordedRun, record_training
+from megatron_distopt.plugin.recording import record_training
 from tests.cli.test_compare_verdict import Training
 from tests.hosts.test_main_line import _STAND_INS, _WORDS
 from tests.support.mini_fork import FOLDER, InstalledFork, core_folder, free_port

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.cli.compare_verdict import Outcome, differences, judge
+from megatron_distopt.cli.recorded_run import RecordedRun
 from megatron_distopt.errors import ConfigError
-from megatron_distopt.plugin.recording import RecordedParam, RecordedRun
+from megatron_distopt.plugin.recording import RecordedParam
 
 #: As far as a norm moves when it is added up in another order.
 _ROUNDING = 1e-7

@@ -113,7 +113,7 @@ PARTED: dict[str, tuple[dict[str, Any], int, int | None, dict[str, list[str]], s
         0,
         None,
         {kind: [*PARAMS] for kind in STATE},
-        "initial weights",
+        "checkpoint of the start",
     ),
     "between": (
         {"every": 3, "pokes": LATER},
@@ -139,7 +139,7 @@ def test_diff_when_runs_part_then_the_first_step_and_its_params_are_named(
     assert word in parted["meaning"]
     status, lines, err = run(capsys, "diff", first, path)
     assert (status, err) == (1, "")
-    assert f"parted at step {step}" in lines[-1]
+    assert lines[-1].startswith("Not the same, first ") and f" at step {step}. " in lines[-1]
     assert all(any(each in line for line in lines) for names in params.values() for each in names)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from megatron_distopt.cli import patch
-from megatron_distopt.cli.patch import Edit, as_diff, find_block, plan_apply, plan_undo, write
+from megatron_distopt.cli.patch import as_diff
 from megatron_distopt.errors import DistOptError
+from megatron_distopt.plugin import fork_edit
 from megatron_distopt.plugin.entry_point_block import (
     BEGIN,
     BLOCK,
@@ -25,6 +25,7 @@ from megatron_distopt.plugin.entry_point_block import (
     has_marker,
     intact_block,
 )
+from megatron_distopt.plugin.fork_edit import Edit, find_block, plan_apply, plan_undo, write
 from megatron_distopt.plugin.fork_source import fork_at
 from tests.support.fork_trees import FACTORY_OF_2023, core, gathered_2023, per_rank_2023, write_tree
 from tests.support.refusals import assert_mentions
@@ -214,7 +215,7 @@ def test_patch_when_writing_fails_then_the_file_is_as_before_and_it_says_why(
     def fail(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(patch.os, "replace", fail)
+    monkeypatch.setattr(fork_edit.os, "replace", fail)
     assert_mentions(
         refusal_of(lambda: applied(tmp_path)), str(file.resolve()), "Permission denied", "on a copy"
     )

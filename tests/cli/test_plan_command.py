@@ -2,88 +2,71 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
 
 import pytest
 
 from tests.support.plan_command import BUCKET, SIZES, Output, document, refused, run
 
 
-def choices_shown(lines: Sequence[str]) -> list[dict[str, str]]:
-    """The table of choices, by title."""
-    first = next(number for number, line in enumerate(lines) if line.startswith("choices")) + 1
-    titles, *rows = (
-        re.split(r"\s{2,}", line.strip()) for line in itertools.takewhile(str.strip, lines[first:])
-    )
-    return [dict(zip(titles, row, strict=True)) for row in rows]
-
-
-def test_plan_when_one_choice_is_asked_for_then_its_table_and_its_step(capsys: Output) -> None:
-    status, lines, err = run(capsys, *SIZES, "--dp", 2, "--bucket-size", BUCKET)
+def test_plan_when_it_is_asked_then_a_row_for_each_kind_of_stage(capsys: Output) -> None:
+    status, lines, err = run(capsys, *SIZES, "--dp", 2, "--pp", 4, "--bucket-size", BUCKET)
     assert (status, err) == (0, "")
-    (choice,) = choices_shown(lines)
+    assert "layers 4, hidden 40" in "\n".join(lines)
+    first = lines.index("bytes of a rank") + 1
+    titles, *rows = (re.split(r"\s{2,}", line.strip()) for line in lines[first:])
+    assert [row[0] for row in rows] == ["0", "1-2", "3"]
+    assert titles[:3] == ["stage", "params", "grads"]
+
+
+def test_plan_when_a_choice_is_known_then_bytes_are_those_of_its_parts(capsys: Output) -> None:
+    status, lines, _ = run(capsys, *SIZES, "--dp", 2, "--bucket-size", BUCKET)
+    table = lines[lines.index("bytes of a rank") + 1 :]
+    titles, row = (re.split(r"\s{2,}", line.strip()) for line in table)
+    shown = dict(zip(titles, row, strict=True))
     wanted = {
-        "dp": "2",
-        "dtype": "bf16",
-        "bucket": "30,000",
         "params": "167.0 KiB",
         "all": "999.8 KiB",
+        "reduce-scatter sends": "167.0 KiB",
+        "all-gather sends": "83.5 KiB",
+        "all-reduce sends": "24 B",
+        "buckets": "3",
     }
-    assert wanted.items() <= choice.items()
-    assert choice["sent"] == "250.5 KiB"
-    text = "\n".join(lines)
-    for part in (
-        "layers 4, hidden 40",
-        "3 that send 167.0 KiB",
-        "3 that send 83.5 KiB",
-        "1 that send 24 B",
-    ):
-        assert part in text
+    assert status == 0
+    assert wanted.items() <= shown.items()
 
 
-def test_plan_when_flags_have_several_values_then_all_combinations(capsys: Output) -> None:
-    found = document(capsys, *SIZES, "--ranks", 16, 32, "--tp", 1, 2, "--dtype", "bf16", "fp32")
-    rows = [(each["ranks"], each["dp"], each["tp"], each["dtype"]) for each in found["choices"]]
-    assert rows == [
-        (ranks, ranks // tp, tp, dtype)
-        for ranks in (16, 32)
-        for tp in (1, 2)
-        for dtype in ("bf16", "fp32")
-    ]
-
-
+@pytest.mark.parametrize("form", ["bfloat16", "float16"])
 def test_plan_when_grads_are_rounded_on_their_way_then_an_element_sends_4_bytes_and_not_6(
+    form: str, capsys: Output
+) -> None:
+    words = (*SIZES, "--dp", 4, "--bucket-size", BUCKET)
+    wide = document(capsys, *words)["stages"][0]["nbytes"]
+    short = document(capsys, *words, "--reduce-dtype", form)["stages"][0]["nbytes"]
+    # bf16 params; three ranks get a quarter each
+    share = wide["params"] // 2 * 3 // 4
+    assert wide["reduce-scatter sends"] == 4 * share
+    assert short["reduce-scatter sends"] == 2 * share
+    assert wide["all-gather sends"] == short["all-gather sends"] == 2 * share
+
+
+def test_plan_when_memory_is_given_then_it_says_what_fits_and_how_many_ranks_would(
     capsys: Output,
 ) -> None:
-    words = ("--dp", 4, "--bucket-size", BUCKET, "--reduce-dtype", "none", "bfloat16", "float16")
-    found = document(capsys, *SIZES, *words)["choices"]
-    stages = [stage for choice in found for stage in choice["stages"]]
-    # bf16 params; three ranks get a quarter each
-    shares = stages[0]["bytes"]["param_nbytes"] // 2 * 3 // 4
-    assert [stage["collectives"]["reduce-scatter"]["nbytes"] for stage in stages] == [
-        4 * shares,
-        2 * shares,
-        2 * shares,
-    ]
-    assert {stage["collectives"]["all-gather"]["nbytes"] for stage in stages} == {2 * shares}
-
-
-def test_plan_when_memory_is_given_then_only_choices_that_fit_are_shown(capsys: Output) -> None:
-    words = (*SIZES, "--dp", 4, "--main-params-dtype", "float32", "remainder")
-    kept, smaller = document(capsys, *words, "--memory", 1)["choices"]
-    assert kept["peak_nbytes"] > smaller["peak_nbytes"] and kept["fits"] and smaller["fits"]
-    limit = smaller["peak_nbytes"] / 2**30
-    found = document(capsys, *words, "--memory", limit)["choices"]
-    assert [each["fits"] for each in found] == [False, True]
-    status, lines, _ = run(capsys, *words, "--memory", limit)
+    words = ("--llama", "--layers", 32, "--hidden", 4096, "--vocab", 32000, "--tp", 2)
+    found = document(capsys, *words, "--dp", 1, "--memory", 40)
+    assert not found["fits"] and found["peak_nbytes"] > 40 << 30
+    dp = found["ranks_needed"] // 2
+    enough = document(capsys, *words, "--dp", dp, "--memory", 40)
+    assert enough["fits"] and enough["peak_nbytes"] <= 40 << 30
+    fewer = document(capsys, *words, "--dp", dp // 2, "--memory", 40)
+    assert not fewer["fits"] and fewer["ranks_needed"] == 2 * dp
+    text = "\n".join(run(capsys, *words, "--dp", dp, "--memory", 40)[1])
+    assert f"{2 * dp}: dp {dp}, tp 2, pp 1" in text and "are left for activations" in text
+    status, lines, _ = run(capsys, *words, "--memory", 1)
     text = "\n".join(lines)
-    assert (status, [row["left"] for row in choices_shown(lines)]) == (0, ["0 B"])
-    assert "--distopt-main-params-dtype remainder in a run" in text
-    assert "1 choice, of which the nearest lacks" in text
-    text = "\n".join(run(capsys, *words, "--memory", 0.0001)[1])
-    assert "--tp" in text and "--grad-dtype param" in text and "choices that fit" not in text
+    assert status == 0
+    assert "are missing" in text and "--tp" in text and "--grad-dtype param" in text
 
 
 REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
@@ -92,13 +75,12 @@ REFUSALS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     ((*SIZES, "--heads", 4, "--tp", 8), ("4 (heads)", "--tp 8")),
     ((*SIZES, "--heads", 3, "--kv-heads", 1), ("hidden size 40", "3 heads", "--head-dim")),
     ((*SIZES, "--ep", 2, "--dp", 2), ("--ep is 2", "--experts N")),
-    ((*SIZES, "--ranks", 12, "--tp", 8), ("--ranks 12", "tp 8", "--dp N")),
     (
         (*SIZES, "--dp", 64, "--bucket-size", 63),
         ("63 elements", "64 ranks", "--bucket-size 40000000"),
     ),
     (
-        (*SIZES, "--grad-dtype", "fp32", "param", "--reduce-dtype", "bfloat16"),
+        (*SIZES, "--grad-dtype", "param", "--reduce-dtype", "bfloat16"),
         ("kept in bf16", "reduce_dtype="),
     ),
     ((*SIZES, "--dtype", "fp16", "--main-params-dtype", "remainder"), ("remainder", "float32")),
@@ -138,4 +120,4 @@ def test_plan_when_a_models_size_is_known_then_it_has_as_many_params(
     numel: int, words: str, capsys: Output
 ) -> None:
     """The sums of the shapes that the files of these models hold."""
-    assert document(capsys, *words.split())["choices"][0]["stages"][0]["numel"] == numel
+    assert document(capsys, *words.split())["stages"][0]["numel"] == numel

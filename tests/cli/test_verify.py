@@ -140,10 +140,9 @@ def test_verify_when_a_value_is_not_finite_then_its_place_in_the_whole_tensor(
         return tensor
 
     write_checkpoint(copied, changed(open_checkpoint(copied), spoiled))
-    file = read_manifest(copied).files[0].name
     conv, qkv, verdict = (row[-1] for row in problems(capsys, copied))
-    assert conv.startswith(f"exp_avg/conv.weight holds -inf at [1, 3, 4] in {file}; 2 of ")
-    assert qkv == f"main/{QKV} holds nan at [7, 2] in {file}"
+    assert conv.startswith("exp_avg/conv.weight holds -inf at [1, 3, 4]; 2 of ")
+    assert qkv == f"main/{QKV} holds nan at [7, 2]"
     assert verdict == "2 problems: load an earlier checkpoint"
 
 
@@ -164,11 +163,7 @@ def test_verify_when_the_manifest_is_damaged_then_that_is_the_problem(
     """What else is refused of one, such as a param in two groups, is in test_damage.py and
     test_group_values.py."""
     (copied / MANIFEST).write_text("{}", encoding="utf-8")
-    ((status, area, text), verdict) = problems(capsys, copied)
-    assert (status, area, verdict) == (
-        "problem",
-        "manifest",
-        ["1 problem: load an earlier checkpoint"],
-    )
+    status, lines, text = run(capsys, "verify", copied)
+    assert (status, lines) == (1, [])
     assert f"Invalid manifest {copied / MANIFEST}: KeyError('format')" in text
-    assert text.endswith(" Load an earlier checkpoint; this one was damaged after it was written.")
+    assert "Load an earlier checkpoint; this one was damaged after it was written." in text

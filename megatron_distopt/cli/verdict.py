@@ -1,0 +1,36 @@
+"""What `compare` and `diff` say about two runs: that they are the same, or from where on they are
+not and where to look.
+
+The order in which things differ tells causes apart. A step computes gradients from params and data,
+and then params and moments from gradients. So what differs while the params before were equal comes
+from data, forward, backward or the sum over ranks, and what differs after equal gradients comes
+from the update.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Outcome(Enum):
+    """What a comparison says; the value is the exit status of the command."""
+
+    SAME = 0
+    DIFFERENT = 1
+    #: The runs do not tell: the host's own differ as much, or did not run.
+    NONE = 3
+
+
+#: Where to look, by what differs first.
+START = "seed and checkpoint of the start"
+FORWARD = "data, dropout and the forward pass: both had the same weights"
+SUM_OF_GRADIENTS = "the sum of gradients over ranks and their norm: both had the same weights"
+GRADIENTS = "data, dropout, forward, backward and the sum over ranks: both had the same weights"
+OPTIONS = "options of the optimizer: gradients are equal"
+UPDATE = "learning rate, clipping and the rule of the update"
+STATE = "moments, precision of main params and other state that steps hand on"
+OVERFLOW = "what counts as overflow"
+
+
+def not_the_same(first: str, look: str) -> str:
+    return f"Not the same, first {first}. Look at {look}."
