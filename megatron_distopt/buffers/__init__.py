@@ -3,11 +3,11 @@ communicates."""
 
 from megatron_distopt.buffers.compact import CompactBuffer, pack_params
 from megatron_distopt.buffers.grad_buffer import (
+    DESCRIBING,
     GradSlot,
     LocalGrad,
     allocate_grads,
     check_grad_dtype,
-    getters,
     refuse_local_grads,
     show_assigned,
 )
@@ -22,6 +22,7 @@ from megatron_distopt.buffers.sharded_buffer import (
 )
 
 __all__ = [
+    "DESCRIBING",
     "SUPPORTED_DTYPES",
     "CompactBuffer",
     "GradSlot",
@@ -30,7 +31,6 @@ __all__ = [
     "allocate_grads",
     "check_grad_dtype",
     "dtype_name",
-    "getters",
     "memory_order",
     "move_into_buffer",
     "pack_params",

@@ -26,7 +26,7 @@ from megatron_distopt.errors import AccessError, ConfigError
 from megatron_distopt.layout import BufferLayout
 
 
-def getters(*names: str) -> set[Any]:
+def _getters(*names: str) -> set[Any]:
     """The getters of tensor properties, as `__torch_function__` receives them; those that this
     release of torch has."""
     found: list[Any] = [getattr(torch.Tensor, name, None) for name in names]
@@ -34,8 +34,8 @@ def getters(*names: str) -> set[Any]:
 
 
 #: Functions whose result says nothing about the values.
-_DESCRIBING = {
-    *getters(
+DESCRIBING = {
+    *_getters(
         "shape",
         "dtype",
         "device",
@@ -46,7 +46,7 @@ _DESCRIBING = {
         "grad_fn",
         "_version",
     ),
-    *getters(
+    *_getters(
         "is_sparse",
         "is_sparse_csr",
         "is_quantized",
@@ -56,7 +56,7 @@ _DESCRIBING = {
         "is_cuda",
         "_base",
     ),
-    *getters(
+    *_getters(
         "itemsize",
         "nbytes",
         "grad",
@@ -152,7 +152,7 @@ class LocalGrad(Tensor):
         """Every operator that Python code calls comes here."""
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], cls) else None
-        if func in _DESCRIBING:
+        if func in DESCRIBING:
             return _unguarded(func, args, kwargs)
         if func is Tensor.untyped_storage and _asking_module().startswith(_COMPILER):
             return _unguarded(func, args, kwargs)

@@ -54,15 +54,15 @@ def describe(
                 for flat in optimizer.flat_params
             )
             nbytes["moments"] = round(sum(widths))
-        nbytes |= {"averages": memory.average_nbytes} if optimizer.averages is not None else {}
+        if optimizer.averages is not None:
+            nbytes["averages"] = memory.average_nbytes
         short = sum(
             flat.grad.numel() for flat in optimizer.flat_params if flat.grad.dtype != torch.float32
         )
-        nbytes |= {"fp32 copies of grads in a step": 4 * short} if short else {}
-        lines.append(
-            "  bytes      "
-            + ", ".join(f"{what} {_with_unit(each)}" for what, each in nbytes.items())
-        )
+        if short:
+            nbytes["fp32 copies of grads in a step"] = 4 * short
+        amounts = (f"{what} {_with_unit(each)}" for what, each in nbytes.items())
+        lines.append(f"  bytes      {', '.join(amounts)}")
         lines += [f"  owners     {line}" for line in _describe_owners(optimizer)]
         if optimizer.config.offload_fraction:
             lines.append(f"  host state {_describe_host_state(optimizer)}")
@@ -90,10 +90,10 @@ def _describe_owners(optimizer: ShardedOptimizer) -> Iterator[str]:
             continue
         num_cut = sum(owner.round is not None for owner in plan.owners)
         what = "params" if optimizer.plan.choice.updates_whole_params else "matrices"
-        cut = (
-            f"{num_cut:,} of {len(plan.owners):,} {what} are cut by shards and go to one rank each"
+        yield (
+            f"{num_cut:,} of {len(plan.owners):,} {what} are cut by shards and go to one rank "
+            f"each; the busiest rank has {plan.imbalance:.2f} times the average to compute"
         )
-        yield f"{cut}; the busiest rank has {plan.imbalance:.2f} times the average to compute"
 
 
 def sharded_over(device: torch.device, data: Group, how: Reduction) -> str:

@@ -56,12 +56,9 @@ def check_dtypes(named: Mapping[str, Parameter], config: DistOptConfig) -> None:
     supported = ", ".join(dtype_name(dtype) for dtype in SUPPORTED_DTYPES)
     for name, param in named.items():
         if param.dtype not in SUPPORTED_DTYPES:
-            found = (
-                f"The dtype of param {name!r} is {dtype_name(param.dtype)}, and must be one of "
-                f"{supported}"
-            )
             raise LayoutError(
-                f"{found}. Convert or freeze the param: model.float(), or "
+                f"The dtype of param {name!r} is {dtype_name(param.dtype)}, and must be one of "
+                f"{supported}. Convert or freeze the param: model.float(), or "
                 "param.requires_grad_(False)."
             )
     has_fp16 = any(param.dtype is torch.float16 for param in named.values())
@@ -72,9 +69,9 @@ def check_bucket_size(config: DistOptConfig, num_ranks: int, write: str) -> None
     """Refuses a bucket in which not each of `num_ranks` can own an element; `write` is an example
     of a good option."""
     if config.bucket_size is not None and config.bucket_size < num_ranks:
-        rule = f"needs an element for each of the {num_ranks} data-parallel ranks"
         raise ConfigError(
-            f"bucket_size is {config.bucket_size} and {rule}. Write {write}, or leave it out."
+            f"bucket_size is {config.bucket_size}, and a bucket needs an element for each of the "
+            f"{num_ranks} data-parallel ranks. Write {write}, or leave it out."
         )
 
 
@@ -122,29 +119,25 @@ def try_statistics(device: torch.device, everyone: Group) -> None:
 
 def as_torch_groups(param_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Param groups in any form that `torch.optim` takes, as dicts with a list of params."""
-    param_groups = list(param_groups)
-    wrong = [
-        group for group in param_groups if not (isinstance(group, Mapping) and "params" in group)
-    ]
-    if wrong or not param_groups:
-        found = "is empty"
-        if wrong:
-            kind = (
-                "a dict without 'params'"
-                if isinstance(wrong[0], Mapping)
-                else f"a {type(wrong[0]).__name__}"
-            )
-            found = f"has {kind}"
-        remedy = "Write [{'params': [...], 'weight_decay': 0.0}, ...]"
-        raise LayoutError(
-            f"param_groups {found}, and must be a list of dicts with 'params'. {remedy}."
-        )
-    groups = [dict(group) for group in param_groups]
-    for group in groups:
-        group["params"] = (
-            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        )
+    groups = []
+    for given in param_groups:
+        if not isinstance(given, Mapping):
+            raise _no_groups(f"has a {type(given).__name__}")
+        if "params" not in given:
+            raise _no_groups("has a dict without 'params'")
+        params = given["params"]
+        of_group = [params] if isinstance(params, Tensor) else list(params)
+        groups.append({**given, "params": of_group})
+    if not groups:
+        raise _no_groups("is empty")
     return groups
+
+
+def _no_groups(found: str) -> LayoutError:
+    return LayoutError(
+        f"param_groups {found}, and must be a list of dicts with 'params'. Write [{{'params': "
+        "[...], 'weight_decay': 0.0}, ...]."
+    )
 
 
 def compare_ranks(
@@ -170,20 +163,24 @@ def compare_ranks(
             raise LayoutError(
                 f"param group {index} has no params on any of {everyone.size} ranks. Leave it out."
             )
-    options = Field("options", plan.config.described())
-    compare(
-        [Field("package version", (VERSION,)), options, Field("host options", host_options)],
-        everyone,
-    )
+    of_all = [
+        Field("package version", (VERSION,)),
+        Field("options", plan.config.described()),
+        Field("host options", host_options),
+    ]
+    compare(of_all, everyone)
     specs = [spec_of(name, param) for name, param in named.items()]
-    groups, members, layout = [], [], []
+    groups: list[str] = []
+    members: list[str] = []
     for index, group in enumerate(plan.groups):
-        pairs = (f"{key}={option_text(value)}" for key, value in sorted(group.options.items()))
+        pairs = [f"{key}={option_text(value)}" for key, value in sorted(group.options.items())]
         groups.append(f"group {index}: {', '.join(pairs)}")
         members += [f"{name} in {index}" for name in group.names]
+    layout: list[str] = []
     for buffer, dtype in buffers:
         layout.append(f"{buffer.num_shards} shards of {dtype_name(dtype)} grads")
-        layout += [*map(str, buffer.buckets), *map(str, buffer.slots)]
+        layout += map(str, buffer.buckets)
+        layout += map(str, buffer.slots)
     of_data_parallel: dict[str, Iterable[str]] = {
         "param names": [spec.name for spec in specs],
         "param shapes": [f"{spec.name}{list(spec.shape)}" for spec in specs],

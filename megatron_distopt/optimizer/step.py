@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_distopt.comm import Group, profiled
+from megatron_distopt.comm import Group, profiled, raise_together
 from megatron_distopt.config import NonFinitePolicy
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.optimizer.deferred import (
@@ -468,3 +468,30 @@ def finish_deferred_check(
         reduce_dtype=config.reduce_dtype,
         when=when,
     )
+
+
+# --- errors of one rank
+
+
+def notice_for(check: Callable[[], None], flag: Tensor, group: Group) -> Notice:
+    """Makes all ranks of the model raise, in the step, what `check` raises on one of them.
+
+    `flag` is 1-D [1], of the dtype and device of statistics, and above 0 if `check` will raise on
+    this rank.
+    """
+
+    def act(sums: Sequence[float]) -> None:
+        if sums[0] > 0:
+            raise_together(check, group, "step")
+
+    return Notice(flag, flag, act)
+
+
+def raising(error: Exception | None) -> Callable[[], None]:
+    """Returns a check that raises `error`, or passes if that is None."""
+
+    def check() -> None:
+        if error is not None:
+            raise error
+
+    return check

@@ -15,20 +15,17 @@ from torch.nn import Linear, Parameter
 from torch.optim import SGD
 
 from megatron_distopt import distribute
-from megatron_distopt.hosts.between_steps import _DataWatch, _Writes, data_watch
 from megatron_distopt.hosts.megatron_2023.watch import Watch
-
-
-class _User:
-    """Who watches, until it is freed."""
+from megatron_distopt.hosts.watches.version_census import VersionCensus
+from megatron_distopt.hosts.watches.watched_params import Writes, _DataWatch, data_watch
 
 
 @pytest.fixture
-def watched() -> Iterator[_Writes]:
-    user, writes = _User(), _Writes("weight", Parameter(torch.ones(4)))
-    data_watch.add(user, [writes])
+def watched() -> Iterator[Writes]:
+    writes = Writes("weight", Parameter(torch.ones(4)))
+    data_watch.add([writes])
     yield writes
-    data_watch.remove(user, [writes])
+    data_watch.remove([writes])
 
 
 def _read_often(param: Parameter) -> None:
@@ -55,7 +52,7 @@ def _write_and_read_often(param: Parameter) -> None:
     ],
 )
 def test_param_when_it_is_written_to_then_that_is_known_until_it_is_forgotten(
-    watched: _Writes, act: Callable[[Parameter], object], is_written: bool
+    watched: Writes, act: Callable[[Parameter], object], is_written: bool
 ) -> None:
     act(watched.param)
     assert watched.is_written == is_written
@@ -63,10 +60,11 @@ def test_param_when_it_is_written_to_then_that_is_known_until_it_is_forgotten(
     assert not watched.is_written
 
 
+@pytest.mark.parametrize("take", [lambda data: data, lambda data: data.view(2, 2)[0]])
 def test_alias_when_it_is_held_over_several_steps_then_later_writes_are_seen(
-    watched: _Writes,
+    watched: Writes, take: Callable[[Tensor], Tensor]
 ) -> None:
-    alias: Tensor = watched.param.data
+    alias = take(watched.param.data)
     for _ in range(3):
         watched.forget()
         assert not watched.is_written
@@ -79,12 +77,34 @@ def test_data_when_nobody_watches_any_more_then_it_is_torchs_own(
 ) -> None:
     if "data" in vars(Parameter):  # another test has left somebody who watches
         monkeypatch.delattr(Parameter, "data")
-    watch, user = _DataWatch(), _User()
-    watch.add(user, [_Writes("weight", Parameter(torch.ones(4)))])
+    watch, writes = _DataWatch(), Writes("weight", Parameter(torch.ones(4)))
+    watch.add([writes])
     assert "data" in vars(Parameter)
-    del user
+    param = writes.param
+    del writes
     gc.collect()
+    assert param.data.sum() == 4
     assert "data" not in vars(Parameter)
+
+
+@pytest.mark.parametrize(
+    ("act", "changed"),
+    [
+        (lambda tensors: tensors["a"].sum(), []),
+        (lambda tensors: tensors["a"].add_(1), ["a"]),
+        (lambda tensors: tensors.update(a=torch.zeros(2)), ["a"]),
+        (lambda tensors: tensors.update(c=torch.zeros(2)), ["c"]),
+        (lambda tensors: tensors.pop("b"), ["b"]),
+    ],
+)
+def test_census_when_tensors_change_then_they_are_named(
+    act: Callable[[dict[str, Tensor]], object], changed: list[str]
+) -> None:
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    census = VersionCensus(tensors)
+    tensors = dict(tensors)
+    act(tensors)
+    assert census.changed(tensors) == changed
 
 
 #: "a" and "b" lie in one buffer with a gap between them, "c" apart.

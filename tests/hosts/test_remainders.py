@@ -18,7 +18,7 @@ from torch.nn import GELU, Linear, Sequential
 
 from megatron_distopt import distribute
 from megatron_distopt.errors import DistOptError
-from megatron_distopt.hosts.between_steps import RemainderWatch
+from megatron_distopt.hosts.watches.watched_params import RemainderWatch
 from tests.support.models import fitted
 from tests.support.spawn import run_ranks
 

@@ -526,11 +526,7 @@ START_UP: dict[str, Case] = {
     ),
     "known group later": (
         lambda rank: added(lambda model: model[0]),
-        everyone(
-            LayoutError,
-            "a param that is in another one",
-            "Edit the options of the group that it is in",
-        ),
+        everyone(LayoutError, "in 2 param groups", "Leave it out of one"),
     ),
 }
 
@@ -867,6 +863,17 @@ TRAINING: dict[str, Case] = {
     ),
     "cleared on one rank after the step": (
         trained(_backward, _step, on_rank_1(lambda model, _: model.zero_grad()), _backward, _step),
+        everyone(RanksDisagreeError, "optimizer.zero_grad()"),
+    ),
+    "zeroed on one rank while it goes on from the step before": (
+        trained(
+            _backward,
+            _step,
+            _backward,
+            on_rank_1(lambda model, _: model.zero_grad(set_to_none=False)),
+            _backward,
+            _step,
+        ),
         everyone(RanksDisagreeError, "optimizer.zero_grad()"),
     ),
     "assigned after clipping": (

@@ -37,6 +37,7 @@ from megatron_distopt.comm import Group, exchange, raise_together
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import CheckpointError, ConfigError, HostError, HostMismatchError
 from megatron_distopt.formats.recognise import TRACKER
+from megatron_distopt.hosts.watches.version_census import VersionCensus
 from megatron_distopt.patch_points import OTHER, PatchPoint, Replacement, apply, in_force
 from megatron_distopt.session import SessionCalls
 
@@ -172,7 +173,7 @@ class ScriptRun:
         )
         self._chunks: Sequence[Module] = ()
         self._num_borders, self._iteration = 0, -1
-        self._versions: Mapping[str, int] = {}  # of what no snapshot has, as training began
+        self._census = VersionCensus({})  # of what no snapshot has, as training began
         # random states of the ranks that hold one copy of the model
         self._random: Sequence[Any] = ()
 
@@ -250,7 +251,7 @@ class ScriptRun:
             )
         self._iteration, self._num_borders = iteration, self._num_borders + 1
         if self._num_borders == 1:
-            self._chunks, self._versions = chunks, _versions(chunks)
+            self._chunks, self._census = chunks, VersionCensus(untrained_tensors(chunks))
         elif self._num_borders == 2:  # the first snapshot may be long after the first step
             raise_together(self._check_others, Group.of(), "protect")
         self._optimizer.protect(iteration, partial(self._state, scheduler))
@@ -262,12 +263,12 @@ class ScriptRun:
 
     def _check_others(self) -> None:
         """Refuses a model that training changes beside the params that it updates."""
-        for name, version in _versions(self._chunks).items():
-            if self._versions.get(name) != version:
-                raise ConfigError(
-                    f"Training changes {name!r}, which no snapshot has. "
-                    f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}."
-                )
+        changed = self._census.changed(untrained_tensors(self._chunks))
+        if changed:
+            raise ConfigError(
+                f"Training changes {changed[0]!r}, which no snapshot has. "
+                f"{_LEAVE_OUT[0].upper()}{_LEAVE_OUT[1:]}."
+            )
 
     def _state(self, scheduler: Any) -> dict[str, Any]:
         args = vars(self._args).items()
@@ -282,12 +283,6 @@ class ScriptRun:
             "on_disk": _newest_on_disk(self._args.load) if Group.of().rank == 0 else None,
             "operations": _operations_so_far(),
         }
-
-
-def _versions(chunks: Sequence[Module]) -> dict[str, int]:
-    """How often everything was changed that the host's checkpoints have of the model, and snapshots
-    have not."""
-    return {name: tensor._version for name, tensor in untrained_tensors(chunks).items()}
 
 
 def _newest_on_disk(folder: str) -> tuple[str, str, str]:

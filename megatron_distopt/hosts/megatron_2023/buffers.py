@@ -39,8 +39,8 @@ from torch.nn import Module, Parameter
 from megatron_distopt.buffers import ShardedBuffer, move_into_buffer, pack_params, view_of
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import HostError, LayoutError
-from megatron_distopt.hosts.between_steps import telling_of_aliases
 from megatron_distopt.hosts.start import spec_of
+from megatron_distopt.hosts.watches.watched_params import telling_of_aliases
 from megatron_distopt.layout import BufferLayout, ParamSlot, Span, adopt, lay_out
 
 #: Getters of expert data-parallel groups, newest first.

@@ -14,12 +14,6 @@ from torch.nn import Module
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Communicator, Group, gather_params, raise_together, reduce_grads
-from megatron_distopt.hosts.between_steps import (
-    GroupMembers,
-    PlacedParam,
-    RemainderWatch,
-    params_that_left,
-)
 from megatron_distopt.hosts.megatron.naming import (
     FROM_WEIGHTS,
     ModelRanks,
@@ -42,6 +36,12 @@ from megatron_distopt.hosts.megatron_2023.watch import Watch, tell_of_grads
 from megatron_distopt.hosts.report import describe, sharded_over
 from megatron_distopt.hosts.start import compare_ranks
 from megatron_distopt.hosts.torch.gather import ParamGather
+from megatron_distopt.hosts.watches.watched_params import (
+    GroupMembers,
+    PlacedParam,
+    RemainderWatch,
+    params_that_left,
+)
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.session import HostState
@@ -79,7 +79,7 @@ class ForkModel(HostState):
         self.host_is_torchs = host_is_torchs
         self.may_be_stale = True
         self.placed_params = [PlacedParam(name, param) for name, param in start.named.items()]
-        self.members = GroupMembers(self.sharded.inner)
+        self.members = GroupMembers(self.param_groups)
         self.written = RemainderWatch(self.sharded, start.named)
         numbers = torch.empty(
             (), dtype=stats_dtype(self.sharded.device), device=self.sharded.device

@@ -15,12 +15,20 @@ from megatron.core import mpu
 
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.hosts.between_steps import notice_for, params_that_left, raising
 from megatron_distopt.hosts.megatron.timers import timed
 from megatron_distopt.hosts.megatron_2023.buffers import UsedGrads
 from megatron_distopt.hosts.megatron_2023.model import ForkModel
+from megatron_distopt.hosts.watches.watched_params import params_that_left
 from megatron_distopt.optimizer.main_params import MainGrads
-from megatron_distopt.optimizer.step import Gradients, HostStep, StepAction, StepDecision, measure
+from megatron_distopt.optimizer.step import (
+    Gradients,
+    HostStep,
+    StepAction,
+    StepDecision,
+    measure,
+    notice_for,
+    raising,
+)
 
 
 def add_up_over_model_ranks(optimizer: Any, args: Any, timers: Any) -> None:
@@ -55,7 +63,7 @@ class ForkStep(HostStep):
         if self.protection is not None:
             self.protection.wait_for_copy()
         fork.communication.params.finish()
-        fork.members.check()
+        fork.members.check(fork.param_groups)
         for param in params_that_left(fork.placed_params):
             param.bring_back(with_values=fork.may_be_stale)
         fork.check_weights()

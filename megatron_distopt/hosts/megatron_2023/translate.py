@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import ConfigError, HostError, LayoutError
-from megatron_distopt.hosts.between_steps import check_not_shared, check_own_memory
 from megatron_distopt.hosts.megatron.flag import with_hosts_own
 from megatron_distopt.hosts.megatron.inner_optimizers import is_adam
 from megatron_distopt.hosts.start import check_dtypes
+from megatron_distopt.hosts.watches.watched_params import check_not_shared, check_own_memory
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 
 

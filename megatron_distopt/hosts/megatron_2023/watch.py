@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_distopt.hosts.between_steps import addresses_of
+from megatron_distopt.hosts.watches.watched_params import addresses_of
 
 #: The namespace of operators that write to all tensors that they are given, whatever their schema
 #: says.

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from megatron_distopt.checkpoint import Share, WholeModel
 from megatron_distopt.comm import Group
-from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
 from megatron_distopt.hosts.megatron.naming import (
     FROM_WEIGHTS,
     ModelRanks,
@@ -22,7 +21,9 @@ from megatron_distopt.hosts.megatron.naming import (
 from megatron_distopt.hosts.megatron.saving import options_of_run
 from megatron_distopt.hosts.megatron_core.buffers import chunks_of
 from megatron_distopt.hosts.megatron_core.facts import arguments
+from megatron_distopt.hosts.megatron_core.group_counts import GroupCounts
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
+from megatron_distopt.hosts.watches.watched_params import GroupMembers, RemainderWatch
 from megatron_distopt.optimizer.main_params import MainGrads
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import StepDecision

@@ -35,7 +35,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from megatron_distopt.config import DistOptConfig
-from megatron_distopt.hosts.between_steps import GroupCounts, GroupMembers, RemainderWatch
 from megatron_distopt.hosts.megatron.grad_scaler import loss_scale_of
 from megatron_distopt.hosts.megatron.inner_optimizers import (
     groups_of,
@@ -53,10 +52,12 @@ from megatron_distopt.hosts.megatron_core.buffers import (
 from megatron_distopt.hosts.megatron_core.checkpoint import head_of
 from megatron_distopt.hosts.megatron_core.core_calls import CoreCalls
 from megatron_distopt.hosts.megatron_core.core_muon import muon_matrices
+from megatron_distopt.hosts.megatron_core.group_counts import GroupCounts
 from megatron_distopt.hosts.megatron_core.model_parallel import PreparedStep, expert_tensor_group
 from megatron_distopt.hosts.megatron_core.state_between_phases import OffloadedState
 from megatron_distopt.hosts.megatron_core.translate import Merged
 from megatron_distopt.hosts.start import clear_grads
+from megatron_distopt.hosts.watches.watched_params import GroupMembers, RemainderWatch
 from megatron_distopt.optimizer.accelerator import find_accelerator
 from megatron_distopt.optimizer.choice import choose_inner
 from megatron_distopt.optimizer.inner import InnerChoice
@@ -119,7 +120,7 @@ class DistributedOptimizer(CoreCalls, HostDistributedOptimizer):
         self.prepared: PreparedStep | None = None
         self._publish()
         self.offloaded = OffloadedState(self.sharded)
-        self.members = GroupMembers(self.sharded.inner)
+        self.members = GroupMembers(inner.param_groups)
         self.written = RemainderWatch(self.sharded, self.named)
 
     def _build(

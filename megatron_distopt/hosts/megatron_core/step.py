@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.errors import HostError, LayoutError
-from megatron_distopt.hosts.between_steps import notice_for, raising
 from megatron_distopt.hosts.megatron.timers import timed
 from megatron_distopt.hosts.megatron_core.buffers import check_are_in
 from megatron_distopt.hosts.megatron_core.model_parallel import OneOptimizer, PreparedStep
@@ -26,6 +25,8 @@ from megatron_distopt.optimizer.step import (
     finish_deferred_check,
     measure,
     measure_now,
+    notice_for,
+    raising,
 )
 
 
@@ -54,7 +55,7 @@ def changed_grads(optimizer: OneOptimizer, grads: MainGrads) -> MainGrads:
 def check_between_steps(optimizer: OneOptimizer) -> None:
     """Refuses params that left the host's buffers, groups with other params, and state that is not
     there."""
-    optimizer.members.check()
+    optimizer.members.check(optimizer.sharded.inner.param_groups)
     if optimizer.counts is not None:
         optimizer.counts.follow()
     optimizer.offloaded.check_is_back()

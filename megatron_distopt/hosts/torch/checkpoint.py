@@ -17,6 +17,7 @@ from megatron_distopt.checkpoint.whole_model import untrained_tensors
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.hosts.start import named_params
 from megatron_distopt.hosts.torch.model import ShardedModel
+from megatron_distopt.hosts.watches.version_census import VersionCensus
 
 #: The user's param groups.
 _Groups = Sequence[dict[str, Any]]
@@ -58,16 +59,17 @@ class UntrainedTensors:
 
     def __init__(self, chunks: Sequence[Module], *, is_cut: bool) -> None:
         self._chunks, self._is_cut = chunks, is_cut
-        self._versions: Mapping[str, int] = {}  # as training began
+        self._census = VersionCensus({})  # as training began
 
     def changed(self) -> dict[str, Tensor]:
         """Buffers, whose changes torch's norms do not count, and frozen params that were
         changed."""
         found = untrained_tensors(self._chunks)
+        changed = set(self._census.changed(found))
         return {
             name: tensor
             for name, tensor in found.items()
-            if self._versions.get(name) != tensor._version or not isinstance(tensor, Parameter)
+            if name in changed or not isinstance(tensor, Parameter)
         }
 
     @torch.no_grad()
@@ -88,5 +90,5 @@ class UntrainedTensors:
             for name, tensor in saved.items():
                 found[name].copy_(tensor)
             resumed = replace(resumed, state=resumed.state["state"])
-        self._versions = {name: tensor._version for name, tensor in found.items()}
+        self._census = VersionCensus(found)
         return resumed

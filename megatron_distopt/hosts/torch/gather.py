@@ -26,30 +26,15 @@ import torch
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_distopt.buffers import getters
+from megatron_distopt.buffers import DESCRIBING
 from megatron_distopt.comm import Communicator
 from megatron_distopt.hosts.torch.cpp_calls import before_cpp_calls
 
 #: Operators that read nothing of the values.
 _DESCRIBING = {
+    *DESCRIBING,
     vars(torch._C.TensorBase)["grad"].__set__,
-    *getters(
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "grad",
-        "_version",
-    ),
-    *(
-        getattr(torch.Tensor, name)
-        for name in ("size", "stride", "numel", "dim", "is_contiguous", "requires_grad_")
-    ),
-    *(getattr(torch.Tensor, name) for name in ("element_size", "is_floating_point", "__hash__")),
+    torch.Tensor.requires_grad_,
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
 }

@@ -92,14 +92,14 @@ def distribute(
 
     meet_in_call("distribute", everyone)
     given = GivenToDistribute(
-        model,
-        optimizer,
-        config,
-        param_groups,
-        options,
-        excluded_from_norm,
-        placement,
-        broadcast_buffers,
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        param_groups=param_groups,
+        options=options,
+        excluded_from_norm=excluded_from_norm,
+        placement=placement,
+        broadcast_buffers=broadcast_buffers,
     )
     # The plan lives as long as the model, which must not keep the user's optimizers: they lead to
     # ours.

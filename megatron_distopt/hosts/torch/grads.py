@@ -54,6 +54,37 @@ class Phase(Enum):
     STEPPED = "stepped"
 
 
+class ScaledLoss:
+    """Refuses gradients of a loss that is not scaled, where there is a loss scale."""
+
+    def __init__(self, config: DistOptConfig) -> None:
+        #: Whether every backward has to begin at a loss that `mark` returned.
+        self.is_needed = config.loss_scale not in (None, 1, 1.0)
+        self._is_in_backward = False
+
+    def mark(self, loss: Tensor) -> Tensor:
+        """Marks a loss as scaled, so that its backward is accepted; returns it."""
+
+        def begin(_: Tensor) -> None:
+            self._is_in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+        if loss.requires_grad:
+            loss.register_hook(begin)  # type: ignore[no-untyped-call]
+        return loss
+
+    def end(self) -> None:
+        self._is_in_backward = False
+
+    def check(self, name: str) -> None:
+        """Called in a backward that has a gradient of the param of that name."""
+        if not self._is_in_backward:
+            raise ConfigError(
+                f"The gradient of {name!r} comes from a loss that is not scaled. Write "
+                "optimizer.scale_loss(loss).backward(), or leave loss_scale out."
+            )
+
+
 class Grads:
     """The grad buffers of one model on this rank, which a communicator reduces.
 
@@ -68,13 +99,9 @@ class Grads:
         config: DistOptConfig,
         on_drop: Callable[[], None],
     ) -> None:
-        self._communicator, self._loss_scale, self._data = (
-            communicator,
-            loss_scale,
-            communicator.group,
-        )
-        #: Whether every backward has to begin at a loss that `scaled` returned.
-        self._needs_scaling = config.loss_scale not in (None, 1, 1.0)
+        self._communicator, self._loss_scale = communicator, loss_scale
+        self._data = communicator.group
+        self.scaled_loss = ScaledLoss(config)
         self.ddp = DDPWatch(overlaps=communicator.overlaps_grads)
         #: The gradient of each param, in the order of the buffers.
         self.slots: list[GradSlot] = []
@@ -90,19 +117,18 @@ class Grads:
         #: Rounds so far, see [Note: phases of a gradient].
         self.num_rounds = 0
         self.phase = Phase.LOCAL
-        self._is_scaled = self._has_arrived = False
+        #: Whether a backward of this round has added to gradients, which other ranks wait for.
+        self._has_arrived = False
         #: Whether the gradients of this round were read before the step; the same on all ranks.
-        self._was_reduced = False
+        self._was_read = False
         #: By slot, whether this rank has a gradient of it; as of the last reduction.
         self.present: list[bool] = []
-        #: Gradients of the round before that were not cleared, and a number for those still kept,
-        #: see `_mark_of`.
-        self._kept: set[str] = set()
+        #: Gradients that are sums over ranks, or go on from them: neither cleared nor zeroed since.
+        self._summed: set[str] = set()
+        #: A number for those from which this round went on, see `_mark`.
         self.kept = 0
         #: What all ranks must have alike of gradients that DDP has left to communication hooks.
         self.sum_of_hooked = 0
-        #: Gradients that have been zeroed in place since they were reduced.
-        self._zeroed: set[str] = set()
         #: By what users have clipped the sums since they were reduced, or since the step.
         self._clip = 1.0
         #: Of the last step, whose sums stay in the buffers until the next backward.
@@ -131,6 +157,7 @@ class Grads:
             for slot in slots:
                 slot.take()
             self._communicator.finish_grads(buffers)
+            self._summed.update(slot.name for slot in slots)
 
     def guard(self, waiting: Mapping[str, Parameter]) -> None:
         """Guards the first gradients of params that may begin to train, which no buffer holds."""
@@ -160,12 +187,13 @@ class Grads:
 
     def release(self) -> None:
         """Removes the hooks: from now on gradients are torch's own and are not reduced."""
-        ahead = (handle for _, handle in self._accumulators.values())
-        for handle in (*self._handles, *ahead, *filter(None, self._guarded.values())):
+        self._remove_accumulators()
+        for handle in self._handles:
             handle.remove()
-        self._accumulators.clear()
-        for param in self._guarded:
+        for param, guard in self._guarded.items():
             show_assigned(param, None)
+            if guard is not None:
+                guard.remove()
         is_local = self._data.size == 1 or self.phase is Phase.LOCAL
         for slot in self.slots:
             slot.release(is_own=is_local and not self._communicator.is_reducing(slot.name))
@@ -177,22 +205,7 @@ class Grads:
         """Called before a gradient is zeroed in place, as `model.zero_grad(set_to_none=False)`
         does."""
         self._communicator.check_open(name)
-        if self.phase is not Phase.LOCAL:
-            self._zeroed.add(name)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Marks a loss as scaled, so that its backward is accepted; returns it."""
-
-        def end() -> None:
-            self._is_scaled = False
-
-        def begin(_: Tensor) -> None:
-            self._is_scaled = True
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-
-        if loss.requires_grad:
-            loss.register_hook(begin)  # type: ignore[no-untyped-call]
-        return loss
+        self._summed.discard(name)
 
     def _before(self, slot: GradSlot, _: Tensor) -> None:
         """Called when a gradient was computed, which `torch.autograd.grad` does not accumulate."""
@@ -207,11 +220,8 @@ class Grads:
 
     def _after(self, slot: GradSlot, _: Tensor) -> None:
         grad = slot.param.grad
-        if self._needs_scaling and not self._is_scaled:
-            raise ConfigError(
-                f"The gradient of {slot.name!r} comes from a loss that is not scaled. Write "
-                "optimizer.scale_loss(loss).backward(), or leave loss_scale out."
-            )
+        if self.scaled_loss.is_needed:
+            self.scaled_loss.check(slot.name)
         if self._communicator.overlaps_grads and self._communicator.is_reducing(slot.name):
             if isinstance(grad, LocalGrad):
                 self._communicator.check_open(slot.name)
@@ -223,7 +233,7 @@ class Grads:
             self._has_arrived = True
             return
         if grad is not slot.shown:
-            self._kept.discard(slot.name)
+            self._summed.discard(slot.name)
         # A gradient with a graph stays where it can be read and differentiated until the step takes
         # it.
         if self._data.size > 1 or grad is None or not grad.requires_grad:
@@ -237,28 +247,29 @@ class Grads:
     def _reopen(self) -> None:
         """Makes sums local contributions again, see [Note: phases of a gradient]."""
         kept = {slot.name: slot for slot in self.slots if slot.param.grad is slot.shown}
-        self._kept = kept.keys() - self._zeroed
-        if (
-            self.phase is Phase.STEPPED
-            and self._needs_scaling
-            and (
-                kept or any(not slot.is_missing and self.ddp.has(slot.param) for slot in self.slots)
-            )
-        ):
+        self._summed.intersection_update(kept)
+        in_ddp = (not slot.is_missing and self.ddp.has(slot.param) for slot in self.slots)
+        is_scaled = self.phase is Phase.STEPPED and self.scaled_loss.is_needed
+        if is_scaled and (kept or any(in_ddp)):
             raise ConfigError(
                 "Gradients were kept over a step under a loss scale, which may have changed in it. "
                 "Call optimizer.zero_grad() before backward."
             )
         for buffer in self._buffers:
             divisor = self._divisor_of(buffer)
-            for slot in [kept[each.name] for each in buffer.layout.slots if each.name in kept]:
-                slot.take()
-                flat = view_of(buffer.grad, buffer.layout.slot_of[slot.name].in_buffer)
-                owned = self._owned.get(slot.name, Span(0, 0))
+            for place in buffer.layout.slots:
+                if place.name not in kept:
+                    continue
+                kept[place.name].take()
+                flat = view_of(buffer.grad, place.in_buffer)
+                owned = self._owned.get(place.name, Span(0, 0))
                 flat[: owned.start].zero_()
                 flat[owned.stop :].zero_()
                 flat[owned.as_slice()].mul_(self._data.size / divisor)
         self.phase = Phase.LOCAL
+        self._remove_accumulators()
+
+    def _remove_accumulators(self) -> None:
         for _, handle in self._accumulators.values():
             handle.remove()
         self._accumulators.clear()
@@ -267,8 +278,8 @@ class Grads:
         """Collective: reduces gradients before the step, for calls that read them."""
         if self._is_local_somewhere():
             self.reduce(for_step=False)
-        self._was_reduced = True
-        present = [slot.param.grad is not None for slot in self.slots]
+        self._was_read = True
+        present = [not slot.is_missing for slot in self.slots]
         flags = torch.tensor(present, dtype=torch.float32, device=self.slots[0].view.device)
         sum_over(flags, self._data)
         self.settle([flag > 0 for flag in flags.tolist()])
@@ -276,8 +287,8 @@ class Grads:
     def reduce(self, *, for_step: bool = True) -> None:
         """Collective: reduces gradients, where that was not done before; afterwards each rank's
         shards hold the sums. Before the step, gradients under DDP become the buffer's, too."""
-        was_reduced = for_step and self._was_reduced and not self._is_local_somewhere()
-        if was_reduced and self.phase is Phase.REDUCED:
+        is_reduced = for_step and self._was_read and not self._is_local_somewhere()
+        if is_reduced and self.phase is Phase.REDUCED:
             self._take_grads(for_step=True)
             return
         try:
@@ -285,7 +296,7 @@ class Grads:
                 self._reopen()
         except ConfigError as error:
             self.complaints.append(error)
-        self.kept = self._mark() if self._kept else 0
+        self.kept = self._mark() if self._summed else 0
         self.sum_of_hooked = 0
         if self.ddp.used:
             self.sum_of_hooked = self.ddp.sum_of_hooked(self.slots, self._data.size)
@@ -294,7 +305,7 @@ class Grads:
         self._take_grads(for_step=for_step)
         self._communicator.finish_grads()
         self.phase, self._clip = Phase.REDUCED, 1.0
-        self._zeroed.clear()
+        self._summed = {slot.name for slot in self.slots}
 
     def _take_grads(self, *, for_step: bool) -> None:
         """Makes a missing gradient zero, and takes one that the user assigned, unless it is or is
@@ -338,11 +349,7 @@ class Grads:
         All ranks must have cleared the same gradients since the last reduction: a sum needs the
         parts of all ranks.
         """
-        # By slot, whether `param.grad` is what the buffer holds, and not zeroed.
-        shown = [
-            slot.param.grad is slot.shown and slot.name not in self._zeroed for slot in self.slots
-        ]
-        kept = self._mark() if self.phase is Phase.LOCAL else _mark_of(shown)
+        kept = self._mark()
         numbers = [float(self.phase is Phase.LOCAL), float(kept), float(kept**2)]
         sums = torch.tensor(numbers, device=self.slots[0].view.device)
         sum_over(sums, self._data)
@@ -366,11 +373,9 @@ class Grads:
         if self._decision.action is not StepAction.UPDATE:
             return self._decision.unclipped * self._clip
         # Of 16-bit sums only an fp32 copy was divided.
-        return (
-            self._clip
-            if buffer.grad.dtype == torch.float32
-            else self._decision.divisor * self._clip
-        )
+        if buffer.grad.dtype == torch.float32:
+            return self._clip
+        return self._decision.divisor * self._clip
 
     def clip(self, divisor: float) -> None:
         """Divides the sums: now if there is one rank, where users may read them, else in the step,
@@ -387,9 +392,16 @@ class Grads:
             raise complaints[0]
 
     def _mark(self) -> int:
-        return _mark_of(
-            [slot.name in self._kept and slot.param.grad is slot.shown for slot in self.slots]
-        )
+        """A checksum below 64 of the gradients that are sums or go on from them: 0 for none; two
+        sets rarely have the same.
+
+        Ranks compare it through sums. It is small so that the sum of squares over thousands of
+        ranks is exact in fp32.
+        """
+        is_kept = [
+            slot.name in self._summed and slot.param.grad is slot.shown for slot in self.slots
+        ]
+        return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0
 
     def settle(self, is_active: Sequence[bool]) -> None:
         """Gives a param a gradient on every rank where it has one on any rank."""
@@ -401,22 +413,21 @@ class Grads:
         """Ends the round after a step that was made or skipped; fp32 gradients that were given to
         it are divided."""
         self._decision, self._clip = decision, 1.0
-        self.phase, self._was_reduced = Phase.STEPPED, False
+        self.phase, self._was_read = Phase.STEPPED, False
         self._next_round()
 
     def _next_round(self) -> None:
         self.num_rounds += 1
-        self._has_arrived = self._is_scaled = False
+        self._has_arrived = False
+        self.scaled_loss.end()
         self.ddp.end_round()
 
     def averaged(self, slot: GradSlot) -> Tensor | None:
         """Collective: a reduced gradient, divided: fp32 in the shape of the param; None where no
         rank has one."""
         buffer = next(buffer for buffer in self._buffers if slot.name in buffer.layout.slot_of)
-        whole, owned = (
-            torch.zeros(slot.view.numel(), device=slot.view.device),
-            self._owned.get(slot.name, Span(0, 0)),
-        )
+        whole = torch.zeros(slot.view.numel(), device=slot.view.device)
+        owned = self._owned.get(slot.name, Span(0, 0))
         if not slot.is_missing:
             flat = view_of(buffer.grad, buffer.layout.slot_of[slot.name].in_buffer)
             whole[owned.as_slice()] = flat[owned.as_slice()].float() / self._divisor_of(buffer)
@@ -436,7 +447,7 @@ class Grads:
                 slot.take()
                 slot.view.zero_()
         self.phase = Phase.LOCAL
-        self._kept.clear()
+        self._summed.clear()
 
     def _drop_round(self) -> None:
         if self._communicator.has_arrived:
@@ -452,12 +463,3 @@ def _unfrozen(param: Parameter) -> Iterator[None]:
     param.requires_grad_(True)
     yield
     param.requires_grad_(is_trained)
-
-
-def _mark_of(is_kept: Sequence[bool]) -> int:
-    """A checksum below 64 of which gradients were kept: 0 for none; two sets rarely have the same.
-
-    Ranks compare it through sums. It is small so that the sum of squares over thousands of ranks is
-    exact in fp32.
-    """
-    return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0

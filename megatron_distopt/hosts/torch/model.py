@@ -32,15 +32,15 @@ from megatron_distopt.comm import (
     share_initial,
     sum_over,
 )
-from megatron_distopt.hosts.between_steps import telling_of_aliases
 from megatron_distopt.hosts.start import named_params, spec_of
 from megatron_distopt.hosts.torch.buffers import ParamSet, plan_sets
 from megatron_distopt.hosts.torch.ddp import is_ignored
 from megatron_distopt.hosts.torch.gather import ParamGather
 from megatron_distopt.hosts.torch.grads import Grads
-from megatron_distopt.hosts.torch.module_buffers import ModuleBuffers
+from megatron_distopt.hosts.torch.module_buffers import ModuleBuffers, modules_with_buffers
 from megatron_distopt.hosts.torch.params import Params
 from megatron_distopt.hosts.torch.translate import ModelPlan, check_trained, name_groups
+from megatron_distopt.hosts.watches.watched_params import telling_of_aliases
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from megatron_distopt.optimizer.step import act_on_deferred_notice
@@ -98,17 +98,9 @@ class ShardedModel(HostState):
         self.optimizers = [self.sharded]
         self.params = Params(chunks, plan.torch_groups, self.sharded)
         self._take_over(plan.sets, buffers, slots)
-        with_buffers = {
-            f"{number}.{name}": module
-            for number, chunk in enumerate(
-                chunks if plan.broadcast_buffers and data.size > 1 else ()
-            )
-            for name, module in chunk.named_modules()
-            if module._buffers
-        }
-        self.module_buffers = (
-            ModuleBuffers(with_buffers, data, plan.device) if with_buffers else None
-        )
+        follows = plan.broadcast_buffers and data.size > 1
+        modules = modules_with_buffers(chunks) if follows else {}
+        self.module_buffers = ModuleBuffers(modules, data, plan.device) if modules else None
 
     # --- the params that train
 
@@ -175,27 +167,19 @@ class ShardedModel(HostState):
         """Collective: gives frozen params a state that is about to be loaded, for when they are
         unfrozen."""
         names = {without_wrappers(name) for name in saved}
-        self.grow(
-            [
-                name
-                for name, p in self.waiting.items()
-                if without_wrappers(name) in names and p.numel()
-            ]
-        )
+        self.grow(name for name in self.waiting if without_wrappers(name) in names)
 
     def grow(self, names: Iterable[str]) -> None:
-        """Collective: trains further params from now on, wherever one rank has named them; refuses
-        before a change."""
+        """Collective: trains further params from now on, wherever one rank has named them, but for
+        empty ones; refuses before a change."""
         wanted = {name for named in exchange(list(names), self.data) for name in named}
-        added = {name: param for name, param in reversed(self.waiting.items()) if name in wanted}
-        raise_together(
-            lambda: (
-                check_trained(added, self.config, keeps_strides=self._plan.keeps_strides)
-                if added
-                else None
-            ),
-            self.everyone,
-        )
+        added = {
+            name: param
+            for name, param in reversed(self.waiting.items())
+            if name in wanted and param.numel()
+        }
+        check = partial(check_trained, added, self.config, keeps_strides=self._plan.keeps_strides)
+        raise_together(check if added else lambda: None, self.everyone)
         sets = plan_sets(added, self.config, self.data.size)
         specs = tuple(
             f"{spec_of(name, param)} {memory_order(param)}" for name, param in added.items()

@@ -18,9 +18,20 @@ from torch.nn.modules.batchnorm import _NormBase
 from megatron_distopt.buffers import dtype_name
 from megatron_distopt.comm import Field, Group, compare, exchange, share_initial
 from megatron_distopt.hosts.torch.ddp import is_ignored
+from megatron_distopt.hosts.watches.version_census import VersionCensus
 
 #: What to do where module buffers differ between ranks.
 KEEP_BUFFERS = ", or write broadcast_buffers=False, with which each rank keeps its own"
+
+
+def modules_with_buffers(chunks: Sequence[Module]) -> dict[str, Module]:
+    """By the number of the chunk and the name there."""
+    return {
+        f"{number}.{name}": module
+        for number, chunk in enumerate(chunks)
+        for name, module in chunk.named_modules()
+        if module._buffers
+    }
 
 
 class ModuleBuffers:
@@ -37,24 +48,25 @@ class ModuleBuffers:
             for key, buffer in module._buffers.items()
             if is_ignored(buffer)
         }
-        self._seen = {name: self._seen_in(name) for name in modules}
+        self._seen = {name: VersionCensus(self._buffers_of(name)) for name in modules}
         # The kernels of torch's norms change running statistics without counting a version.
-        norms = {name: module for name, module in modules.items() if isinstance(module, _NormBase)}
-        self.learn([name for name, module in norms.items() if module.track_running_stats])
+        self.learn(
+            [
+                name
+                for name, module in modules.items()
+                if isinstance(module, _NormBase) and module.track_running_stats
+            ]
+        )
 
     def begun(self) -> list[str]:
         """Modules whose buffers have changed for the first time, or have another shape now; the
         ranks may differ."""
-        looks, seen = self._changing, self._seen
-        return [
-            name
-            for name in self._modules
-            if (
-                looks[name] != self._described(name)
-                if name in looks
-                else seen[name] != self._seen_in(name)
-            )
-        ]
+        return [name for name in self._modules if self._has_begun(name)]
+
+    def _has_begun(self, name: str) -> bool:
+        if name in self._changing:
+            return self._changing[name] != self._described(name)
+        return bool(self._seen[name].changed(self._buffers_of(name)))
 
     def learn(self, begun: Sequence[str]) -> None:
         """Collective: from now on these modules' buffers are broadcast, whichever rank has named
@@ -74,7 +86,7 @@ class ModuleBuffers:
         tensors = [
             tensor if is_taken else tensor.clone()
             for name in sorted(self._changing)
-            for tensor in self._tensors_of(name)
+            for tensor in self._buffers_of(name).values()
         ]
         share_initial(tensors, self._data, self._device)
 
@@ -86,16 +98,8 @@ class ModuleBuffers:
             if buffer is not None and (module, key) not in self._ignored
         }
 
-    def _tensors_of(self, name: str) -> list[Tensor]:
-        return list(self._buffers_of(name).values())
-
     def _described(self, name: str) -> tuple[str, ...]:
         return tuple(
             f"{key} {dtype_name(buffer.dtype)}{list(buffer.shape)}"
             for key, buffer in self._buffers_of(name).items()
         )
-
-    def _seen_in(self, name: str) -> tuple[tuple[int, int], ...]:
-        """By buffer its identity and version: what changes one is a new tensor, or an operation in
-        place."""
-        return tuple((id(buffer), buffer._version) for buffer in self._tensors_of(name))

@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -36,9 +37,8 @@ from megatron_distopt.hosts.torch.checkpoint import (
 )
 from megatron_distopt.hosts.torch.ddp import NO_JOIN
 from megatron_distopt.hosts.torch.model import ShardedModel
-from megatron_distopt.hosts.torch.params import is_updated
 from megatron_distopt.hosts.torch.step import TorchStep
-from megatron_distopt.hosts.torch.translate import name_groups
+from megatron_distopt.hosts.torch.translate import check_groups, check_param, name_groups
 from megatron_distopt.optimizer.inner import InParts
 from megatron_distopt.optimizer.inner_options import option_text, option_values
 from megatron_distopt.optimizer.loss_scale import DynamicLossScale
@@ -191,43 +191,20 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         super().add_param_group(group)
         model.find_waiting()
         added = name_groups([group], model.waiting)[0].names
-        model.grow(
-            [
-                name
-                for name in added
-                if model.waiting[name].requires_grad and model.waiting[name].numel()
-            ]
-        )
+        model.grow(name for name in added if model.waiting[name].requires_grad)
 
     def _check_added(self, group: Mapping[str, Any]) -> Field:
         """Checks a further group; returns what all ranks must add alike."""
-        name_of = {param: name for name, param in named_params(self._model.chunks).items()}
-        foreign = sum(param not in name_of for param in group["params"])
-        if foreign:
-            remedy = "Register their module in the model first, or call distribute(...) for it"
-            raise LayoutError(
-                refusal(
-                    "param group", f"{foreign} params that the model has not", "be of it", remedy
-                )
-            )
-        if {param for each in self.param_groups for param in each["params"]}.intersection(
-            group["params"]
-        ):
-            remedy = "Edit the options of the group that it is in"
-            raise LayoutError(
-                refusal("param group", "a param that is in another one", "have new params", remedy)
-            )
-        if any(map(is_updated, group["params"])):
-            raise LayoutError(
-                "The param group that is added has a param of another distributed optimizer. Call "
-                "release() on that one first."
-            )
+        named = named_params(self._model.chunks)
+        name_of = {param: name for name, param in named.items()}
+        check_groups([group], named, self.param_groups)
+        for param in group["params"]:
+            check_param(name_of[param], param)
         given = option_values(group)
         check_options(len(self.param_groups), given, self._model.sharded.plan.choice)
-        options = (f"{key}={option_text(value)}" for key, value in sorted(given.items()))
-        return Field(
-            "param group that is added", (*options, *(name_of[param] for param in group["params"]))
-        )
+        options = [f"{key}={option_text(value)}" for key, value in sorted(given.items())]
+        names = [name_of[param] for param in group["params"]]
+        return Field("param group that is added", (*options, *names))
 
     def join_hook(self, **_: Any) -> NoReturn:
         """Refuses torch's `Join` context, as does a model in DistributedDataParallel."""
@@ -248,7 +225,8 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call `backward` on, in fp32: a 16-bit loss would overflow when it is
         scaled."""
-        return self._model.grads.scaled(loss.float() * self.sharded.loss_scale.scale.squeeze())
+        scaled = loss.float() * self.sharded.loss_scale.scale.squeeze()
+        return self._model.grads.scaled_loss.mark(scaled)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -272,11 +250,10 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
                 they were summed.
         """
         if norm_type != 2.0:
-            remedy = (
-                "Leave norm_type out, or compute another norm from optimizer.full_grad(param): see "
-                "docs/torch.md"
+            raise ConfigError(
+                f"norm_type is {norm_type}, and must be 2.0. Leave it out, or compute another norm "
+                "from optimizer.full_grad(param): see docs/torch.md."
             )
-            raise ConfigError(refusal("norm_type", norm_type, "be 2.0", remedy))
         if not float(max_norm) > 0:
             raise ConfigError(
                 refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)")
@@ -317,12 +294,9 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
             has_grad = any(exchange(param.grad is not None, model.data))
             return torch.zeros(param.shape, device=param.device) if has_grad else None
         if slot is None:
-            rule, remedy = (
-                "be in a param group",
-                "Unfreeze it and call optimizer.add_param_group({'params': [param]})",
-            )
             raise LayoutError(
-                refusal("param", "one that this optimizer does not update", rule, remedy)
+                "The param is not one that this optimizer updates. Unfreeze it and call "
+                "optimizer.add_param_group({'params': [param]})."
             )
         self._step.reduce_ahead()
         return model.grads.averaged(slot)
@@ -543,11 +517,7 @@ def _redirect(given: Optimizer, ours: TorchDistributedOptimizer, *, is_alone: bo
         ours._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
         ours._optimizer_step_post_hooks = given._optimizer_step_post_hooks
     else:
-        hooks = [
-            name
-            for name in dir(Optimizer)
-            if name.startswith("register_") and name.endswith("_hook")
-        ]
+        hooks = [name for name in dir(Optimizer) if re.fullmatch("register_.*_hook", name)]
         calls = {name: partial(refused, name) for name in (*_CALLS, *hooks)}
     for name, call in calls.items():
         # torch's schedulers look for it

@@ -21,8 +21,7 @@ from megatron_distopt.comm import Group, Reduction
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig, config_from_environment, with_options
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, LayoutError, refusal
-from megatron_distopt.hosts.between_steps import check_not_shared, check_own_memory
+from megatron_distopt.errors import ConfigError, LayoutError
 from megatron_distopt.hosts.start import (
     as_torch_groups,
     check_bucket_size,
@@ -33,6 +32,7 @@ from megatron_distopt.hosts.start import (
 from megatron_distopt.hosts.torch.buffers import ParamSet, plan_sets
 from megatron_distopt.hosts.torch.ddp import check_strides, is_ignored, trained_though_ignored
 from megatron_distopt.hosts.torch.params import is_updated
+from megatron_distopt.hosts.watches.watched_params import check_not_shared, check_own_memory
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.accelerator import check_devices, find_accelerator
 from megatron_distopt.optimizer.choice import adopt_instance, choose_inner, fused_instance
@@ -77,7 +77,7 @@ class ModelPlan:
     keeps_strides: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GivenToDistribute:
     """What the user gave to `distribute(...)`, which describes each."""
 
@@ -104,9 +104,10 @@ def plan_model(
     # Reverse of registration is roughly the order in which backward finishes gradients.
     named = dict(reversed(named_params(chunks).items()))
     torch_groups = _torch_groups(optimizers, given.param_groups, named)
+    check_groups(torch_groups, named)
     named = _without_those_of_others(named, torch_groups)
     for name, param in named.items():
-        _check_param(name, param)
+        check_param(name, param)
     trained = _trained(named, torch_groups)
     check_trained(trained, config)
     check_own_memory(named)
@@ -155,9 +156,10 @@ def _device_of(
     accelerator = find_accelerator(config.accelerator)
     device = check_devices({param.device for param in trained.values()}, accelerator)
     if device.type == CPU and data.backend == "nccl":
-        rule = "carry tensors of the model's device"
-        remedy = "Move the model to the GPU, or use backend 'gloo'"
-        raise ConfigError(refusal("process group", f"nccl for a model on {device}", rule, remedy))
+        raise ConfigError(
+            f"The backend of the process group is nccl, and the model is on {device}. Move the "
+            "model to the GPU, or use backend 'gloo'."
+        )
     return device
 
 
@@ -176,11 +178,12 @@ def _modules_of(model: Any) -> list[Module]:
     wrong = [each for each in chunks if not isinstance(each, Module)]
     if chunks and not wrong:
         return chunks
-    found = f"a {type(model).__name__}"
-    if wrong and isinstance(wrong[0], Parameter):
-        found = "its params"
-    rule = "be a torch.nn.Module or a list of them"
-    raise ConfigError(refusal("model", found, rule, "Write distribute(model, optimizer)"))
+    is_params = bool(wrong) and isinstance(wrong[0], Parameter)
+    found = "its params" if is_params else f"a {type(model).__name__}"
+    raise ConfigError(
+        f"The model is given as {found}, and must be a torch.nn.Module or a list of them. Write "
+        "distribute(model, optimizer)."
+    )
 
 
 def _optimizers_and_config(given: GivenToDistribute) -> tuple[tuple[Optimizer, ...], DistOptConfig]:
@@ -193,13 +196,15 @@ def _optimizers_and_config(given: GivenToDistribute) -> tuple[tuple[Optimizer, .
     for each in optimizers:
         _check_optimizer(each, is_alone=len(optimizers) == 1)
     if config is not None and not isinstance(config, DistOptConfig):
-        remedy = "Write distribute(model, optimizer, DistOptConfig(...))"
-        found = f"a {type(config).__name__}"
-        raise ConfigError(refusal("config", found, "be a DistOptConfig", remedy))
+        raise ConfigError(
+            f"config is a {type(config).__name__}, and must be a DistOptConfig. Write "
+            "distribute(model, optimizer, DistOptConfig(...))."
+        )
     if optimizers and given.param_groups is not None:
-        found, rule = "given together with an optimizer", "be the optimizer's own"
-        remedy = "Give the groups to the optimizer's constructor"
-        raise ConfigError(refusal("param_groups", found, rule, remedy))
+        raise ConfigError(
+            "param_groups was given together with an optimizer. Give the groups to the optimizer's "
+            "constructor."
+        )
     merged = with_options(config or DistOptConfig(), given.options)
     merged = config_from_environment(os.environ, merged)
     for each in optimizers:
@@ -214,20 +219,21 @@ def _as_tuple(optimizer: Any) -> tuple[Any, ...]:
     if not isinstance(optimizer, (list, tuple)):
         return (optimizer,)
     if not optimizer:
-        remedy = "Write distribute(model, [torch.optim.Muon(...), torch.optim.AdamW(...)])"
-        raise ConfigError(refusal("optimizer", "an empty list", "hold optimizers", remedy))
+        raise ConfigError(
+            "optimizer is an empty list. Write distribute(model, [torch.optim.Muon(...), "
+            "torch.optim.AdamW(...)])."
+        )
     return tuple(optimizer)
 
 
 def _check_optimizer(optimizer: Any, *, is_alone: bool) -> None:
     if not isinstance(optimizer, Optimizer):
-        name = optimizer.__name__ if isinstance(optimizer, type) else "torch.optim.AdamW"
-        remedy = f"Write distribute(model, {name}(model.parameters(), lr=...))"
-        got = (
-            f"the class {name}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
-        )
+        name, found = "torch.optim.AdamW", f"a {type(optimizer).__name__}"
+        if isinstance(optimizer, type):
+            name, found = optimizer.__name__, f"the class {optimizer.__name__}"
         raise ConfigError(
-            refusal("optimizer", got, "be a torch.optim.Optimizer or a DistOptConfig", remedy)
+            f"optimizer is {found}, and must be a torch.optim.Optimizer or a DistOptConfig. Write "
+            f"distribute(model, {name}(model.parameters(), lr=...))."
         )
     kinds = [
         name
@@ -235,13 +241,10 @@ def _check_optimizer(optimizer: Any, *, is_alone: bool) -> None:
         if name.startswith("_optimizer_") and name.endswith("_hooks")
     ]
     if not is_alone and any(vars(optimizer)[name] for name in kinds):
-        # Hooks of one of several optimizers would be called with another one.
-        got, rule = (
-            f"hooks of {type(optimizer).__name__}, one of several optimizers",
-            "be of all params together",
+        raise ConfigError(
+            f"{type(optimizer).__name__}, one of several optimizers, has hooks, which would be "
+            "called with another one. Register them on what distribute(...) returns."
         )
-        remedy = "Register them on what distribute(...) returns"
-        raise ConfigError(refusal("hooks", got, rule, remedy))
 
 
 def _check_unused(optimizer: Optimizer, config: DistOptConfig) -> None:
@@ -250,15 +253,12 @@ def _check_unused(optimizer: Optimizer, config: DistOptConfig) -> None:
     is_full, default = Precision.of(config).is_full, DistOptConfig()
     for name in _OF_OWN_OPTIMIZER if is_full else _OF_OWN_OPTIMIZER[1:]:
         if name in config.explicit and getattr(config, name) != getattr(default, name):
-            got, kind = (
-                f"{getattr(config, name)!r} together with an optimizer object",
-                type(optimizer).__name__,
+            kind = type(optimizer).__name__
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r} together with an optimizer object. Give it "
+                f"to the constructor of {kind} if that has it, or leave {name} or the optimizer "
+                "out."
             )
-            remedy = (
-                f"Give it to the constructor of {kind} if that has it, or leave {name} or the "
-                "optimizer out"
-            )
-            raise ConfigError(refusal(name, got, f"be left to {kind}", remedy))
 
 
 def _without_those_of_others(
@@ -273,7 +273,7 @@ def _without_those_of_others(
     }
 
 
-def _check_param(name: str, param: Parameter) -> None:
+def check_param(name: str, param: Parameter) -> None:
     """Refuses a param of another optimizer of ours, and those that torch itself cannot treat as
     plain tensors."""
     if is_updated(param):
@@ -283,19 +283,16 @@ def _check_param(name: str, param: Parameter) -> None:
             "give each optimizer params of its own."
         )
     if isinstance(param, UninitializedParameter):
-        remedy = "Run one batch through the model before distribute(...)"
         raise LayoutError(
-            refusal(f"param {name!r}", "not initialized (a lazy module)", "have a shape", remedy)
+            f"Param {name!r} is not initialized (a lazy module). Run one batch through the model "
+            "before distribute(...)."
         )
     if is_traceable_wrapper_subclass(param):
-        got, rule = (
-            f"a {type(param.data).__name__}",
-            "be a plain tensor, whole on every data-parallel rank",
+        raise LayoutError(
+            f"Param {name!r} is a {type(param.data).__name__}, and must be a plain tensor, whole "
+            "on every data-parallel rank. Take the model out of FSDP, tensor parallelism or "
+            "quantization before distribute(...)."
         )
-        remedy = (
-            "Take the model out of FSDP, tensor parallelism or quantization before distribute(...)"
-        )
-        raise LayoutError(refusal(f"param {name!r}", got, rule, remedy))
 
 
 def _torch_groups(
@@ -304,37 +301,38 @@ def _torch_groups(
     named: Mapping[str, Parameter],
 ) -> list[dict[str, Any]]:
     """The user's groups; one of the whole model, frozen params included, where there are none."""
-    if given is None and optimizers:
-        # Of one optimizer the list itself, which may grow; of several the dicts, whose options
-        # schedulers write.
-        groups = optimizers[0].param_groups
-        groups = (
-            groups
-            if len(optimizers) == 1
-            else [group for each in optimizers for group in each.param_groups]
-        )
-    else:
-        groups = as_torch_groups(given if given is not None else [{"params": list(named.values())}])
-    known, seen = (
-        set(named.values()),
-        Counter(param for group in groups for param in group["params"]),
-    )
-    foreign = sum(param not in known for param in seen)
+    if given is not None:
+        return as_torch_groups(given)
+    if not optimizers:
+        return [{"params": list(named.values())}]
+    if len(optimizers) == 1:
+        return optimizers[0].param_groups  # the list itself, which may grow
+    # The dicts, whose options schedulers write.
+    return [group for each in optimizers for group in each.param_groups]
+
+
+def check_groups(
+    groups: Sequence[Mapping[str, Any]],
+    named: Mapping[str, Parameter],
+    earlier: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Refuses params that the model does not have, and those in two groups, `earlier` ones
+    included."""
+    seen = Counter(param for group in groups for param in group["params"])
+    foreign = seen.keys() - set(named.values())
+    seen.update(param for group in earlier for param in group["params"])
     if foreign:
-        remedy = (
-            "Call distribute([model, other_module], ...) with every module whose params the "
-            "optimizer has"
-        )
         raise LayoutError(
-            refusal("param groups", f"{foreign} params that the model has not", "be of it", remedy)
+            f"The param groups have {len(foreign)} params that the model has not. Register their "
+            "module in the model first, or call distribute([model, other_module], ...) with every "
+            "module whose params the optimizer has."
         )
     twice = [name for name, param in named.items() if seen[param] > 1]
     if twice:
-        remedy = "Leave it out of one of them"
         raise LayoutError(
-            refusal(f"param {twice[0]!r}", "in 2 param groups", "be in at most 1", remedy)
+            f"Param {twice[0]!r} is in 2 param groups, and can be in one. Leave it out of one of "
+            "them."
         )
-    return groups
 
 
 def _trained(
@@ -378,12 +376,9 @@ def _choose(
 
 def _check_whole(place: Placement, optimizer: str) -> None:
     if place.dim is not None:
-        got = f"cut along dimension {place.dim}"
-        rule = f"be whole on every data-parallel rank where {optimizer} updates it"
         raise LayoutError(
-            refusal(
-                f"param {place.name!r}", got, rule, "Give it to AdamW, or train without cutting it"
-            )
+            f"Param {place.name!r} is cut along dimension {place.dim}, and {optimizer} needs it "
+            "whole on every data-parallel rank. Give it to AdamW, or train without cutting it."
         )
 
 
@@ -404,9 +399,9 @@ def check_trained(
 ) -> None:
     """Refuses params that cannot be trained with a config."""
     if not named:
-        remedy = "Unfreeze something, and give the optimizer params of this model"
         raise LayoutError(
-            refusal("model", "no trainable param in the optimizer", "have at least 1", remedy)
+            "The optimizer has no trainable param of the model. Unfreeze something, and give the "
+            "optimizer params of this model."
         )
     check_dtypes(named, config)
     check_not_shared(named.items())

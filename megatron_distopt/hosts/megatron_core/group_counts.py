@@ -1,0 +1,71 @@
+"""Counts of updates in the param groups of the inner optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class _Shown(NamedTuple):
+    """What a group said last."""
+
+    num_updates: int
+    version: int  # of the count in the state, as it was known then
+
+
+class GroupCounts:
+    """Counts updates in `group["step"]`, too, as apex's and TransformerEngine's Adam do and the
+    users of a host expect.
+
+    What counts is in the state of each main param, as torch's Adam has it. What users write into
+    the group goes there.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+        self._shown: dict[int, _Shown] = {}  # by group
+
+    def follow(self) -> None:
+        """Takes what users have written since, into the group or the state; into both: the group
+        wins."""
+        for number, group in enumerate(self._inner.param_groups):
+            counts = self._counts(group)
+            shown = self._shown.get(number)
+            written = group.get("step")
+            if written is not None and (shown is None or written != shown.num_updates):
+                for count in counts:
+                    count.fill_(int(written))
+                self._show(number, group, counts, int(written))
+            elif shown is None:
+                continue
+            elif counts and counts[0]._version != shown.version:
+                self._show(number, group, counts, int(counts[0]))
+            elif group["params"] and not counts:  # the state begins anew
+                del group["step"], self._shown[number]
+
+    def show(self, *, is_after_update: bool = False) -> None:
+        """Writes the counts, which are read off the state; after an update one is added to what was
+        known."""
+        for number, group in enumerate(self._inner.param_groups):
+            counts = self._counts(group)
+            shown = self._shown.get(number)
+            if counts and shown is not None and is_after_update:
+                # a look at the device would wait for it
+                self._show(number, group, counts, shown.num_updates + 1)
+            elif counts:
+                self._show(number, group, counts, int(counts[0]))
+
+    def _show(
+        self, number: int, group: dict[str, Any], counts: list[Tensor], num_updates: int
+    ) -> None:
+        group["step"] = num_updates
+        version = counts[0]._version if counts else 0
+        self._shown[number] = _Shown(num_updates, version)
+
+    def _counts(self, group: Mapping[str, Any]) -> list[Tensor]:
+        """Empty for a group without a main param on this rank."""
+        states = [self._inner.state.get(main, {}) for main in group["params"]]
+        return [state["step"] for state in states if "step" in state]
