@@ -126,17 +126,22 @@ def _ours_at(path: Path) -> Path | None:
 def open_with_files(path: Path, resume_step: int | None) -> Opened:
     """`open_any`, with the model files that lie in the same iteration."""
     ours = _ours_at(path)
-    found = next((each for each in FORMATS if each.is_at(path)), None)
-    if ours is not None:
-        files = open_model_files(ours.parent) if ours.name == BESIDE_MODEL else ()
-        entries = tuple(entries_in(file.state) for file in files)
-        opened = Opened(open_checkpoint(ours), "distopt", files, entries)
-    elif found is not None:
-        opened = Opened(found.open(path), found.name)
-    else:
-        opened = _of_a_fork(path)
+    opened = _of_others(path) if ours is None else _of_ours(ours)
     head = with_step(opened.source.head, resume_step, path)
     return replace(opened, source=replace(opened.source, head=head))
+
+
+def _of_ours(folder: Path) -> Opened:
+    files = open_model_files(folder.parent) if folder.name == BESIDE_MODEL else ()
+    entries = tuple(entries_in(file.state) for file in files)
+    return Opened(open_checkpoint(folder), "distopt", files, entries)
+
+
+def _of_others(path: Path) -> Opened:
+    found = next((each for each in FORMATS if each.is_at(path)), None)
+    if found is None:
+        return _of_a_fork(path)
+    return Opened(found.open(path), found.name)
 
 
 def _of_a_fork(path: Path) -> Opened:

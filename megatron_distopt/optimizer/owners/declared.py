@@ -230,7 +230,18 @@ class _Check:
             difference = (param.flatten() - other).abs().max()
             if not bool(difference <= _TOLERANCE * change + rounding):  # nan is not, either
                 raise _Differs("it comes to other values where it has a part of them alone")
+        self._check_beside_others(params[0])
         return written
+
+    def _check_beside_others(self, first: Tensor) -> None:
+        """Compares the first param to the bit with itself beside params that have other gradients:
+        a weak dependence on those lies within the tolerance of what parts come to."""
+        changed = list[list[Tensor | None]]()
+        for of_first, *others in self._grads:
+            changed.append([of_first, *(None if grad is None else -50 * grad for grad in others)])
+        beside_others, _ = self._together(self._start, changed)
+        if not torch.equal(beside_others[0], first):
+            raise _Differs("it updates a param differently where others have another gradient")
 
     def _parts(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """What is updated by itself: each param, or each of two flat pieces."""

@@ -13,6 +13,8 @@ from ..switches import ADAM
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
 
+    skips_empty_groups = True  # and does not count there
+
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
         defaults = {
             "lr": lr,
@@ -27,7 +29,7 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            if not group["params"]:
+            if self.skips_empty_groups and not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
