@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_distopt.cli.recorded_run import RecordedRun
 from megatron_distopt.config import Switch
-from megatron_distopt.errors import ConfigError, HostError, refusal
+from megatron_distopt.errors import ConfigError, HostError
 from megatron_distopt.plugin.recording import ITERATIONS_VARIABLE, NUDGE_VARIABLE, RECORD_VARIABLE
 
 _PACKAGE, _MODULE_FLAGS = __name__.partition(".")[0], ("-m", "--module")
@@ -72,12 +72,9 @@ def with_runner(words: Sequence[str]) -> list[str]:
                 else ["--module" if names[first] == "deepspeed" else "-m", _PACKAGE]
             )
             return [*words[:place], *ours, *words[place:]]
-    remedy = (
-        "Write the line itself after --, such as -- torchrun --nproc-per-node 8 pretrain_gpt.py "
-        "ARGUMENTS"
-    )
     raise ConfigError(
-        refusal("launch line", words, "start a script by torchrun, deepspeed or python", remedy)
+        f"The launch line {words} starts no script by torchrun, deepspeed or python. Write the "
+        "line itself after --, such as -- torchrun --nproc-per-node 8 pretrain_gpt.py ARGUMENTS."
     )
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, LayoutError, refusal
+from megatron_distopt.errors import ConfigError, LayoutError
 
 CUDA = "cuda"
 
@@ -40,12 +40,9 @@ def find_accelerator(choice: str = "auto") -> Accelerator:
     """
     has_deepspeed = find_spec("deepspeed") is not None
     if choice == "deepspeed" and not has_deepspeed:
-        rule, remedy = (
-            "be installed when it is asked for",
-            "Run pip install deepspeed, or write accelerator='torch'",
-        )
         raise ConfigError(
-            refusal("accelerator 'deepspeed'", "deepspeed is not installed", rule, remedy)
+            "accelerator is 'deepspeed', and deepspeed is not installed. Run pip install "
+            "deepspeed, or write accelerator='torch'."
         )
     if has_deepspeed and choice != "torch":
         accelerator = import_module("deepspeed.accelerator").get_accelerator()
@@ -69,24 +66,24 @@ def check_devices(devices: set[torch.device], accelerator: Accelerator) -> torch
         LayoutError: several devices, or one that neither the accelerator nor the CPU is.
     """
     if len(devices) != 1:
-        got = ", ".join(sorted(map(str, devices))) or "none"
+        found = ", ".join(sorted(map(str, devices))) or "no device"
         raise LayoutError(
-            refusal("param devices", got, "be exactly 1", "Move the model to one device first")
+            f"The params are on {found}, and must all be on one. Move the model to one device "
+            "first."
         )
     device = next(iter(devices))
     if device.type not in (accelerator.device_type, CPU):
-        known = dict.fromkeys((accelerator.device_type, CPU))
-        rule = (
-            f"be {' or '.join(known)} ({accelerator.named_by} names {accelerator.device_type} as "
-            "accelerator)"
-        )
+        known = " or ".join(dict.fromkeys((accelerator.device_type, CPU)))
         remedy = "Move the model with model.to(...) first"
         if accelerator.named_by == "deepspeed" and device.type == _torch_device_type():
             remedy = (
                 "Write accelerator='torch' or MEGATRON_DISTOPT_ACCELERATOR=torch, because torch "
                 "names that device"
             )
-        raise LayoutError(refusal("param device", device, rule, remedy))
+        raise LayoutError(
+            f"The params are on {device}, and must be on {known} ({accelerator.named_by} names "
+            f"{accelerator.device_type} as accelerator). {remedy}."
+        )
     return device
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from megatron_distopt.config import LOW_PRECISION, DistOptConfig
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.accelerator import (
     CUDA,
     find_accelerator,
@@ -77,11 +77,11 @@ def choose_adam(config: DistOptConfig, device_type: str) -> InnerChoice:
     if config.adam != "auto":
         missing = _missing(config.adam, device_type)
         if missing is not None:
-            rule = "be usable when it is asked for by name"
-            remedy = "Install it, or write adam='auto'"
-            if config.adam == "apex":
-                remedy += f"; {_ABOUT_APEX}"
-            raise ConfigError(refusal(f"adam {config.adam!r}", missing, rule, remedy))
+            about = f"; {_ABOUT_APEX}" if config.adam == "apex" else ""
+            raise ConfigError(
+                f"adam is {config.adam!r}, which cannot be used here: {missing}. Install it, or "
+                f"write adam='auto'{about}."
+            )
         return _chosen(config.adam, config, ("asked for by name",))
     passed_over: list[str] = []
     names = (_FUSED,) if device_type in (CUDA, CPU) else (_DEEPSPEED, _FUSED)
@@ -138,15 +138,18 @@ def choose_low_precision(
             build, a param group asks for what this one does not do.
     """
     if config.adam not in _LOW_PRECISION_FROM:
-        got = f"{config.adam!r} for state in low precision"
-        rule = f"be one of {', '.join(_LOW_PRECISION_FROM)}"
-        remedy = "Write adam='auto', or leave the dtypes of the state at float32"
-        raise ConfigError(refusal("adam", got, rule, remedy))
+        raise ConfigError(
+            f"adam is {config.adam!r}, and state in low precision needs one of "
+            f"{', '.join(_LOW_PRECISION_FROM)}. Write adam='auto', or leave the dtypes of the "
+            "state at float32."
+        )
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         # Codes of 8 bits are made of fp16 numbers, see [Note: block codes] in block_codes.py.
         if getattr(config, name) == "int8" and not has_dtype(device_type, torch.float16):
-            rule, remedy = "not be int8 on a device without float16", f"Write {name}='bfloat16'"
-            raise ConfigError(refusal(name, f"'int8' on {device_type}", rule, remedy))
+            raise ConfigError(
+                f"{name} is 'int8', which needs float16, and {device_type} has no float16 here. "
+                f"Write {name}='bfloat16'."
+            )
 
     def build(groups: Groups) -> Optimizer:
         _check_groups(groups, LOW_PRECISION, is_decoupled=is_decoupled)
@@ -175,10 +178,9 @@ def _check_groups(groups: Groups, name: str, *, is_decoupled: bool) -> None:
     for number, group in enumerate(groups):
         for option, value in wanted.items():
             if group.get(option, value) != value:
-                rule = f"have {option}={value!r}, which is all that adam {name!r} does"
-                remedy = "Drop the option, or write adam='torch_fused'"
                 raise ConfigError(
-                    refusal(f"param group {number}", f"{option}={group[option]!r}", rule, remedy)
+                    f"Param group {number} has {option}={group[option]!r}, and adam {name!r} "
+                    f"does {option}={value!r} alone. Drop the option, or write adam='torch_fused'."
                 )
 
 

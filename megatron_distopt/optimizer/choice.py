@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from megatron_distopt.compatibility import Feature, check_compatible
 from megatron_distopt.config import DistOptConfig
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import ConfigError, refusal
+from megatron_distopt.errors import ConfigError
 from megatron_distopt.optimizer.accelerator import has_torch_fused, usable_device
 from megatron_distopt.optimizer.adam import adam_options, choose_adam, choose_low_precision
 from megatron_distopt.optimizer.inner import Groups, InnerChoice, is_of_torch
@@ -60,9 +60,10 @@ def choose_inner(
             f"optimizer is {config.optimizer!r}. Leave updates out."
         )
     if config.optimizer == "muon":
-        rule = "be set in a Megatron alone, or be given as an object in plain torch"
-        remedy = f"Write {WITH_MUON}, or use adam"
-        raise ConfigError(refusal("optimizer", "'muon'", rule, remedy))
+        raise ConfigError(
+            "optimizer is 'muon', which only a Megatron takes by name; plain torch takes an "
+            f"object. Write {WITH_MUON}, or use adam."
+        )
     if not Precision.of(config).is_full:
         check_compatible(config)
         return choose_low_precision(
@@ -207,14 +208,15 @@ def _user_class(
     try:
         chosen = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
-        rule, remedy = "be importable as module:Class", "Check the spelling and the PYTHONPATH"
         raise ConfigError(
-            refusal("optimizer", f"{config.optimizer!r} ({error})", rule, remedy)
+            f"optimizer is {config.optimizer!r}, which cannot be imported as module:Class "
+            f"({error}). Check the spelling and the PYTHONPATH."
         ) from error
     if not (isinstance(chosen, type) and issubclass(chosen, Optimizer)):
-        rule = "name a subclass of torch.optim.Optimizer"
-        remedy = "Give a class such as torch.optim:Adagrad"
-        raise ConfigError(refusal("optimizer", repr(config.optimizer), rule, remedy))
+        raise ConfigError(
+            f"optimizer is {config.optimizer!r}, which is no subclass of torch.optim.Optimizer. "
+            "Give a class such as torch.optim:Adagrad."
+        )
     _check_not_distributed_itself(chosen)
     options = {**adam_options(config), "momentum": config.momentum}
     build = partial(chosen, **_with_own_pairs(chosen, options))

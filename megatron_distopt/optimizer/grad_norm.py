@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_distopt.comm import Group, exchange, sum_over
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import NonFiniteGradError, refusal
+from megatron_distopt.errors import NonFiniteGradError
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.main_params import FlatParam
 
@@ -176,16 +176,13 @@ def report_nonfinite(
     if reduce_dtype == "float16":
         where += ", where gradients are sent as float16, which ends at 65,504"
     if raises:
-        remedy = (
-            "Leave reduce_dtype='float16' out, or write 'bfloat16'. "
-            if reduce_dtype == "float16"
-            else ""
+        first = ""
+        if reduce_dtype == "float16":
+            first = "Leave reduce_dtype='float16' out, or write 'bfloat16'. "
+        raise NonFiniteGradError(
+            f"The gradient is inf or nan on {where}. {first}Look at those params first; "
+            "MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, =log goes on with them."
         )
-        remedy += (
-            "Look at those params first; MEGATRON_DISTOPT_NONFINITE=skip leaves such steps out, "
-            "=log goes on with them"
-        )
-        raise NonFiniteGradError(refusal("gradient", f"inf or nan on {where}", "be finite", remedy))
     if group.rank == 0:
         _log.warning(
             "gradient is inf or nan on %s; the update goes on because nonfinite='log'", where

@@ -37,7 +37,7 @@ from megatron_distopt.buffers import ShardedBuffer
 from megatron_distopt.comm import Group
 from megatron_distopt.config import DistOptConfig, NonFinitePolicy
 from megatron_distopt.device import CPU
-from megatron_distopt.errors import AccessError, ConfigError, refusal
+from megatron_distopt.errors import AccessError, ConfigError
 from megatron_distopt.optimizer.accelerator import stats_dtype
 from megatron_distopt.optimizer.averages import Averages
 from megatron_distopt.optimizer.deferred import DeferredCheck
@@ -180,8 +180,10 @@ class ShardedOptimizer:
         """Refuses a call while the model has averages in the place of its params, on all ranks
         alike."""
         if self.averages is not None and self.averages.are_shown:
-            got, rule = "within averaged_params()", "be made while the model has its own params"
-            raise AccessError(refusal(call, got, rule, "Move it behind the with block"))
+            raise AccessError(
+                f"{call} is called within averaged_params(), where the model has averages in the "
+                "place of its params. Move it behind the with block."
+            )
 
     @property
     def divisor(self) -> float:
@@ -259,8 +261,10 @@ class ShardedOptimizer:
             self._scale_moments(chosen, scale)
             return
         if self.plan.choice.is_adam and counts_in_groups(self.plan.choice, self.inner):
-            rule, remedy = "count the updates of each param", "Write adam='torch_fused'"
-            raise ConfigError(refusal("adam for reset_state", self.plan.choice.name, rule, remedy))
+            raise ConfigError(
+                f"reset_state needs an Adam that counts the updates of each param, and "
+                f"{self.plan.choice.name} counts those of a param group. Write adam='torch_fused'."
+            )
         self.separate(chosen.__contains__)
         mains = {flat.main for flat in self.flat_params if flat.plan.shards[0].name in chosen}
         for main in mains:
@@ -279,9 +283,11 @@ class ShardedOptimizer:
     def _scale_moments(self, names: Collection[str], factors: Mapping[str, float]) -> None:
         known = {kind for flat in self.flat_params for kind in moments_of(self.inner, flat.main)}
         if not known.issuperset(factors) and (known or self.plan.choice.updates_whole_params):
-            rule = f"name some of {', '.join(sorted(known)) or 'nothing: owners keep the state'}"
-            remedy = "Leave it out to let the whole state begin anew"
-            raise ConfigError(refusal("scale of reset_state", dict(factors), rule, remedy))
+            raise ConfigError(
+                f"scale of reset_state is {dict(factors)}, and the moments here are "
+                f"{', '.join(sorted(known)) or 'none, because owners keep the state'}. Leave scale "
+                "out to let the whole state begin anew."
+            )
         for flat in self.flat_params:
             for kind, moment in moments_of(self.inner, flat.main).items():
                 for shard in flat.plan.shards if kind in factors else ():
@@ -382,11 +388,10 @@ def _host_updates(
     if all(flat.on_host is None for flat in flat_params):
         return None
     if plan.choice.on_host is None:
-        rule, remedy = (
-            "have a kernel for state on the host",
-            "Write adam='torch_fused', or offload_fraction=0.0",
+        raise ConfigError(
+            f"The inner optimizer {plan.choice.name} has no kernel for state on the host. Write "
+            "adam='torch_fused', or offload_fraction=0.0."
         )
-        raise ConfigError(refusal("inner optimizer", plan.choice.name, rule, remedy))
     return HostUpdates(inner, partial(build_in_parts, plan.choice.on_host), device)
 
 

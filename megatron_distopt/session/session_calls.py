@@ -12,7 +12,7 @@ import torch
 
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.comm import Group
-from megatron_distopt.errors import AccessError, ConfigError, refusal
+from megatron_distopt.errors import AccessError, ConfigError
 from megatron_distopt.session.on_all_ranks import on_all_ranks
 from megatron_distopt.session.run_session import Session
 from megatron_distopt.session.shown_averages import averages_shown
@@ -134,11 +134,10 @@ class SessionCalls:
         session = self.started()
         optimizers = session.host.optimizers
         if optimizers[0].averages is None:
-            rule, remedy = (
-                "be of a run that averages its params",
-                "Give ema_decay a number such as 0.999",
+            raise ConfigError(
+                "averaged_params() is called, and the run has no ema_decay and so no averages. "
+                "Give ema_decay a number such as 0.999."
             )
-            raise ConfigError(refusal("averaged_params()", "no ema_decay", rule, remedy))
         optimizers[0].check_has_params("averaged_params()")
         session.bring_up_to_date()
         with averages_shown(optimizers, session.host.gather_written):
@@ -164,11 +163,7 @@ class SessionCalls:
 
 def _not_copied(how: str) -> AccessError:
     return AccessError(
-        refusal(
-            "optimizer",
-            how,
-            "stay where its model is, whose params lie in its buffers",
-            "Keep optimizer.state_dict(), or build the model again and call distribute(...) or "
-            "get_megatron_optimizer(...)",
-        )
+        f"The optimizer cannot be {how}, because the params of its model lie in its buffers. Keep "
+        "optimizer.state_dict(), or build the model again and call distribute(...) or "
+        "get_megatron_optimizer(...)."
     )

@@ -84,7 +84,7 @@ def test_launch_line_when_given_then_starts_the_runner(line: str, expected: str)
 )
 def test_launch_line_when_it_starts_no_script_then_is_refused(line: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"Invalid launch line(.|\n)*torchrun --nproc-per-node 8 pretrain_gpt.py"
+        ConfigError, match=r"launch line (.|\n)*torchrun --nproc-per-node 8 pretrain_gpt.py"
     ):
         with_runner(line.split())
 

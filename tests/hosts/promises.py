@@ -445,8 +445,8 @@ def read_in_a_fork(user: User) -> None:
 KEPT_PARAMS = ("param_groups", "get_megatron_optimizer")
 OTHER = "RanksDisagreeError"
 NOT_COPIED = {
-    "deepcopy": "AccessError: Invalid optimizer: copied",
-    "pickle": "AccessError: Invalid optimizer: pickled",
+    "deepcopy": "AccessError: The optimizer cannot be copied",
+    "pickle": "AccessError: The optimizer cannot be pickled",
 }
 #: The hooks of two steps.
 CALLS = ["before", "after"] * 2

@@ -255,7 +255,7 @@ def test_own_files_when_the_state_of_one_rank_is_wrong_then_nothing_changes_on_a
         ("RanksDisagreeError", True),
         ("CheckpointError", True),
     ]
-    assert_mentions(refused[1].text, "Invalid optimizer state: elements none of", "--dp N")
+    assert_mentions(refused[1].text, "The optimizer state holds elements none of", "--dp N")
 
 
 @pytest.mark.long

@@ -124,9 +124,9 @@ def test_find_accelerator_when_deepspeed_is_asked_for_and_absent_then_refused(
     [
         (["cuda:0", "cpu"], "cpu, cuda:0"),
         (["cuda:0", "cuda:1"], "cuda:0, cuda:1"),
-        ([], "none"),
-        (["meta"], r"meta. Must be cuda or cpu \(deepspeed names cuda"),
-        (["xpu:0"], "xpu:0. Must be cuda or cpu"),
+        ([], "no device"),
+        (["meta"], r"meta, and must be on cuda or cpu \(deepspeed names cuda"),
+        (["xpu:0"], "xpu:0, and must be on cuda or cpu"),
     ],
 )
 def test_check_devices_when_mixed_or_foreign_then_refused(devices: list[str], text: str) -> None:

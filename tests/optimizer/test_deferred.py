@@ -251,9 +251,7 @@ def test_step_when_the_policy_is_log_then_goes_on_and_says_it_one_step_later(
 def test_settle_when_a_step_was_bad_then_raises_once_and_before_a_next_step(one_rank: None) -> None:
     model, optimizer = _built("raise fp32", deferred=True)
     _step(model, optimizer, 0, 0, poison=True)
-    with pytest.raises(
-        NonFiniteGradError, match=r"on rank 0: .*, in the step before\. Must be finite"
-    ):
+    with pytest.raises(NonFiniteGradError, match=r"on rank 0: .*, in the step before\. Look at"):
         finish_deferred_check([optimizer.sharded], Group.of())
     finish_deferred_check([optimizer.sharded], Group.of())
     assert _step(model, optimizer, 0, 1, poison=False).updated

@@ -37,7 +37,7 @@ from megatron_distopt.checkpoint.protect.transfer import Lines, receive_copy, se
 from megatron_distopt.checkpoint.source import read_saved
 from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import exchange, exchange_together, raise_together
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
 
 _log = logging.getLogger("megatron_distopt")
@@ -71,12 +71,9 @@ class Copies:
         size = max((int(part.about[NUM_RANKS]) for part in self.parts.values()), default=1)
         missing = [str(rank) for rank in range(size) if rank not in self.parts]
         if missing:
-            got, what = (
-                f"no whole copy of rank {', '.join(missing)}",
-                f"snapshot of step {self.snapshot.step}",
-            )
             raise CheckpointError(
-                refusal(what, got, "hold all ranks", "An older one is looked for")
+                f"The snapshot of step {self.snapshot.step} has no whole copy of rank "
+                f"{', '.join(missing)}. An older one is looked for."
             )
         manifest = join([self.parts[rank] for rank in range(size)])
         check_complete(manifest)

@@ -34,7 +34,7 @@ from megatron_distopt.checkpoint.manifest import Manifest, key_of
 from megatron_distopt.checkpoint.manifest_text import from_text, to_text
 from megatron_distopt.checkpoint.tensor_file import crc_of_file
 from megatron_distopt.checkpoint.whole_model import WholeModel
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 
 _NAME = re.compile(r"(\d{10})-([0-9a-f]{8})")
@@ -80,8 +80,10 @@ class Snapshot:
             part = from_text(record.read_text(encoding="utf-8", errors="replace"), str(record))
             if (crc32 := crc_of_file(path)) == part.files[0].crc32:
                 return part
-        got, rule = f"CRC-32 {crc32:08x}", f"have {part.files[0].crc32:08x}"
-        raise CheckpointError(refusal(f"snapshot {path}", got, rule, "Another copy is looked for"))
+        raise CheckpointError(
+            f"Snapshot {path} has CRC-32 {crc32:08x}, and must have {part.files[0].crc32:08x}. "
+            "Another copy is looked for."
+        )
 
 
 def held(base: Path) -> dict[Snapshot, list[int]]:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.file_state import (
     NUM_SKIPPED,
@@ -113,12 +114,17 @@ class GatheredFile:
         where = f"chunk {chunk}, grads {dtype}"
         tensors = _table(_table(self.state, chunk), dtype)
         if _MAIN_IN_FILE not in tensors:
-            raise self.origin.refused(f"without {where}", "hold every grad buffer of the model")
+            raise CheckpointError(
+                f"{self.origin.what} is without {where}, and must hold every grad buffer of the "
+                f"model. {self.origin.remedy}."
+            )
         for kind, tensor in tensors.items():
             shape = list(tensor.shape) if torch.is_tensor(tensor) else []
             if len(shape) != 1 or not 0 <= shape[0] - numel < _LARGEST_PADDING_NUMEL:
-                got = f"{kind} of {shape} in {where}"
-                raise self.origin.refused(got, f"hold the model's {numel} elements and padding")
+                raise CheckpointError(
+                    f"{self.origin.what} holds {kind} of shape {shape} in {where}, and must hold "
+                    f"the model's {numel} elements and padding. {self.origin.remedy}."
+                )
         return {MAIN if kind == _MAIN_IN_FILE else kind: tensor for kind, tensor in tensors.items()}
 
     def check_order(self, *, is_mixed: bool, remedy: str) -> None:
@@ -127,12 +133,11 @@ class GatheredFile:
         `is_mixed` says whether there is a param group with params of fp32 and of 16 bits.
         """
         if is_mixed and OURS not in self.state:
-            got = (
-                "written by the fork's own optimizer for a param group that mixes fp32 with 16-bit "
-                "params"
+            raise CheckpointError(
+                f"{self.origin.what} was written by the fork's own optimizer for a param group "
+                "that mixes fp32 with 16-bit params, and that optimizer saves such groups "
+                f"permuted. {remedy}."
             )
-            rule = "be in an order that is known; that optimizer saves such groups permuted"
-            raise Origin(self.origin.what, remedy).refused(got, rule)
 
 
 def _table(table: object, key: object) -> Mapping[Any, Any]:
@@ -147,14 +152,14 @@ def is_gathered(file: ModelFile) -> bool:
 
 def read_gathered(file: ModelFile) -> FileState:
     path = file.folder / _GATHERED
-    state, entry, origin = (
-        load_file(path),
-        file.state.get("optimizer"),
-        Origin(f"file {path}", _SAME_SAVE),
-    )
+    state = load_file(path)
+    entry = file.state.get("optimizer")
+    origin = Origin(f"File {path}", _SAME_SAVE)
     if not isinstance(state, Mapping) or not isinstance(entry, Mapping) or "optimizer" not in entry:
-        got = "no gathered state, or a model file without param groups"
-        raise origin.refused(got, "be what a fork's distributed optimizer saves")
+        raise CheckpointError(
+            f"File {path} holds no gathered state, or {file.path} no param groups. Both must be "
+            f"what a fork's distributed optimizer saves. {_SAME_SAVE}."
+        )
     gathered = GatheredFile(state, origin)
     # Gradients that are all fp32 are those of an fp32 model, or of a run that adds them up in fp32.
     chunks = [dtypes for key, dtypes in state.items() if key != OURS]
@@ -167,8 +172,9 @@ def read_gathered(file: ModelFile) -> FileState:
         for place, layout in buffers.items()
     }
     if len({frozenset(each) for each in tensors.values()}) > 1:
-        raise origin.refused(
-            "other tensors in one grad buffer than in another", "hold the same of all params"
+        raise CheckpointError(
+            f"File {path} holds other tensors in one grad buffer than in another, and must hold "
+            f"the same of all params. {_SAME_SAVE}."
         )
     saved = entry["optimizer"]["param_groups"]
     groups = groups_by_rule(file, saved)

@@ -167,10 +167,10 @@ def read_per_rank(file: ModelFile) -> FileState:
     ).values()
     for rank, (entry, path) in enumerate(zip(entries, paths, strict=True)):
         holders += entry["optimizer"].get("state", {}).values()
-        origin = Origin(f"file {path}", _SAME_SAVE)
+        origin = Origin(f"File {path}", _SAME_SAVE)
         for number, shard in _shards_in(file, entry, groups, buffers, rank, origin):
             shards.setdefault(number, []).append(shard)
-    origin = Origin(f"the files of the ranks of {file.folder}", _SAME_SAVE)
+    origin = Origin(f"The state of the ranks for {file.folder}", _SAME_SAVE)
     for number in {number for group in groups for number in group.members}:
         param = file.params[number]
         if not param.is_copy:
@@ -195,10 +195,9 @@ def _loaded(path: Path) -> Mapping[str, Any]:
     entry = state.get("optimizer") if isinstance(state, Mapping) else None
     missing = missing_in(entry) if isinstance(entry, Mapping) else ["optimizer"]
     if missing:
-        origin = Origin(f"file {path}", _SAME_SAVE)
-        raise origin.refused(
-            f"without {', '.join(missing)}",
-            "be what a rank of a fork's distributed optimizer saves",
+        raise CheckpointError(
+            f"File {path} is without {', '.join(missing)}, and must be what a rank of a fork's "
+            f"distributed optimizer saves. {_SAME_SAVE}."
         )
     return state
 
@@ -224,8 +223,9 @@ def _shards_in(
         owned = _owned(file, group.members, buffers, rank)
         place = places.get(group_decays(group.options))
         if place is None and owned:
-            raise origin.refused(
-                "a param group missing", f"hold {len(owned)} params of {dict(group.options)}"
+            raise CheckpointError(
+                f"{origin.what} is without the param group of {dict(group.options)}, and must hold "
+                f"{len(owned)} params of it. {origin.remedy}."
             )
         params = [(file.params[number], span.numel) for number, span in owned]
         expected = [ExpectedParam(param.name, (numel,), param.has_main) for param, numel in params]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import the_step
 from megatron_distopt.formats.megatron_2023.file_state import (
     FileGroup,
@@ -78,8 +79,9 @@ class ParamEntry:
         """Refuses a number that is kept for the param beside an update count: it would be lost."""
         for key, value in self.state.items():
             if torch.is_tensor(value) and value.dim() == 0 and key != "step":
-                raise origin.refused(
-                    f"one number {key!r} for {self.name!r}", "hold what is kept for each element"
+                raise CheckpointError(
+                    f"{origin.what} holds one number {key!r} for {self.name!r}, and must hold what "
+                    f"is kept for each element. {origin.remedy}."
                 )
 
 
@@ -107,14 +109,17 @@ class OptimizerEntry:
         ones, in order."""
         numbers = list(self.groups[place].get("params", ()))
         if self.lists_every_group and len(self.mains) != len(self.groups):
-            rule = f"be as many as its {len(self.groups)} param groups"
-            raise self.origin.refused(f"main params of {len(self.mains)} groups", rule)
+            raise CheckpointError(
+                f"{self.origin.what} holds main params of {len(self.mains)} groups, and must hold "
+                f"those of its {len(self.groups)} param groups. {self.origin.remedy}."
+            )
         left = list(self.mains[place]) if place < len(self.mains) else []
         num_mains = sum(each.has_main for each in expected)
         if len(numbers) != len(expected) or len(left) != num_mains:
-            got = f"{len(numbers)} params, {len(left)} of them with a main param, in group {place}"
-            raise self.origin.refused(
-                got, f"hold the model's {len(expected)}, {num_mains} of them of 16 bits"
+            raise CheckpointError(
+                f"{self.origin.what} holds {len(numbers)} params, {len(left)} of them with a main "
+                f"param, in group {place}, and must hold the model's {len(expected)}, {num_mains} "
+                f"of them of 16 bits. {self.origin.remedy}."
             )
         of_main = iter(left)
         for each, number in zip(expected, numbers, strict=True):
@@ -122,11 +127,11 @@ class OptimizerEntry:
             saved = ParamEntry(each.name, main, self.inner["state"].get(number, {}))
             for tensor in saved.tensors.values():
                 if tuple(tensor.shape) != each.shape:
-                    got, rule = (
-                        f"{list(tensor.shape)} for {each.name!r}",
-                        f"have its shape {list(each.shape)}",
+                    raise CheckpointError(
+                        f"{self.origin.what} holds a tensor of shape {list(tensor.shape)} for "
+                        f"{each.name!r}, and must hold its shape {list(each.shape)}. "
+                        f"{self.origin.remedy}."
                     )
-                    raise self.origin.refused(got, rule)
             yield saved
 
 
@@ -147,7 +152,9 @@ def is_plain_file(file: ModelFile) -> bool:
 
 
 def read_plain(file: ModelFile) -> FileState:
-    state = plain_state(file.state["optimizer"], Origin(f"optimizer state in {file.path}", _REMEDY))
+    state = plain_state(
+        file.state["optimizer"], Origin(f"The optimizer state in {file.path}", _REMEDY)
+    )
     groups = groups_by_rule(file, state.groups)
     saved: dict[int, ParamEntry] = {}
     for place, group in enumerate(groups):

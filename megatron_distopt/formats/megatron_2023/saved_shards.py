@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.checkpoint.manifest import MAIN
-from megatron_distopt.errors import CheckpointError, refusal
+from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Span
 
 
@@ -17,11 +17,8 @@ from megatron_distopt.layout import Span
 class Origin:
     """Where a state comes from, for errors."""
 
-    what: str  # the state and its file, if that is known
+    what: str  # the state and its file, if that is known, as a sentence begins with it
     remedy: str  # what to do where it does not fit
-
-    def refused(self, got: object, rule: str) -> CheckpointError:
-        return CheckpointError(refusal(self.what, got, rule, self.remedy))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +45,21 @@ def in_order(
     starts = [part.in_param.start for part in found]
     stops = [part.in_param.stop for part in found]
     if [*starts, span.stop] != [span.start, *stops]:
-        held = [f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True)]
-        got = f"elements {', '.join(held) or 'none'} of {name!r}"
-        raise origin.refused(got, f"hold each of {span.start} to {span.stop} once on one rank")
+        held = ", ".join(f"{part.in_param.start} to {part.in_param.stop}" for part in found)
+        raise CheckpointError(
+            f"{origin.what} holds elements {held or 'none'} of {name!r}, and must hold each of "
+            f"{span.start} to {span.stop} once on one rank. {origin.remedy}."
+        )
     kinds = {kind for part in found for kind in part.tensors}
     for part in found:
         # Nothing is kept for a param that was never updated.
         if part.tensors.keys() not in (kinds, kinds & {MAIN}):
-            got = f"{', '.join(sorted(part.tensors)) or 'nothing'} of {name!r} on one rank"
-            raise origin.refused(got, f"hold {', '.join(sorted(kinds))}, as on another rank")
+            held = ", ".join(sorted(part.tensors))
+            needed = ", ".join(sorted(kinds))
+            raise CheckpointError(
+                f"{origin.what} holds {held or 'nothing'} of {name!r} on one rank, and must hold "
+                f"{needed}, as on another rank. {origin.remedy}."
+            )
     return found
 
 

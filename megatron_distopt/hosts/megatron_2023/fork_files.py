@@ -69,15 +69,12 @@ _IMPLEMENTATION = (
     "amsgrad",
 )
 _REMEDY = "Load a checkpoint of the same model, or start from its weights with --no-load-optim"
-_WHAT, _CHECKPOINT = "optimizer state", "the checkpoint"
+_WHAT, _CHECKPOINT = "The optimizer state", "the checkpoint"
 _OF_OTHER_MODEL = Origin(_WHAT, _REMEDY)
 _OF_OTHER_RANKS = Origin(
     _WHAT,
     "Resume with the ranks of the saved run; another size needs megatron-distopt convert --to "
     "per-rank --dp N",
-)
-_OF_OTHER_LAYOUT = Origin(
-    _WHAT, "Load one that a distributed optimizer of this fork wrote, or write --no-load-optim"
 )
 _OF_OTHER_SAVE = (
     "Load a checkpoint of this model at the same tensor- and pipeline-parallel size, or start from "
@@ -134,9 +131,10 @@ def check_head(fork: ForkModel, state: Mapping[str, Any]) -> None:
     """Refuses a `state_dict()` that does not belong to a gathered file of this run."""
     head = state.get("optimizer", {})
     if "param_groups" not in head or "state" in head:
-        got = f"one with {', '.join(map(str, state)) or 'nothing'}"
-        raise _OF_OTHER_MODEL.refused(
-            got, "be that of a distributed optimizer with a gathered file"
+        held = ", ".join(map(str, state))
+        raise CheckpointError(
+            f"{_WHAT} is one with {held or 'nothing'}, and must be that of a distributed optimizer "
+            f"with a gathered file. {_REMEDY}."
         )
     if not is_of_other_kind(fork, state):
         match_groups(fork.param_groups, head["param_groups"])
@@ -391,8 +389,9 @@ def open_plain(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
     """The state of a run without the distributed optimizer, of which every rank has all."""
     choice = fork.sharded.plan.choice
     if choice.updates_whole_params:
-        raise _OF_OTHER_MODEL.refused(
-            "that of a class which does not update whole params", f"be of {choice.name}"
+        raise CheckpointError(
+            f"{_WHAT} is that of a class which does not update whole params, and must be of "
+            f"{choice.name}. {_REMEDY}."
         )
     shapes = {name: tuple(param.shape) for name, param in fork.start.named.items()}
     expected = {
@@ -407,7 +406,10 @@ def open_rank_state(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
     """What `rank_state_dict`, or the fork's own optimizer, gave for this rank."""
     missing = missing_in(entry)
     if missing:
-        raise _OF_OTHER_LAYOUT.refused(f"without {', '.join(missing)}", "be a rank's own")
+        raise CheckpointError(
+            f"{_WHAT} is without {', '.join(missing)}, and must be a rank's own. Load one that a "
+            "distributed optimizer of this fork wrote, or write --no-load-optim."
+        )
     named = named_shards(entry)
     if named is None:
         state = rank_state(entry, _OF_OTHER_RANKS)
@@ -420,7 +422,9 @@ def open_rank_state(fork: ForkModel, entry: Mapping[str, Any]) -> RankState:
     name_of = {placement.name: name for name, placement in placements.items()}
     unknown = next((name for name in named if name not in name_of), None)
     if unknown is not None:
-        raise _OF_OTHER_MODEL.refused(f"with {unknown!r}", "hold params of the run")
+        raise CheckpointError(
+            f"{_WHAT} holds {unknown!r}, which is no param of the run. {_REMEDY}."
+        )
     has_begun = any(shard.tensors.keys() - {MAIN} for shard in named.values())
     step = _step_of(fork, saved, has_begun=has_begun)
     return _rank_state(fork, entry, groups, step, {name_of[name]: named[name] for name in named})
@@ -524,12 +528,15 @@ def open_gathered(fork: ForkModel, filename: str, head_step: int | None) -> Rank
     `head_step` is the update count that came with `load_state_dict`, as did the param groups and
     the loss scale.
     """
-    origin = Origin(f"optimizer file {filename}", _OF_OTHER_SAVE)
+    origin = Origin(f"The optimizer file {filename}", _OF_OTHER_SAVE)
     file = GatheredFile(load_file(Path(filename)), origin)
     shards: dict[str, SavedShard] = {}
     for plan in (buffer.plan for buffer in fork.grad_buffers):
         if plan.is_ours:
-            raise file.origin.refused("without experts", "hold every param of the model")
+            raise CheckpointError(
+                f"{origin.what} is without experts, and must hold every param of the model. "
+                f"{origin.remedy}."
+            )
         for group in fork.sharded.plan.groups:
             dtypes = {plan.params[name].dtype for name in group.names if name in plan.params}
             file.check_order(is_mixed=len(dtypes) > 1, remedy=_PERMUTED)
