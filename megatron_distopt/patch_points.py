@@ -86,8 +86,10 @@ class PatchPoint:
         pairs = zip_longest(self.parameters, parameters[: len(self.parameters)], fillvalue="")
         if all(found in known.split("|") for known, found in pairs):
             return None
-        rule = f"its signature must start with ({', '.join(self.parameters)})"
-        return f"{self}{where} takes ({', '.join(parameters)}); {rule}. {REMEDY}."
+        return (
+            f"{self}{where} takes ({', '.join(parameters)}); its signature must start with "
+            f"({', '.join(self.parameters)}). {REMEDY}."
+        )
 
     def __str__(self) -> str:
         return f"{self.module}.{self.attribute}"

@@ -152,11 +152,10 @@ def train(
         reason = _reason(log.read_text("utf-8", errors="replace"), status)
         if shutil.disk_usage(scratch).free < _FULL_NBYTES:
             reason = f"No room is left in {scratch.parent}: name another folder in TMPDIR"
-        found = (
+        raise HostError(
             f"{name}: ended with status {status} after {len(run.steps)} calls of train_step. "
-            f"{reason}"
+            f"{reason}. Try alone: MEGATRON_DISTOPT={switch.value} {shlex.join(words)}"
         )
-        raise HostError(f"{found}. Try alone: MEGATRON_DISTOPT={switch.value} {shlex.join(words)}")
     return run
 
 

@@ -177,8 +177,10 @@ def _entry_points(points: Sequence[PatchPointInSource]) -> Iterator[Finding]:
         yield ok(_ENVIRONMENT, "entry point", f"distopt is registered in {GROUP}; {use}")
     else:
         report = problem if is_patched else noted
-        remedy = "A patched fork needs it: run pip install megatron-distopt in this Python"
-        text = f"distopt is not registered in {GROUP}. {remedy}."
+        text = (
+            f"distopt is not registered in {GROUP}. A patched fork needs it: run pip install "
+            "megatron-distopt in this Python."
+        )
         yield report(_ENVIRONMENT, "entry point", text)
     if find_spec("ray") is not None and points:
         text = (
@@ -199,9 +201,11 @@ def _fixes(tree: SourceTree, switch: Switch) -> Iterator[Finding]:
         if is_made:
             yield noted(_TRIAL, "host fix", f"{fix}; {fix.why}")
         else:
-            found = f"{fix.module} needs a fix that is switched off ({fix.what})"
-            remedy = f"Unset {FIXES_VARIABLE} and MEGATRON_DISTOPT=0, or mend the fork"
-            yield problem(_TRIAL, "host fix", f"{found}. {remedy}.")
+            text = (
+                f"{fix.module} needs a fix that is switched off ({fix.what}). Unset "
+                f"{FIXES_VARIABLE} and MEGATRON_DISTOPT=0, or mend the fork."
+            )
+            yield problem(_TRIAL, "host fix", text)
 
 
 def check_launch_flags(
@@ -226,8 +230,8 @@ def check_launch_flags(
     elif is_given:
         yield ok(_LAUNCH, flag, "given: this optimizer is used")
     elif switch is Switch.REQUIRE:
-        found = f"MEGATRON_DISTOPT=require, and {flag} is not given"
-        yield problem(_LAUNCH, flag, f"{found}. Add {flag}, or unset the variable.")
+        text = f"MEGATRON_DISTOPT=require, and {flag} is not given. Add it, or unset the variable."
+        yield problem(_LAUNCH, flag, text)
     else:
         yield noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")
     if is_given:

@@ -58,13 +58,10 @@ def is_zero(path: Path) -> bool:
 def refuse_zero(path: Path) -> NoReturn:
     """Raises the error for the files of ZeRO, which DeepSpeed itself puts together."""
     folder = _folder_of(path, _LATEST_ZERO)
-    command = (
-        f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "
-        "UNIVERSAL"
-    )
     raise CheckpointError(
         f"Checkpoint {folder} holds the files of DeepSpeed's ZeRO, one for each rank. They have to "
-        f"be one universal checkpoint first. Run {command}, and give UNIVERSAL."
+        "be one universal checkpoint first. Run python -m deepspeed.checkpoint.ds_to_universal "
+        f"--input_folder {folder} --output_folder UNIVERSAL, and give UNIVERSAL."
     )
 
 

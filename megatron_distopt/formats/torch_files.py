@@ -98,10 +98,9 @@ def _stored_in(storage: Mapping[Any, Any], files: dict[str, int]) -> Iterator[tu
     for index, info in storage.items():
         name, offset = str(attribute(index, "fqn")), attribute(index, "offset")
         if attribute(info, "transform_descriptors"):
-            remedy = "Save it without extensions of torch's FileSystemWriter, which compress it"
             raise CheckpointError(
                 f"Tensor {name!r} of a torch checkpoint is transformed as no reader here undoes. "
-                f"{remedy}."
+                "Save it without extensions of torch's FileSystemWriter, which compress it."
             )
         file = str(attribute(info, "relative_path"))
         # a path could lead out of the folder

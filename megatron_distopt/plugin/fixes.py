@@ -218,11 +218,11 @@ class _RefusingModule(ModuleType):
             raise AttributeError(name)
 
         def refuse(*args: object, **kwargs: object) -> None:
-            found, top = (
-                f"{self.__name__}.{name} is used, and is not installed",
-                self.__name__.partition(".")[0],
+            top = self.__name__.partition(".")[0]
+            raise UnknownHostError(
+                f"{self.__name__}.{name} is used, and is not installed. Run pip install {top}, in a "
+                "version that has it."
             )
-            raise UnknownHostError(f"{found}. Run pip install {top}, in a version that has it.")
 
         made = type(name, (), {"__init__": refuse, "__module__": self.__name__})
         setattr(self, name, made)

@@ -97,10 +97,10 @@ def parse_target(words: Sequence[str]) -> TrainingScript:
     is_module = rest[:1] == ["-m"]
     name, arguments = rest[is_module : is_module + 1], rest[is_module + 1 :]
     if not name or (not is_module and not os.path.isfile(name[0])):
-        found = (
-            f"There is no training script {name[0]!r}" if name else "No training script is given"
-        )
-        raise ConfigError(f"{found}. Put the script's path, or -m and a module, first.")
+        missing = "No training script is given"
+        if name:
+            missing = f"There is no training script {name[0]!r}"
+        raise ConfigError(f"{missing}. Put the script's path, or -m and a module, first.")
     return TrainingScript(name[0], is_module, (*launcher, *arguments))
 
 

@@ -23,11 +23,10 @@ def average_evaluation(optimizers: Sequence[Any], evaluate: PatchPoint) -> None:
 
     def enter() -> None:
         if evaluate.current is None:
-            remedy = (
-                "Or leave ema_eval out, and write 'with optimizer.averaged_params():' around your "
-                "own evaluation."
+            raise HostMismatchError(
+                f"{evaluate.missing} Or leave ema_eval out, and write 'with "
+                "optimizer.averaged_params():' around your own evaluation."
             )
-            raise HostMismatchError(f"{evaluate.missing} {remedy}")
         if not evaluate.is_replaced:
             ours = (evaluate, lambda found: Replacement(found, partial(_evaluate, found)))
             apply([ours], in_force)

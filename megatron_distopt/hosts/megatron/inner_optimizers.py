@@ -171,14 +171,18 @@ def plan_groups(
     for index, group in enumerate(torch_groups):
         unknown = sum(param not in name_of for param in group["params"])
         if unknown:
-            found = f"In param group {index}, {unknown} params are in no buffer of the model"
-            raise LayoutError(f"{found}. Leave out frozen and foreign params.")
+            raise LayoutError(
+                f"In param group {index}, {unknown} params are in no buffer of the model. Leave out "
+                "frozen and foreign params."
+            )
         options = {key: value for key, value in group.items() if key != "params"}
         check_options(index, options, choice)
         groups.append(ParamGroup(options, tuple(name_of[param] for param in group["params"])))
     times = Counter(name for group in groups for name in group.names)
     for name in named:
         if times[name] != 1:
-            found = f"The param {name!r} is in {times[name]} param groups, and must be in exactly 1"
-            raise LayoutError(f"{found}. Give every trainable param one group.")
+            raise LayoutError(
+                f"The param {name!r} is in {times[name]} param groups, and must be in exactly 1. "
+                "Give every trainable param one group."
+            )
     return tuple(groups)

@@ -163,11 +163,10 @@ def check_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
         return
     num_saved, num_groups = len(state["optimizer"]["param_groups"]), len(optimizer.param_groups)
     if num_saved != num_groups:
-        found = (
+        raise CheckpointError(
             f"The number of param groups is {num_saved} in the state and {num_groups} in this "
-            "optimizer"
+            f"optimizer. {remedy}"
         )
-        raise CheckpointError(f"{found}. {remedy}")
 
 
 def load_head(optimizer: OneOptimizer, state: Mapping[str, Any]) -> None:
@@ -340,22 +339,20 @@ def loadable(model: WholeModel, state: Mapping[str, Any]) -> Loadable:
     """What `state_to_load` was filled with: the tensors that this run takes, in the boxes of this
     rank."""
     if HEAD not in state:
-        remedy = (
-            "Load its weights alone with --no-load-optim, or what this package or megatron-core "
-            "has saved"
+        raise CheckpointError(
+            "The checkpoint has no optimizer state that can be read. Load its weights alone with "
+            "--no-load-optim, or what this package or megatron-core has saved."
         )
-        raise CheckpointError(f"The checkpoint has no optimizer state that can be read. {remedy}.")
     head = from_text(state[HEAD], _WHERE)
     boxes: dict[str, dict[Box, None]] = {}
     for _, key, box in _boxes(model):
         if _is_filled(state, _box_key(model, key, box), box):
             boxes.setdefault(_whole_key(model, key), {})[box] = None
     if not boxes and getattr(arguments(), "no_save_optim", False):
-        text = (
+        raise CheckpointError(
             "The checkpoint has optimizer state, of which a script that is told --no-save-optim "
-            "asks for no tensor"
+            "asks for no tensor. Drop --no-save-optim in the run that loads it."
         )
-        raise CheckpointError(f"{text}. Drop --no-save-optim in the run that loads it.")
     kinds = {model.canonical(name): found for name, found in _kinds_by_name(model).items()}
     tensors = {
         key: replace(
