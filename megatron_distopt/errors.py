@@ -65,5 +65,6 @@ def some_of(names: Sequence[str]) -> str:
     >>> some_of(["a", "b", "c", "d", "e"])
     "'a', 'b', 'c' and 2 more"
     """
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
+    shown = ", ".join(map(repr, names[:3]))
+    num_more = len(names) - 3
+    return f"{shown} and {num_more} more" if num_more > 0 else shown

@@ -12,6 +12,9 @@ def code_of(function: Any) -> Iterator[tuple[str, str]]:
     A decorator gives its function the `__module__` of what it wraps, so that is not asked.
     """
     while function is not None:
-        file = getattr(getattr(function, "__code__", None), "co_filename", "no file")
-        yield getattr(function, "__globals__", {}).get("__name__", type(function).__module__), file
+        code = getattr(function, "__code__", None)
+        file = getattr(code, "co_filename", "no file")
+        names = getattr(function, "__globals__", {})
+        module = names.get("__name__", type(function).__module__)
+        yield module, file
         function = getattr(function, "__wrapped__", None)

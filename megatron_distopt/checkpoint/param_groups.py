@@ -189,9 +189,10 @@ def check_names_once(groups: Sequence[GroupRecord], where: str) -> None:
         for name in group.names:
             first = number_of.setdefault(name, number)
             if first != number:
+                difference = _difference(groups[first], group)
                 raise CheckpointError(
                     f"Invalid param {name!r} in {where}: in param groups {first} and {number}, "
-                    f"which differ in {_difference(groups[first], group)}. Must be in one param "
+                    f"which differ in {difference}. Must be in one param "
                     "group. Load an earlier checkpoint; no optimizer takes a param twice."
                 )
 
@@ -201,8 +202,9 @@ def _difference(one: GroupRecord, other: GroupRecord) -> str:
     left = {"step": one.step, **one.options, **one.scalars}
     right = {"step": other.step, **other.options, **other.scalars}
     for key in {**left, **right}:
-        if left.get(key) != right.get(key):
-            return f"{key}: {left.get(key)} and {right.get(key)}"
+        ours, theirs = left.get(key), right.get(key)
+        if ours != theirs:
+            return f"{key}: {ours} and {theirs}"
     return "nothing"
 
 
@@ -212,7 +214,8 @@ def check_types(saved: Options, current: Options, place: str, remedy: str) -> No
     for key, value in saved.items():
         is_missing = key in NUMBERS and value is None and ours.get(key) is not None
         is_compared = key in ours and key not in NOT_OPTIONS
-        if is_missing or (is_compared and not _is_like(value, ours[key])):
+        is_unlike = is_compared and not _is_like(value, ours[key])
+        if is_missing or is_unlike:
             raise CheckpointError(
                 f"Invalid {key} {place}: {value!r}. Must be of the type of {current[key]!r}, which "
                 f"the run has. {remedy}."
@@ -247,7 +250,8 @@ def step_of(
 ) -> int | None:
     """Updates of a flat param, wherever the class counts them; an Adam without moments has not
     updated it yet."""
-    is_begun = bool(state_of(optimizer.inner, flat.main)) or not optimizer.plan.choice.is_adam
+    has_state = bool(state_of(optimizer.inner, flat.main))
+    is_begun = has_state or not optimizer.plan.choice.is_adam
     if "step" in group and is_begun:
         return int(group["step"])
     return int(scalars["step"].value) if "step" in scalars else None
@@ -265,9 +269,11 @@ def options_of(
     group: Options, others: Collection[str] = NOT_OPTIONS
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The options that a file can keep, and the names of the types of the others."""
-    options = plain_options({key: value for key, value in group.items() if key not in others})
+    chosen = {key: value for key, value in group.items() if key not in others}
+    options = plain_options(chosen)
     unsaved = {}
-    for key in [key for key, value in options.items() if not _is_plain(value)]:
+    left_out = [key for key, value in options.items() if not _is_plain(value)]
+    for key in left_out:
         unsaved[key] = type(group[key]).__name__
         _log.warning("param group option %r is a %s and is not saved", key, unsaved[key])
         del options[key]
@@ -377,14 +383,16 @@ def as_kept(saved: Any, current: Any) -> Any:
     if saved is None:
         return None
     if torch.is_tensor(current):
-        return current.copy_(torch.tensor(saved, dtype=current.dtype).view(current.shape))
+        values = torch.tensor(saved, dtype=current.dtype)
+        return current.copy_(values.view(current.shape))
     if hasattr(current, "tolist") and hasattr(current, "__setitem__"):  # an array of numpy
         current[...] = saved
         return current
     if isinstance(current, (list, tuple)) and len(saved) == len(current):
         members = list(map(as_kept, saved, current))
         if isinstance(current, tuple):
-            return type(current)(*members) if hasattr(current, "_fields") else tuple(members)
+            is_named = hasattr(current, "_fields")
+            return type(current)(*members) if is_named else tuple(members)
         return members
     return saved
 

@@ -251,7 +251,9 @@ def _of_step(
         "main params": 0.0 if mains_are_equal else _mains_apart(one, other, number),
     }
     for what, name in _MEASURED.items():
-        apart[what] = _relative(one.values(name)[number], other.values(name)[number])
+        ours = one.values(name)[number]
+        others = other.values(name)[number]
+        apart[what] = _relative(ours, others)
     bounds = _bounds(one, other, number)
     if number == 0:
         bounds |= _BOUNDS_AT_START
@@ -295,7 +297,8 @@ def _weights_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
     way = float(np.abs(moved).sum())
     if not way:
         return math.inf
-    distance = float(np.abs(weights - other.weights(number)).sum())
+    difference = weights - other.weights(number)
+    distance = float(np.abs(difference).sum())
     # where no sampled element differs, one of the others does
     return max(distance / way, sys.float_info.epsilon)
 
@@ -319,7 +322,8 @@ def _mains_apart(one: RecordedRun, other: RecordedRun, number: int) -> float:
 
 def _mains(one: RecordedRun, other: RecordedRun, number: int) -> tuple[Values, Values]:
     """Main params of the elements that a rank has in both runs."""
-    is_missing = np.isnan(one.mains(0)) | np.isnan(other.mains(0))
+    is_missing_in_one = np.isnan(one.mains(0))
+    is_missing = is_missing_in_one | np.isnan(other.mains(0))
     mains = one.mains(number)
     others = other.mains(number)
     return mains[~is_missing], others[~is_missing]

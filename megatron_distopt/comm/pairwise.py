@@ -70,18 +70,21 @@ def reduce_scatter(
     """
     nodes = nodes_of(group)
     if members is None:
-        members = nodes.in_memory if len(nodes.in_memory) == 1 else alone(group)
+        members = nodes.in_memory
+        if len(members) != 1:
+            members = alone(group)
     plan = plan_of(members, group.rank)
     shares = bucket.view(group.size, -1)
     if not plan.sources:  # all are on this node
         _sum_in_memory(shares, plan, nodes.lane)
         return
+    num_sources = len(plan.sources)
     sent_dtype = dtype or bucket.dtype
     num_copies = 1 if sent_dtype is bucket.dtype else 2  # what is sent is a copy as well
     nbytes = SCRATCH_NBYTES // _NUM_HALVES
     if plan.others or num_copies > 1:
-        nbytes = min(nbytes, len(plan.sources) * _NBYTES_EACH)
-    nbytes_each = sent_dtype.itemsize * len(plan.sources) * num_copies
+        nbytes = min(nbytes, num_sources * _NBYTES_EACH)
+    nbytes_each = sent_dtype.itemsize * num_sources * num_copies
     chunks = chunks_of(shares.shape[1], nbytes_each, nbytes)
 
     def begin_chunks() -> Iterator[Pending]:
@@ -101,7 +104,8 @@ def begin_reduce_scatter(
     plan = plan_of(members, group.rank)
     shares = bucket.view(group.size, -1)
     wait_for_grads = fence(bucket.device)
-    with torch.no_grad(), on_stream(_side_stream(bucket.device), bucket.device):
+    side_stream = _side_stream(bucket.device)
+    with torch.no_grad(), on_stream(side_stream, bucket.device):
         wait_for_grads()
         _sum_by_messages(shares, plan, group)
         return _begin_sum(shares, plan, dtype, _FIRST_SUM, group)
@@ -163,8 +167,10 @@ def plan_of(members: Members, own: int) -> Plan:
     """The plan of a rank, from the ranks of each node."""
     place_of: dict[int, int] = {}
     for ranks in members:
-        place_of.update((rank, place) for place, rank in enumerate(ranks))
-    number = next(number for number, ranks in enumerate(members) if own in ranks)
+        for place, rank in enumerate(ranks):
+            place_of[rank] = place
+    is_own = [own in ranks for ranks in members]
+    number = is_own.index(True)
     node = members[number]
 
     def leader(owner: int, ranks: Sequence[int]) -> int:
@@ -173,15 +179,16 @@ def plan_of(members: Members, own: int) -> Plan:
         place = place_of[owner] % len(ranks)
         return ranks[place]
 
-    shares = range(len(place_of))
+    leaders = [leader(share, node) for share in range(len(place_of))]
     led: dict[int, list[int]] = {}
     followed: dict[int, list[int]] = {}
     for rank in node:
-        led[rank] = [share for share in shares if leader(share, node) == rank]
-        followed[rank] = [share for share in shares if leader(share, node) != rank]
+        led[rank] = [share for share, each in enumerate(leaders) if each == rank]
+        followed[rank] = [share for share, each in enumerate(leaders) if each != rank]
     others = _before(place_of[own], node)
     owners = [share for share in led[own] if share not in node]
-    sources = [leader(own, ranks) for ranks in _before(number, members)]
+    other_nodes = _before(number, members)
+    sources = [leader(own, ranks) for ranks in other_nodes]
     return Plan(own, others, led, followed, owners, sources)
 
 
@@ -209,7 +216,8 @@ def _sum_by_messages(shares: Tensor, plan: Plan, group: Group) -> None:
     incoming: list[Parcel] = []
     received: Received = {}
     for rank in plan.others:
-        outgoing += [Parcel(rank, shares[share]) for share in plan.led[rank]]
+        for share in plan.led[rank]:
+            outgoing.append(Parcel(rank, shares[share]))
         for share in plan.led[plan.own]:
             received[rank, share] = torch.empty_like(shares[share])
             incoming.append(Parcel(rank, received[rank, share]))
@@ -243,15 +251,22 @@ def _begin_sum(
     """Collective: begins to send the sums of this node to the owners, who add up those of all
     nodes; no two that are under way have the same number."""
     own = shares[plan.own]
-    outgoing = [Parcel(owner, shares[owner].to(dtype)) for owner in plan.owners]
-    incoming = [Parcel(rank, torch.empty_like(own, dtype=dtype)) for rank in plan.sources]
+    outgoing: list[Parcel] = []
+    for owner in plan.owners:
+        sums = shares[owner].to(dtype)
+        outgoing.append(Parcel(owner, sums))
+    incoming: list[Parcel] = []
+    for rank in plan.sources:
+        others = torch.empty_like(own, dtype=dtype)
+        incoming.append(Parcel(rank, others))
 
     @torch.no_grad()
     def add_up() -> None:
         for parcel in (*outgoing, *incoming):
             # Allocated on the stream that began, which does not wait for the messages.
             keep_for_current_stream(parcel.tensor)
-        _sum_into(own, [parcel.tensor for parcel in incoming])
+        parts = [parcel.tensor for parcel in incoming]
+        _sum_into(own, parts)
 
     return begin_travel(outgoing, incoming, number, group, add_up)
 
@@ -261,7 +276,8 @@ def _sum_into(own: Tensor, parts: Sequence[Tensor]) -> None:
     if not parts:
         return
     numel = own.numel()
-    if len(parts) > 1 and own.device.type == CPU:
+    is_on_host = own.device.type == CPU
+    if is_on_host and len(parts) > 1:
         numel = _BLOCK_NBYTES // own.element_size()
     blocks = [torch.split(part, numel) for part in (*parts, own)]
     for first, *others, last in zip(*blocks, strict=True):

@@ -24,14 +24,24 @@ _MOMENTS = {_ADAM: {"exp_avg", "exp_avg_sq"}, "torch_sgd": {"momentum_buffer"}}
 def inner_name(kinds: Iterable[str]) -> str:
     """What a `Source` calls the inner optimizer that keeps tensors of these kinds."""
     found = set(kinds)
-    return next((name for name, moments in _MOMENTS.items() if found >= moments), "unknown")
+    for name, moments in _MOMENTS.items():
+        if found >= moments:
+            return name
+    return "unknown"
 
 
 def loss_scale_of(scaler: Mapping[str, Any] | None) -> dict[str, float]:
     """The loss scale in the state of a Megatron's grad scaler; empty for a constant one."""
-    if not scaler or not LOSS_SCALE_NAMES.keys() <= scaler.keys():
+    if not scaler:
         return {}
-    return {name: float(as_number(scaler[key])) for key, name in LOSS_SCALE_NAMES.items()}
+    is_dynamic = LOSS_SCALE_NAMES.keys() <= scaler.keys()
+    if not is_dynamic:
+        return {}
+    scale = {}
+    for key, name in LOSS_SCALE_NAMES.items():
+        number = as_number(scaler[key])
+        scale[name] = float(number)
+    return scale
 
 
 def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
@@ -39,11 +49,13 @@ def the_step(holders: Iterable[Mapping[str, Any]], where: object) -> int | None:
 
     Some classes leave it out in groups that had no param on the rank that wrote them.
     """
-    steps = {int(as_number(holder["step"])) for holder in holders if holder.get("step") is not None}
+    counts = [holder.get("step") for holder in holders]
+    steps = {int(as_number(count)) for count in counts if count is not None}
     if len(steps) > 1:
+        found = ", ".join(map(str, sorted(steps)))
         raise CheckpointError(
-            f"Update counts in {where} are {', '.join(map(str, sorted(steps)))}. They must be the "
-            "same for all params. Convert a run whose params were all trained from its start."
+            f"Update counts in {where} are {found}. They must be the same for all params. Convert "
+            "a run whose params were all trained from its start."
         )
     return next(iter(steps), None)
 
@@ -52,10 +64,10 @@ def known_step(known: Iterable[int | None], given: int | None, where: object) ->
     """The update count that is known, or the `given` one where a checkpoint lost it."""
     steps = set(known) - {None}
     if given is not None and steps - {given}:
+        found = ", ".join(sorted(map(str, steps)))
         raise CheckpointError(
-            f"The update count in {where} is {', '.join(map(str, sorted(steps, key=str)))} and the "
-            f"given one is {given}. Drop --resume-step, or --distopt-resume-step: the checkpoint "
-            "knows the count."
+            f"The update count in {where} is {found} and the given one is {given}. Drop "
+            "--resume-step, or --distopt-resume-step: the checkpoint knows the count."
         )
     return next(iter(steps), given)
 
@@ -72,16 +84,20 @@ def no_step(where: object) -> CheckpointError:
 
 def with_step(head: Manifest, resume_step: int | None, where: object) -> Manifest:
     """The same with an update count that the checkpoint lost."""
-    step = known_step((group.step for group in head.groups), resume_step, where)
-    if resume_step is None or any(group.step is not None for group in head.groups):
+    steps = [group.step for group in head.groups]
+    step = known_step(steps, resume_step, where)
+    is_known = any(each is not None for each in steps)
+    if resume_step is None or is_known:
         return head
-    return replace(head, groups=tuple(replace(group, step=step) for group in head.groups))
+    groups = tuple(replace(group, step=step) for group in head.groups)
+    return replace(head, groups=groups)
 
 
 def check_step(head: Manifest, where: object) -> None:
     """Whether a run can go on from it; to look at, a file that lost its update count is as good as
     any."""
-    if head.inner == _ADAM and any(group.step is None for group in head.groups):
+    is_lost = any(group.step is None for group in head.groups)
+    if head.inner == _ADAM and is_lost:
         raise no_step(where)
 
 
@@ -92,19 +108,24 @@ def fill(found: Tensor, box: Box, values: Tensor, start: int, pieces: Iterable[P
     for piece in pieces:
         both = piece.in_global.intersect(box)
         if both is not None:
-            stretch = values[piece.in_param.relative_to(start).as_slice()].view(piece.sizes)
+            in_values = piece.in_param.relative_to(start)
+            stretch = values[in_values.as_slice()].view(piece.sizes)
             in_piece = stretch[piece.inside.as_slices()]
-            in_both = in_piece[both.relative_to(piece.in_global.offsets).as_slices()]
-            found[both.relative_to(box.offsets).as_slices()] = in_both
+            of_piece = both.relative_to(piece.in_global.offsets)
+            of_box = both.relative_to(box.offsets)
+            found[of_box.as_slices()] = in_piece[of_piece.as_slices()]
 
 
 def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor]) -> Tensor:
     """Cuts a rank's param out of the whole tensor, of which `read` returns boxes: the inverse of
     `fill`."""
     local = torch.empty(placement.shape, dtype=dtype)
-    for piece in placement.pieces(Span(0, local.numel())):
-        stretch = local.view(-1)[piece.in_param.as_slice()].view(piece.sizes)
-        stretch[piece.inside.as_slices()] = read(piece.in_global)
+    flat = local.view(-1)
+    every = Span(0, local.numel())
+    for piece in placement.pieces(every):
+        stretch = flat[piece.in_param.as_slice()].view(piece.sizes)
+        inside = piece.inside.as_slices()
+        stretch[inside] = read(piece.in_global)
     return local
 
 
@@ -114,8 +135,9 @@ def check_rounds(main: Tensor, model: Tensor, name: str, where: object, remedy: 
     numbers = torch.finfo(model.dtype)
     rounded = main.view(model.shape).to(model.dtype)
     is_alike = torch.isclose(rounded, model, rtol=numbers.eps, atol=numbers.tiny, equal_nan=True)
-    if not is_alike.all():
+    num_others = int((~is_alike).sum())
+    if num_others:
         raise CheckpointError(
-            f"{int((~is_alike).sum())} of {main.numel()} main values of {name!r} in {where} are "
+            f"{num_others} of {main.numel()} main values of {name!r} in {where} are "
             f"not the model's, which must be the main params, rounded. {remedy}"
         )

@@ -35,6 +35,7 @@ from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats.common import inner_name, the_step
 from megatron_distopt.formats.pickles import attribute, load_file, understood
+from megatron_distopt.layout import Box
 
 _LATEST, _LATEST_ZERO = "latest_universal", "latest"
 _ZERO, _FP32, _STEP = "zero", "fp32", "step"
@@ -46,13 +47,18 @@ _AGAIN = "Run python -m deepspeed.checkpoint.ds_to_universal again."
 def is_universal(path: Path) -> bool:
     """Whether a folder is such a checkpoint, or names one in its file "latest_universal"."""
     zero = _folder_of(path, _LATEST) / _ZERO
-    return zero.is_dir() and next(zero.rglob(f"{_FP32}.pt"), None) is not None
+    if not zero.is_dir():
+        return False
+    first = next(zero.rglob(f"{_FP32}.pt"), None)
+    return first is not None
 
 
 def is_zero(path: Path) -> bool:
     """Whether a folder holds what DeepSpeed's ZeRO optimizers save, or names the step that does."""
     folder = _folder_of(path, _LATEST_ZERO)
-    return folder.is_dir() and any(_OF_ZERO.fullmatch(each.name) for each in folder.iterdir())
+    if not folder.is_dir():
+        return False
+    return any(_OF_ZERO.fullmatch(each.name) for each in folder.iterdir())
 
 
 def refuse_zero(path: Path) -> NoReturn:
@@ -69,7 +75,9 @@ def _folder_of(path: Path, latest: str) -> Path:
     """The folder of one step, also where that of all steps is given, in which the file `latest`
     names a step."""
     named = path / latest
-    name = named.read_text(encoding="utf-8", errors="replace").strip() if named.is_file() else ""
+    if not named.is_file():
+        return path
+    name = named.read_text(encoding="utf-8", errors="replace").strip()
     return path / name if name and (path / name).is_dir() else path
 
 
@@ -100,7 +108,8 @@ class _Folder:
         for content in self.model_files:
             for number, group in enumerate(content.get("param_shapes") or ()):
                 for name, shape in group.items():
-                    found.setdefault(number, {}).setdefault(str(name), tuple(shape))
+                    shapes = found.setdefault(number, {})
+                    shapes.setdefault(str(name), tuple(shape))
         return tuple(found.values())
 
     def kinds_of(self, name: str) -> list[str]:
@@ -117,8 +126,10 @@ class _Folder:
         tensor = content.get("param") if isinstance(content, Mapping) else content
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"File {path} holds no tensor. {_AGAIN}")
-        shape = next((group[name] for group in self.groups if name in group), tuple(tensor.shape))
-        is_flat = tensor.dim() == 1 and math.prod(shape) == tensor.numel()  # of ZeRO stage 3
+        known = [group[name] for group in self.groups if name in group]
+        shape = known[0] if known else tuple(tensor.shape)
+        numel = math.prod(shape)
+        is_flat = tensor.dim() == 1 and numel == tensor.numel()  # of ZeRO stage 3
         return tensor.view(shape) if is_flat else tensor
 
     def step(self, name: str) -> Mapping[str, Any]:
@@ -139,31 +150,38 @@ def _opened(folder: _Folder) -> Source:
     kinds: dict[str, str] = {}
     infos: dict[str, TensorRecord] = {}
     for name in folder.names:
-        for kind in folder.kinds_of(name):
-            kinds[MAIN if kind == _FP32 else kind] = kind
-            tensor = folder.tensor(name, kind)
-            key = key_of(MAIN if kind == _FP32 else kind, name)
+        for of_file in folder.kinds_of(name):
+            kind = MAIN if of_file == _FP32 else of_file
+            kinds[kind] = of_file
+            tensor = folder.tensor(name, of_file)
+            key = key_of(kind, name)
             infos[key] = TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype))
     about = {
         "host": "deepspeed",
         "deepspeed": str(state.get("ds_version", "unknown")),
         "format": "universal",
     }
-    skipped = int(next((each.get("skipped_steps") for each in folder.model_files), 0) or 0)
-    scale, groups = _loss_scale_of(state.get("loss_scaler")), tuple(_records(folder, state))
+    counts = [each.get("skipped_steps") for each in folder.model_files]
+    skipped = int(counts[0] or 0) if counts else 0
+    scale = _loss_scale_of(state.get("loss_scaler"))
+    groups = tuple(_records(folder, state))
     head = Manifest("", (), {}, groups, inner_name(kinds), scale, skipped, about)
 
-    def read(key: str) -> Tensor:
-        return folder.tensor(name_of(key), kinds[kind_of(key)])
+    def read(key: str, box: Box) -> Tensor:
+        of_file = kinds[kind_of(key)]
+        whole = folder.tensor(name_of(key), of_file)
+        return whole[box.as_slices()].clone()
 
-    return Source(head, infos, lambda key, box: read(key)[box.as_slices()].clone())
+    return Source(head, infos, read)
 
 
 def _loss_scale_of(scaler: Any) -> dict[str, float]:
     """The loss scale of DeepSpeed's scaler; empty for a constant one."""
     if not attribute(scaler, "dynamic"):
         return {}
-    good = int(attribute(scaler, "cur_iter")) - int(attribute(scaler, "last_overflow_iter")) - 1
+    step = int(attribute(scaler, "cur_iter"))
+    last = int(attribute(scaler, "last_overflow_iter"))
+    good = step - last - 1
     window = int(attribute(scaler, "scale_window"))
     tolerated = float(attribute(scaler, "cur_hysteresis"))
     return {
@@ -190,6 +208,8 @@ def _records(folder: _Folder, state: Mapping[str, Any]) -> Iterator[GroupRecord]
         )
     for names, group in zip(groups, options, strict=True):
         others = {_STEP: group.get(_STEP, state.get("base_optimizer_state_step"))}
-        step = the_step([folder.step(name) or others for name in names], folder.path)
+        counts = [folder.step(name) or others for name in names]
+        step = the_step(counts, folder.path)
         if names:
-            yield GroupRecord(tuple(names), options_of(group)[0], step)
+            to_keep, _ = options_of(group)
+            yield GroupRecord(tuple(names), to_keep, step)

@@ -220,8 +220,8 @@ class _RefusingModule(ModuleType):
         def refuse(*args: object, **kwargs: object) -> None:
             top = self.__name__.partition(".")[0]
             raise UnknownHostError(
-                f"{self.__name__}.{name} is used, and is not installed. Run pip install {top}, in a "
-                "version that has it."
+                f"{self.__name__}.{name} is used, and is not installed. Run pip install {top}, in "
+                "a version that has it."
             )
 
         made = type(name, (), {"__init__": refuse, "__module__": self.__name__})

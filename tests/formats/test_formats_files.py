@@ -657,7 +657,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     ),
     "frozen params, gathered": (
         lambda to: _with_model_file(Fork().write(to), _freeze),
-        (f"param of [{NUMEL}] in chunk 0", f"{NUMEL + 12} elements", "without frozen params"),
+        (f"param of shape [{NUMEL}] in chunk 0", f"{NUMEL + 12} elements", "without frozen params"),
     ),
     "frozen params, plain": (
         lambda to: _with_model_file(_write(Fork(), "plain", to), _freeze),

@@ -211,7 +211,7 @@ def test_build_when_the_source_is_not_torch_then_it_refuses_what_it_ignores(
     for option in ("amsgrad", "maximize", "differentiable"):
         with pytest.raises(ConfigError) as error:
             choice.build([{"params": []}, {"params": [], option: True}])
-        assert_mentions(error.value, "param group 1", f"{option}=True", adam)
+        assert_mentions(error.value, "Param group 1", f"{option}=True", adam)
 
 
 def param_with(values: list[float]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -101,7 +101,8 @@ def entries_in(state: Mapping[str, Any]) -> ForkEntries:
     inner = entry.get("optimizer", entry)
     groups = inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
     also_saved = {key: state[key] for key in _ALSO_SAVED if key in state}
-    return ForkEntries(tuple(map(_options_in, groups)), entry.get("grad_scaler"), also_saved)
+    options = tuple(map(_options_in, groups))
+    return ForkEntries(options, entry.get("grad_scaler"), also_saved)
 
 
 def _options_in(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +130,8 @@ def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def described(group: Mapping[str, Any]) -> str:
     """The same, for errors."""
-    return "(" + ", ".join(f"{key}={group[key]}" for key in _IDENTITY if key in group) + ")"
+    pairs = [f"{key}={group[key]}" for key in _IDENTITY if key in group]
+    return f"({', '.join(pairs)})"
 
 
 def group_decays(group: Mapping[str, Any]) -> bool:
@@ -142,9 +144,11 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
     by_decay = {group_decays(group): group for group in groups}
     members: dict[bool, list[int]] = {}
     for number, param in enumerate(file.params):
-        members.setdefault(decays(param.name, tuple(param.model.shape)), []).append(number)
+        decay = decays(param.name, tuple(param.model.shape))
+        members.setdefault(decay, []).append(number)
     if len(by_decay) != len(groups) or by_decay.keys() != members.keys():
-        saved = ", ".join(map(described, sorted(groups, key=group_decays, reverse=True))) or "none"
+        ordered = sorted(groups, key=group_decays, reverse=True)
+        saved = ", ".join(map(described, ordered)) or "none"
         needed = " and ".join(
             "decaying" if each else "not decaying" for each in sorted(members, reverse=True)
         )
@@ -153,15 +157,19 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
             f"which, so there has to be one of each kind: {needed}. Resume it in its own fork with "
             "this package installed, and convert what that saves."
         )
-    return tuple(
-        FileGroup(_options_in(group), tuple(members[group_decays(group)])) for group in groups
-    )
+    file_groups = []
+    for group in groups:
+        numbers = members[group_decays(group)]
+        options = _options_in(group)
+        file_groups.append(FileGroup(options, tuple(numbers)))
+    return tuple(file_groups)
 
 
 def _turn(record: GroupRecord) -> tuple[bool, bool]:
     """A fork makes groups that decay first, and of these those without a factor of the learning
     rate."""
-    return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
+    has_factor = record.options.get("lr_mult", 1.0) != 1.0
+    return not group_decays(record.options), has_factor
 
 
 def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, Any]:
@@ -170,9 +178,10 @@ def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, An
         key: tuple(value) if isinstance(value, list) else value
         for key, value in record.options.items()
     }
-    saved = next((group for group in entries.groups if identity(group) == identity(options)), None)
-    if saved is not None:
-        return {key: options.get(key, value) for key, value in saved.items()}
+    wanted = identity(options)
+    for saved in entries.groups:
+        if identity(saved) == wanted:
+            return {key: options.get(key, value) for key, value in saved.items()}
     if "betas" in options:
         options.setdefault("bias_correction", True)  # apex asks for it
     return options
@@ -198,11 +207,14 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
                 f"The optimizer state in {part.file.folder} holds {both[0]}, and that in "
                 f"{parts[0].file.folder} {both[1]}. Give the files of one save."
             )
-        for number in sorted(number for group in part.groups for number in group.members):
+        members = [number for group in part.groups for number in group.members]
+        for number in sorted(members):
             param = part.file.params[number]
             if not param.is_copy:
                 params.setdefault(param.name, []).append((part, number))
-    step = the_step([{"step": part.step} for part in parts], parts[0].file.folder.parent)
+    file = parts[0].file
+    counts = [{"step": part.step} for part in parts]
+    step = the_step(counts, file.folder.parent)
     infos = {
         key_of(kind, name): TensorRecord(
             part.file.params[number].placement.global_shape, dtype_name(dtype)
@@ -210,16 +222,17 @@ def whole_of(parts: Sequence[FileState], written_as: str) -> Source:
         for name, ((part, number), *_) in params.items()
         for kind, dtype in {MAIN: torch.float32, **kinds}.items()
     }
-    file, scale = parts[0].file, loss_scale_of(parts[0].entries.grad_scaler)
+    scale = loss_scale_of(parts[0].entries.grad_scaler)
     sizes = {"tensor_parallel": file.tensor[1], "pipeline_parallel": file.stage[1]}
     about: dict[str, str | int] = {"host": "a Megatron of 2023", "format": written_as, **sizes}
-    head = Manifest("", (), {}, (), inner_name(kinds), scale, parts[0].num_skipped, about)
     groups = join_groups(record for part in parts for record in _records(part, step))
-    return Source(
-        replace(head, groups=groups),
-        infos,
-        lambda key, box: _read(params[name_of(key)], kind_of(key), infos[key], box),
-    )
+    head = Manifest("", (), {}, groups, inner_name(kinds), scale, parts[0].num_skipped, about)
+
+    def read(key: str, box: Box) -> Tensor:
+        of_param = params[name_of(key)]
+        return _read(of_param, kind_of(key), infos[key], box)
+
+    return Source(head, infos, read)
 
 
 def _records(part: FileState, step: int | None) -> tuple[GroupRecord, ...]:
@@ -237,12 +250,15 @@ def _records(part: FileState, step: int | None) -> tuple[GroupRecord, ...]:
 def _read(parts: _Parts, kind: str, info: TensorRecord, box: Box) -> Tensor:
     """A part of a tensor; a main param is read whole, because it is compared with the model's."""
     wanted = Box.whole(info.shape) if kind == MAIN else box
-    whole = torch.empty(wanted.sizes, dtype=getattr(torch, info.dtype))
+    dtype = getattr(torch, info.dtype)
+    whole = torch.empty(wanted.sizes, dtype=dtype)
     for part, number in parts:
-        placement, is_copy = part.file.params[number].placement, part is not parts[0][0]
+        placement = part.file.params[number].placement
+        is_copy = part is not parts[0][0]
         if placement.dim is not None or not is_copy:
             local = part.main(number) if kind == MAIN else part.read(kind, number)
-            fill(whole, wanted, local.reshape(-1), 0, placement.pieces(Span(0, local.numel())))
+            pieces = placement.pieces(Span(0, local.numel()))
+            fill(whole, wanted, local.reshape(-1), 0, pieces)
         elif kind == MAIN:
             _check_same(part.main(number), whole, part, number)
     return whole if wanted == box else whole[box.as_slices()].clone()
@@ -251,12 +267,13 @@ def _read(parts: _Parts, kind: str, info: TensorRecord, box: Box) -> Tensor:
 def _check_same(local: Tensor, whole: Tensor, part: FileState, number: int) -> None:
     """A param that was taken for one that all ranks hold, and is cut, would be lost but for its
     first part."""
-    is_same = torch.linalg.vector_norm(local - whole) <= _LARGEST_DRIFT * torch.linalg.vector_norm(
-        whole
-    )
+    distance = torch.linalg.vector_norm(local - whole)
+    size = torch.linalg.vector_norm(whole)
+    is_same = distance <= _LARGEST_DRIFT * size
     if not is_same:  # also where one of them is not a number
+        name = part.file.params[number].name
         raise CheckpointError(
-            f"Param {part.file.params[number].name!r} is another one on tensor-parallel rank "
+            f"Param {name!r} is another one on tensor-parallel rank "
             f"{part.file.tensor[0]} than on rank 0, and its name says nothing about how it is cut. "
             "Convert it at tensor-parallel size 1."
         )
@@ -326,17 +343,22 @@ class Slices:
         """The same, or a copy of some of its elements, 1-D: a view would be saved with everything
         that it is a view of."""
         values = self.read(kind, number)
-        return values if span is None else values.reshape(-1)[span.as_slice()].clone()
+        if span is None:
+            return values
+        flat = values.reshape(-1)
+        return flat[span.as_slice()].clone()
 
     def _part_of_file(self, kind: str, number: int) -> Tensor:
         param = self.file.params[number]
-        key, placement = key_of(kind, param.name), param.placement
+        key = key_of(kind, param.name)
+        placement = param.placement
         if key not in self.source.tensors:
             return torch.zeros(param.model.shape)
-        if self.source.tensors[key].shape != placement.global_shape:
+        shape = self.source.tensors[key].shape
+        if shape != placement.global_shape:
             raise CheckpointError(
-                f"Tensor {key!r} has shape {list(self.source.tensors[key].shape)}, and the model "
-                f"in {self.file.path} needs {list(placement.global_shape)}. {_SAME_SAVE}"
+                f"Tensor {key!r} has shape {list(shape)}, and the model in {self.file.path} needs "
+                f"{list(placement.global_shape)}. {_SAME_SAVE}"
             )
         whole = self.source.read(key)
         local = cut(placement, torch.float32, lambda box: whole[box.as_slices()])
@@ -351,7 +373,8 @@ class Slices:
         left_out = {"optimizer", OURS, *self.entries.also_saved}
         state = {key: value for key, value in self.file.state.items() if key not in left_out}
         if fits_ranks and "args" in state:
-            state["args"] = Namespace(**{**vars(state["args"]), "data_parallel_size": self.ranks})
+            arguments = {**vars(state["args"]), "data_parallel_size": self.ranks}
+            state["args"] = Namespace(**arguments)
         return state
 
     def grad_scaler(self) -> dict[str, Any]:

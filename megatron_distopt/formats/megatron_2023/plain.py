@@ -124,7 +124,8 @@ class OptimizerEntry:
         of_main = iter(left)
         for each, number in zip(expected, numbers, strict=True):
             main = next(of_main) if each.has_main else None
-            saved = ParamEntry(each.name, main, self.inner["state"].get(number, {}))
+            state = self.inner["state"].get(number, {})
+            saved = ParamEntry(each.name, main, state)
             for tensor in saved.tensors.values():
                 if tuple(tensor.shape) != each.shape:
                     raise CheckpointError(
@@ -182,7 +183,8 @@ def read_plain(file: ModelFile) -> FileState:
 def write_plain(slices: Slices, folder: Path) -> None:
     groups = [(group, [(number, None) for number in group.members]) for group in slices.groups]
     entry = entry_to_write(slices, groups, _MAINS)
-    if not (any(entry[_MAINS]) or slices.file.option("fp16") or slices.file.option("bf16")):
+    is_short = slices.file.option("fp16") or slices.file.option("bf16")
+    if not is_short and not any(entry[_MAINS]):
         entry = entry["optimizer"]
     state = {**slices.model_state(), "optimizer": entry}
     save_whole({**state, **slices.entries.also_saved, **slices.ours()}, folder / MODEL)

@@ -127,18 +127,22 @@ def _opened(folder: DcpFolder, common: Mapping[str, Any]) -> Source:
         raise CheckpointError(
             f"Checkpoint {folder.folder} has no fp32 values of {missing[0]!r}. {_AGAIN}."
         )
-    infos = {
-        key_of(kind, name): TensorRecord(found[kind][name].shape, found[kind][name].dtype)
-        for name in found[MAIN]
-        for kind in (MAIN, *sorted(found.keys() - {MAIN}))
-        if name in found[kind]
-    }
+    kinds = (MAIN, *sorted(found.keys() - {MAIN}))
+    infos: dict[str, TensorRecord] = {}
+    for name in found[MAIN]:
+        for kind in kinds:
+            tensor = found[kind].get(name)
+            if tensor is not None:
+                infos[key_of(kind, name)] = TensorRecord(tensor.shape, tensor.dtype)
 
     def read_box(key: str, box: Box) -> Tensor:
-        name, tensor = name_of(key), found[kind_of(key)][name_of(key)].read(box)
-        if kind_of(key) == MAIN and name in model:
-            check_rounds(tensor, model[name].read(box), name, folder.folder, _MISPLACED)
-        return tensor
+        name = name_of(key)
+        kind = kind_of(key)
+        values = found[kind][name].read(box)
+        if kind == MAIN and name in model:
+            of_model = model[name].read(box)
+            check_rounds(values, of_model, name, folder.folder, _MISPLACED)
+        return values
 
     return Source(_head(infos, common, folder.folder), infos, read_box)
 
@@ -152,14 +156,18 @@ def _head(infos: Mapping[str, TensorRecord], common: Mapping[str, Any], path: Pa
         entries = [*entry.values()]  # of a chain
     states = [each for each in entries if isinstance(each, Mapping)]
     kinds = (state.get("param_state_sharding_type") for state in states)
-    kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    metadata = common.get("content_metadata") or {}
+    kind = metadata.get("distrib_optim_sharding_type")
     kind = kind or next((each for each in kinds if each is not None), "by param")
     about: dict[str, str | int] = {"host": "megatron-core", "format": f"torch_dist, {kind}"}
     if isinstance(common.get("iteration"), int):
         about["iteration"] = common["iteration"]
-    scaler = next((state["grad_scaler"] for state in states if state.get("grad_scaler")), None)
-    shapes = {name_of(key): info.shape for key, info in infos.items() if kind_of(key) == MAIN}
-    records = tuple(_records(shapes, _groups_in(states), str(path)))
+    scalers = [state.get("grad_scaler") for state in states]
+    scaler = next(filter(None, scalers), None)
+    mains = [key for key in infos if kind_of(key) == MAIN]
+    shapes = {name_of(key): infos[key].shape for key in mains}
+    groups = _groups_in(states)
+    records = tuple(_records(shapes, groups, str(path)))
     return Manifest(
         "", (), {}, records, inner_name(map(kind_of, infos)), loss_scale_of(scaler), about=about
     )
@@ -174,7 +182,8 @@ def _groups_in(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         kept = inner.get("state") or {}
         step = {"step": kept["common_step"]} if "common_step" in kept else {}
         for group in inner["param_groups"]:
-            options = {**step, **{key: value for key, value in group.items() if key != "params"}}
+            own = {key: value for key, value in group.items() if key != "params"}
+            options = {**step, **own}
             if options not in found:
                 found.append(options)
     return found
@@ -194,7 +203,8 @@ def _records(
         for decay, group in by_decay.items():
             names = [name for name, shape in shapes.items() if decays(name, shape) is decay]
             if names:
-                yield GroupRecord(tuple(names), options_of(group)[0], step)
+                options, _ = options_of(group)
+                yield GroupRecord(tuple(names), options, step)
     else:
         first, *others = [
             {key: as_number(value) for key, value in group.items()} for group in groups
@@ -204,7 +214,8 @@ def _records(
             for key, value in first.items()
             if all((key, value) in each.items() for each in others)
         }
-        yield GroupRecord(tuple(shapes), options_of(shared)[0], step)
+        options, _ = options_of(shared)
+        yield GroupRecord(tuple(shapes), options, step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,13 +249,15 @@ def _layers_of(folder: DcpFolder, key: str, stored_as: str) -> Iterator[tuple[st
     stored = folder.tensors[stored_as]
     whole = _NamedTensor(stored.shape, stored.dtype, lambda box: folder.read_box(stored_as, box))
     match = _STACKED.fullmatch(key)
-    if match is None or any(chunk.box.sizes[:1] != (1,) for chunk in stored.chunks):
+    by_layer = all(chunk.box.sizes[:1] == (1,) for chunk in stored.chunks)
+    if match is None or not by_layer:
         yield key, whole
         return
     for layer in range(stored.shape[0]):
 
         def read(box: Box, layer: int = layer) -> Tensor:
-            return whole.read(Box((layer, *box.offsets), (1, *box.sizes)))[0]
+            in_whole = Box((layer, *box.offsets), (1, *box.sizes))
+            return whole.read(in_whole)[0]
 
         yield (
             f"{match['before']}{layer}.{match['after']}",
@@ -290,23 +303,28 @@ def _unfold(parts: _NamedTensor, shape: tuple[int, ...]) -> Tensor:
 def _with_pairs(tensors: Mapping[str, _NamedTensor]) -> Iterator[tuple[str, _NamedTensor]]:
     """Puts the halves of gated projections together."""
     for name, tensor in tensors.items():
-        base, suffix = name[: -len(_GATE)], name[-len(_GATE) :]
-        if suffix == _GATE and f"{base}{_UP}" in tensors and base not in tensors:
-            yield base, _stacked(tensor, tensors[f"{base}{_UP}"])
-        elif not (suffix == _UP and f"{base}{_GATE}" in tensors and base not in tensors):
+        base = name[: -len(_GATE)]
+        suffix = name[-len(_GATE) :]
+        gate, up = f"{base}{_GATE}", f"{base}{_UP}"
+        is_half = base not in tensors and gate in tensors and up in tensors
+        if is_half and suffix == _GATE:
+            yield base, _stacked(tensor, tensors[up])
+        elif not (is_half and suffix == _UP):
             yield name, tensor
 
 
 def _stacked(gate: _NamedTensor, up: _NamedTensor) -> _NamedTensor:
     rows, *rest = gate.shape
+    zeros = [0] * len(rest)
 
     def read(box: Box) -> Tensor:
-        halves = [Box((number * rows, *(0 for _ in rest)), gate.shape) for number in (0, 1)]
-        both = [
-            (half, part, box.intersect(half)) for half, part in zip(halves, (gate, up), strict=True)
-        ]
-        return torch.cat(
-            [part.read(inside.relative_to(half.offsets)) for half, part, inside in both if inside]
-        )
+        parts = []
+        for number, half in enumerate((gate, up)):
+            offsets = (number * rows, *zeros)
+            inside = box.intersect(Box(offsets, gate.shape))
+            if inside:
+                in_half = inside.relative_to(offsets)
+                parts.append(half.read(in_half))
+        return torch.cat(parts)
 
     return replace(gate, shape=(2 * rows, *rest), read=read)

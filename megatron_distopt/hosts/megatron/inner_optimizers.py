@@ -172,8 +172,8 @@ def plan_groups(
         unknown = sum(param not in name_of for param in group["params"])
         if unknown:
             raise LayoutError(
-                f"In param group {index}, {unknown} params are in no buffer of the model. Leave out "
-                "frozen and foreign params."
+                f"In param group {index}, {unknown} params are in no buffer of the model. Leave "
+                "out frozen and foreign params."
             )
         options = {key: value for key, value in group.items() if key != "params"}
         check_options(index, options, choice)

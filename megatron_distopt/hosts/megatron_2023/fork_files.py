@@ -148,7 +148,8 @@ def match_groups(
     left = dict(enumerate(saved))
     matched = []
     for mine in ours:
-        same = [number for number, group in left.items() if identity(group) == identity(mine)]
+        wanted = identity(mine)
+        same = [number for number, group in left.items() if identity(group) == wanted]
         if not same:
             raise CheckpointError(
                 f"The checkpoint has no param group with {described(mine)}; it has "
@@ -216,10 +217,12 @@ def load_rank_state(fork: ForkModel, opened: Callable[[], RankState]) -> None:
         CheckpointError: on a rank that finds a fault; nothing is changed on any rank then.
         RanksDisagreeError: on the others, with that rank's text.
     """
-    state, model = raise_together(opened, fork.everyone, "load"), fork.whole()
+    state = raise_together(opened, fork.everyone, "load")
+    model = fork.whole()
     owned = {shard.name: shard.in_param for _, shard in shards_of(fork.sharded)}
-    parts = {name: [shard] for name, shard in state.shards.items()}
-    has_all = all(name in parts and parts[name][0].holds(span) for name, span in owned.items())
+    saved = state.shards
+    parts = {name: [shard] for name, shard in saved.items()}
+    has_all = all(name in saved and saved[name].holds(span) for name, span in owned.items())
     step = state.step if parts else None  # a rank may have saved nothing of what it owns now
     everywhere = exchange((has_all, state.groups, step), fork.start.data)
     if not all(has_all for has_all, *_ in everywhere):
@@ -232,8 +235,10 @@ def load_rank_state(fork: ForkModel, opened: Callable[[], RankState]) -> None:
 
     def loadable() -> Loadable:
         found = {name: _whole(name, span, parts[name]) for name, span in owned.items()}
-        step, shards = max(steps, default=None), {**state.shards, **found}
-        return _loadable(fork, model, replace(state, groups=groups, step=step, shards=shards))
+        step = max(steps, default=None)
+        shards = {**state.shards, **found}
+        of_all = replace(state, groups=groups, step=step, shards=shards)
+        return _loadable(fork, model, of_all)
 
     load_state(loadable, model, fork.everyone)
 
@@ -248,7 +253,8 @@ def _whole(name: str, span: Span, parts: Sequence[SavedShard]) -> SavedShard:
 
 
 def _loadable(fork: ForkModel, model: WholeModel, state: RankState) -> Loadable:
-    share, plan = model.shares[0], fork.sharded.plan
+    share = model.shares[0]
+    plan = fork.sharded.plan
     groups = []
     for number, group in enumerate(plan.groups):
         # What is kept of the others, their ranks know.
@@ -270,9 +276,11 @@ def _loadable(fork: ForkModel, model: WholeModel, state: RankState) -> Loadable:
         name, in_param = piece.shard.name, piece.piece.in_param
         saved = state.shards[name]
         if kind in saved.tensors:
-            return saved.tensors[kind][in_param.relative_to(saved.in_param.start).as_slice()]
+            in_saved = in_param.relative_to(saved.in_param.start)
+            return saved.tensors[kind][in_saved.as_slice()]
         # An fp32 param is its own main param, and its values came with the model.
-        return fork.start.named[name].detach().reshape(-1)[in_param.as_slice()]
+        values = fork.start.named[name].detach().reshape(-1)
+        return values[in_param.as_slice()]
 
     return loadable_of_shards(model, head, state.where, kinds_of, values_of)
 
@@ -302,8 +310,9 @@ def _sent_around(
                     sent.copy_(shards[name].tensors[kind])
                 broadcast(sent, rank, group)
                 if both is not None:
+                    in_sent = both.relative_to(span.start)
                     # a copy: a view would keep all of it in memory
-                    tensors[kind] = sent[both.relative_to(span.start).as_slice()].cpu().clone()
+                    tensors[kind] = sent[in_sent.as_slice()].cpu().clone()
             if both is not None:
                 yield name, SavedShard(both, tensors)
 
@@ -496,7 +505,8 @@ def save_gathered(fork: ForkModel, filename: str) -> None:
             part = torch.zeros(buffer.plan.layout.shard_numel, dtype=torch.float32, device=device)
             for flat, shard in shards_of(sharded):
                 if shard.name in buffer.plan.params and key in kept[flat]:
-                    part[shard.in_shard.as_slice()] = flat.cut(kept[flat][key], shard).to(device)
+                    values = flat.cut(kept[flat][key], shard)
+                    part[shard.in_shard.as_slice()] = values.to(device)
             whole = gather_to_first(part, carrier)
             if whole is not None:
                 tensors[key] = whole.cpu()
