@@ -27,7 +27,7 @@ MOST_STATEMENTS: dict[str, int] = {
     "comm": 1212,
     "optimizer": 2811,
     "checkpoint": 2594,
-    "formats": 1412,
+    "formats": 1498,
     "session": 196,
     "hosts": 4380,
     "plugin": 593,

@@ -230,7 +230,9 @@ def check_launch_flags(
     elif is_given:
         yield ok(_LAUNCH, flag, "given: this optimizer is used")
     elif switch is Switch.REQUIRE:
-        text = f"MEGATRON_DISTOPT=require, and {flag} is not given. Add it, or unset the variable."
+        text = (
+            f"MEGATRON_DISTOPT=require, and {flag} is not given. Add {flag}, or unset the variable."
+        )
         yield problem(_LAUNCH, flag, text)
     else:
         yield noted(_LAUNCH, flag, f"not given: the package is inert; add {flag} to use it")

@@ -32,10 +32,7 @@ def inner_name(kinds: Iterable[str]) -> str:
 
 def loss_scale_of(scaler: Mapping[str, Any] | None) -> dict[str, float]:
     """The loss scale in the state of a Megatron's grad scaler; empty for a constant one."""
-    if not scaler:
-        return {}
-    is_dynamic = LOSS_SCALE_NAMES.keys() <= scaler.keys()
-    if not is_dynamic:
+    if not scaler or not LOSS_SCALE_NAMES.keys() <= scaler.keys():
         return {}
     scale = {}
     for key, name in LOSS_SCALE_NAMES.items():
@@ -121,8 +118,7 @@ def cut(placement: Placement, dtype: torch.dtype, read: Callable[[Box], Tensor])
     `fill`."""
     local = torch.empty(placement.shape, dtype=dtype)
     flat = local.view(-1)
-    every = Span(0, local.numel())
-    for piece in placement.pieces(every):
+    for piece in placement.pieces(Span(0, local.numel())):
         stretch = flat[piece.in_param.as_slice()].view(piece.sizes)
         inside = piece.inside.as_slices()
         stretch[inside] = read(piece.in_global)

@@ -47,18 +47,13 @@ _AGAIN = "Run python -m deepspeed.checkpoint.ds_to_universal again."
 def is_universal(path: Path) -> bool:
     """Whether a folder is such a checkpoint, or names one in its file "latest_universal"."""
     zero = _folder_of(path, _LATEST) / _ZERO
-    if not zero.is_dir():
-        return False
-    first = next(zero.rglob(f"{_FP32}.pt"), None)
-    return first is not None
+    return zero.is_dir() and next(zero.rglob(f"{_FP32}.pt"), None) is not None
 
 
 def is_zero(path: Path) -> bool:
     """Whether a folder holds what DeepSpeed's ZeRO optimizers save, or names the step that does."""
     folder = _folder_of(path, _LATEST_ZERO)
-    if not folder.is_dir():
-        return False
-    return any(_OF_ZERO.fullmatch(each.name) for each in folder.iterdir())
+    return folder.is_dir() and any(_OF_ZERO.fullmatch(each.name) for each in folder.iterdir())
 
 
 def refuse_zero(path: Path) -> NoReturn:
@@ -108,8 +103,7 @@ class _Folder:
         for content in self.model_files:
             for number, group in enumerate(content.get("param_shapes") or ()):
                 for name, shape in group.items():
-                    shapes = found.setdefault(number, {})
-                    shapes.setdefault(str(name), tuple(shape))
+                    found.setdefault(number, {}).setdefault(str(name), tuple(shape))
         return tuple(found.values())
 
     def kinds_of(self, name: str) -> list[str]:
@@ -128,8 +122,7 @@ class _Folder:
             raise CheckpointError(f"File {path} holds no tensor. {_AGAIN}")
         known = [group[name] for group in self.groups if name in group]
         shape = known[0] if known else tuple(tensor.shape)
-        numel = math.prod(shape)
-        is_flat = tensor.dim() == 1 and numel == tensor.numel()  # of ZeRO stage 3
+        is_flat = tensor.dim() == 1 and math.prod(shape) == tensor.numel()  # of ZeRO stage 3
         return tensor.view(shape) if is_flat else tensor
 
     def step(self, name: str) -> Mapping[str, Any]:
@@ -179,9 +172,8 @@ def _loss_scale_of(scaler: Any) -> dict[str, float]:
     """The loss scale of DeepSpeed's scaler; empty for a constant one."""
     if not attribute(scaler, "dynamic"):
         return {}
-    step = int(attribute(scaler, "cur_iter"))
     last = int(attribute(scaler, "last_overflow_iter"))
-    good = step - last - 1
+    good = int(attribute(scaler, "cur_iter")) - last - 1
     window = int(attribute(scaler, "scale_window"))
     tolerated = float(attribute(scaler, "cur_hysteresis"))
     return {
@@ -211,5 +203,4 @@ def _records(folder: _Folder, state: Mapping[str, Any]) -> Iterator[GroupRecord]
         counts = [folder.step(name) or others for name in names]
         step = the_step(counts, folder.path)
         if names:
-            to_keep, _ = options_of(group)
-            yield GroupRecord(tuple(names), to_keep, step)
+            yield GroupRecord(tuple(names), options_of(group)[0], step)

@@ -119,11 +119,11 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "truncated": "is damaged | --no-load-optim",
         "missing": "bad missing.distopt/manifest.json | bad missing.pt | --no-load-optim",
         "chunk": f"chunk 0 | torch.float32 | {SAME_PARALLEL}",
-        "short": f"exp_avg of [7743] | {CHUNK}",
+        "short": f"exp_avg of shape [7743] | {CHUNK}",
         "moment": MOMENTS,
     },
     "head": {
-        "nothing": f"optimizer state: one with nothing. | gathered file | {OTHER_MODEL}",
+        "nothing": f"The optimizer state is one with nothing | gathered file | {OTHER_MODEL}",
         "group missing": NO_VECTORS,
         "group too many": f"(name=third, wd_mult=1.0, lr_mult=1.0) besides | {OTHER_MODEL}",
     },

@@ -160,16 +160,14 @@ def groups_by_rule(file: ModelFile, groups: Sequence[Mapping[str, Any]]) -> tupl
     file_groups = []
     for group in groups:
         numbers = members[group_decays(group)]
-        options = _options_in(group)
-        file_groups.append(FileGroup(options, tuple(numbers)))
+        file_groups.append(FileGroup(_options_in(group), tuple(numbers)))
     return tuple(file_groups)
 
 
 def _turn(record: GroupRecord) -> tuple[bool, bool]:
     """A fork makes groups that decay first, and of these those without a factor of the learning
     rate."""
-    has_factor = record.options.get("lr_mult", 1.0) != 1.0
-    return not group_decays(record.options), has_factor
+    return not group_decays(record.options), record.options.get("lr_mult", 1.0) != 1.0
 
 
 def _options_to_write(record: GroupRecord, entries: ForkEntries) -> dict[str, Any]:
@@ -250,8 +248,7 @@ def _records(part: FileState, step: int | None) -> tuple[GroupRecord, ...]:
 def _read(parts: _Parts, kind: str, info: TensorRecord, box: Box) -> Tensor:
     """A part of a tensor; a main param is read whole, because it is compared with the model's."""
     wanted = Box.whole(info.shape) if kind == MAIN else box
-    dtype = getattr(torch, info.dtype)
-    whole = torch.empty(wanted.sizes, dtype=dtype)
+    whole = torch.empty(wanted.sizes, dtype=getattr(torch, info.dtype))
     for part, number in parts:
         placement = part.file.params[number].placement
         is_copy = part is not parts[0][0]
@@ -345,8 +342,7 @@ class Slices:
         values = self.read(kind, number)
         if span is None:
             return values
-        flat = values.reshape(-1)
-        return flat[span.as_slice()].clone()
+        return values.reshape(-1)[span.as_slice()].clone()
 
     def _part_of_file(self, kind: str, number: int) -> Tensor:
         param = self.file.params[number]

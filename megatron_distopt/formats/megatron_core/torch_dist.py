@@ -156,8 +156,7 @@ def _head(infos: Mapping[str, TensorRecord], common: Mapping[str, Any], path: Pa
         entries = [*entry.values()]  # of a chain
     states = [each for each in entries if isinstance(each, Mapping)]
     kinds = (state.get("param_state_sharding_type") for state in states)
-    metadata = common.get("content_metadata") or {}
-    kind = metadata.get("distrib_optim_sharding_type")
+    kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     kind = kind or next((each for each in kinds if each is not None), "by param")
     about: dict[str, str | int] = {"host": "megatron-core", "format": f"torch_dist, {kind}"}
     if isinstance(common.get("iteration"), int):
@@ -166,8 +165,7 @@ def _head(infos: Mapping[str, TensorRecord], common: Mapping[str, Any], path: Pa
     scaler = next(filter(None, scalers), None)
     mains = [key for key in infos if kind_of(key) == MAIN]
     shapes = {name_of(key): infos[key].shape for key in mains}
-    groups = _groups_in(states)
-    records = tuple(_records(shapes, groups, str(path)))
+    records = tuple(_records(shapes, _groups_in(states), str(path)))
     return Manifest(
         "", (), {}, records, inner_name(map(kind_of, infos)), loss_scale_of(scaler), about=about
     )
@@ -256,8 +254,7 @@ def _layers_of(folder: DcpFolder, key: str, stored_as: str) -> Iterator[tuple[st
     for layer in range(stored.shape[0]):
 
         def read(box: Box, layer: int = layer) -> Tensor:
-            in_whole = Box((layer, *box.offsets), (1, *box.sizes))
-            return whole.read(in_whole)[0]
+            return whole.read(Box((layer, *box.offsets), (1, *box.sizes)))[0]
 
         yield (
             f"{match['before']}{layer}.{match['after']}",
@@ -323,8 +320,7 @@ def _stacked(gate: _NamedTensor, up: _NamedTensor) -> _NamedTensor:
             offsets = (number * rows, *zeros)
             inside = box.intersect(Box(offsets, gate.shape))
             if inside:
-                in_half = inside.relative_to(offsets)
-                parts.append(half.read(in_half))
+                parts.append(half.read(inside.relative_to(offsets)))
         return torch.cat(parts)
 
     return replace(gate, shape=(2 * rows, *rest), read=read)
