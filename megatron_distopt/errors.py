@@ -54,11 +54,6 @@ class InvariantError(DistOptError, AssertionError):
     """Something that the package guarantees does not hold: a bug of the package."""
 
 
-def refusal(what: str, got: object, rule: str, remedy: str) -> str:
-    """Composes the text of an error from its parts."""
-    return f"Invalid {what}: {got}. Must {rule}. {remedy}."
-
-
 def some_of(names: Sequence[str]) -> str:
     """The first three of them, for a text.
 

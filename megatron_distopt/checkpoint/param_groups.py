@@ -308,7 +308,8 @@ def plain_options(options: Options) -> dict[str, Any]:
     plain = {key: plain_option(value) for key, value in options.items() if key != "params"}
     for key in plain.keys() & {*NUMBERS, *_LISTS_OF_NUMBERS}:
         if isinstance(plain[key], list):
-            plain[key] = list(map(python_number, plain[key]))
+            numbers = map(python_number, plain[key])
+            plain[key] = list(numbers)
         else:
             plain[key] = python_number(plain[key])
     return plain

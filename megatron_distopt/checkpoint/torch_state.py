@@ -549,14 +549,16 @@ def _value(
 def is_unwritten(state: StateDict) -> bool:
     """Whether all that is kept for each element of a param is nan, see [Note: torch's format]."""
     kept = [value for key, value in state.items() if key not in (MAIN_PARAM, AVERAGE)]
-    values = [value for value in kept if torch.is_tensor(value) and value.dim()]
-    parts = [
-        part
-        for value in values
-        for part in (value.parts if isinstance(value, ShardedValue) else [value])
-    ]
+    parts = list[Tensor]()
+    for value in kept:
+        is_of_elements = torch.is_tensor(value) and value.dim()
+        if is_of_elements and isinstance(value, ShardedValue):
+            parts += value.parts
+        elif is_of_elements:
+            parts.append(value)
     floats = [part for part in parts if part.is_floating_point() and part.numel()]
-    return bool(floats) and all(bool(as_plain(part).isnan().all()) for part in floats)
+    are_nan = [bool(as_plain(part).isnan().all()) for part in floats]
+    return bool(floats) and all(are_nan)
 
 
 def is_adam(optimizer: ShardedOptimizer, number: int) -> bool:
@@ -630,6 +632,7 @@ def full_state_dict(params: TorchParams) -> dict[str, Any]:
     if params.data.rank != 0:
         return {}
     by_number: dict[int, dict[str, Any]] = {}
-    for (number, kind), value in sorted(full.items(), key=lambda item: item[0][0]):
+    for key, value in sorted(full.items(), key=lambda item: item[0][0]):
+        number, kind = key
         by_number.setdefault(number, {})[kind] = value
     return {"state": by_number, "param_groups": state["param_groups"]}

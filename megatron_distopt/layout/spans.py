@@ -221,7 +221,9 @@ class Placement:
     def __post_init__(self) -> None:
         if self.dim is None:
             return
-        if not (0 <= self.dim < len(self.shape) and 0 <= self.rank < self.size):
+        has_dim = 0 <= self.dim < len(self.shape)
+        has_rank = 0 <= self.rank < self.size
+        if not (has_dim and has_rank):
             raise LayoutError(
                 f"Param {self.name!r} of shape {self.shape} cannot be cut along dim {self.dim} for "
                 f"rank {self.rank} of {self.size}. Give the param's own partition_dim."
@@ -280,7 +282,9 @@ class Placement:
         first = Box.whole(
             [height if dim == self.dim else numel for dim, numel in enumerate(self.shape)]
         )
-        return tuple(
-            (first.moved_by(k * height, self.dim), (k * (self.size - 1) + self.rank) * height)
-            for k in range(self.stride)
-        )
+        moved = []
+        for part in range(self.stride):
+            local = first.moved_by(part * height, self.dim)
+            parts_before = part * (self.size - 1) + self.rank
+            moved.append((local, parts_before * height))
+        return tuple(moved)

@@ -213,7 +213,8 @@ def _on_host(
         if bucket in buckets:
             chosen = list(members)
             model = models[chosen[0]]
-            first, last = plans[chosen[0]].in_buffer, plans[chosen[-1]].in_buffer
+            first = plans[chosen[0]].in_buffer
+            last = plans[chosen[-1]].in_buffer
             whole = Span(first.start, last.stop)
             rounded = pinned([whole.numel], model.dtype, model.device)
             both = OnHost(rounded, pinned([whole.numel], torch.float32, model.device))

@@ -918,7 +918,7 @@ TRAINING: dict[str, Case] = {
     ),
     "state of a foreign param is reset": (
         trained(lambda _, optimizer: optimizer.reset_state([Parameter(torch.ones(2))])),
-        everyone(LayoutError, "1 in no param group"),
+        everyone(LayoutError, "1 params of reset_state", "Give params of the optimizer"),
     ),
     "a moment of no such name is scaled": (
         trained(_whole_step, lambda _, optimizer: optimizer.reset_state(scale={"exp_avgs": 0.1})),

@@ -352,9 +352,10 @@ class Slices:
             return torch.zeros(param.model.shape)
         shape = self.source.tensors[key].shape
         if shape != placement.global_shape:
+            needed = list(placement.global_shape)
             raise CheckpointError(
                 f"Tensor {key!r} has shape {list(shape)}, and the model in {self.file.path} needs "
-                f"{list(placement.global_shape)}. {_SAME_SAVE}"
+                f"{needed}. {_SAME_SAVE}"
             )
         whole = self.source.read(key)
         local = cut(placement, torch.float32, lambda box: whole[box.as_slices()])

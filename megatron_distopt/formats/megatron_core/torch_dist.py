@@ -254,7 +254,8 @@ def _layers_of(folder: DcpFolder, key: str, stored_as: str) -> Iterator[tuple[st
     for layer in range(stored.shape[0]):
 
         def read(box: Box, layer: int = layer) -> Tensor:
-            return whole.read(Box((layer, *box.offsets), (1, *box.sizes)))[0]
+            in_whole = Box((layer, *box.offsets), (1, *box.sizes))
+            return whole.read(in_whole)[0]
 
         yield (
             f"{match['before']}{layer}.{match['after']}",

@@ -35,7 +35,8 @@ class GroupCounts:
             counts = self._counts(group)
             shown = self._shown.get(number)
             written = group.get("step")
-            if written is not None and (shown is None or written != shown.num_updates):
+            is_new = shown is None or written != shown.num_updates
+            if written is not None and is_new:
                 for count in counts:
                     count.fill_(int(written))
                 self._show(number, group, counts, int(written))
@@ -67,5 +68,9 @@ class GroupCounts:
 
     def _counts(self, group: Mapping[str, Any]) -> list[Tensor]:
         """Empty for a group without a main param on this rank."""
-        states = [self._inner.state.get(main, {}) for main in group["params"]]
-        return [state["step"] for state in states if "step" in state]
+        counts = []
+        for main in group["params"]:
+            state = self._inner.state.get(main, {})
+            if "step" in state:
+                counts.append(state["step"])
+        return counts

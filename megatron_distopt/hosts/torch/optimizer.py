@@ -27,7 +27,7 @@ from megatron_distopt.checkpoint.torch_state import (
 )
 from megatron_distopt.comm import Field, compare, exchange, meet_in_call, raise_together
 from megatron_distopt.compatibility import Feature, check_compatible
-from megatron_distopt.errors import AccessError, ConfigError, LayoutError, refusal
+from megatron_distopt.errors import AccessError, ConfigError, LayoutError
 from megatron_distopt.hosts.start import as_torch_groups, clear_grads, named_params
 from megatron_distopt.hosts.torch.checkpoint import (
     UntrainedTensors,
@@ -256,7 +256,7 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
             )
         if not float(max_norm) > 0:
             raise ConfigError(
-                refusal("max_norm", max_norm, "be above 0", "Write clip_grad_norm_(1.0)")
+                f"max_norm is {max_norm}, and must be above 0. Write clip_grad_norm_(1.0)."
             )
         model = self._model
         model.admit()
@@ -378,8 +378,10 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         name_of = names_of_grouped(self._model, self.param_groups)
         names = sorted(name_of.get(param, "") for param in (name_of if params is None else params))
         if "" in names:
-            got, remedy = f"{names.count('')} in no param group", "Give params of the optimizer"
-            raise LayoutError(refusal("params of reset_state", got, "be in a group", remedy))
+            raise LayoutError(
+                f"{names.count('')} params of reset_state are in no param group. Give params of "
+                "the optimizer."
+            )
         self.session.wait_for_snapshot()
         self.sharded.reset_state(names, scale)
         self._model.params.options.note_reset(names, scale)
@@ -463,7 +465,8 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         """
         if to != 0:
             raise ConfigError(
-                refusal("to", to, "be 0", "Leave it out, and call torch.save on rank 0")
+                f"to is {to}, and the whole state comes to rank 0. Leave it out, and call "
+                "torch.save on rank 0."
             )
         whole = self.full_state_dict()
         self._consolidated = whole.get("state")
