@@ -552,7 +552,7 @@ MUON_REFUSED: Refused = {
     "hooks": (
         lambda: _changed(lambda model, given: given[1].register_step_post_hook(lambda *_: None)),
         ConfigError,
-        "hooks of AdamW",
+        "AdamW, one of several optimizers, has hooks",
     ),
     "Muon was stepped": (lambda: _changed(_stepped_before), ConfigError, "has state"),
     "a param in both": (
@@ -637,7 +637,7 @@ CLASS_REFUSED: Refused = {
     "class and a param that is cut": (
         lambda: _class("SOAP", placement=_cut),
         LayoutError,
-        "where SOAP updates it",
+        "SOAP needs it whole",
     ),
     "class, load_state_dict": (
         lambda: _class("SOAP").load_state_dict({"state": {0: {"step": 1}}, "param_groups": []}),
