@@ -89,7 +89,6 @@ def distribute(
         ConfigError, LayoutError, RanksDisagreeError: on all ranks, before anything is allocated.
     """
     data, everyone = Group.of(process_group), Group.of(stats_process_group or process_group)
-
     meet_in_call("distribute", everyone)
     given = GivenToDistribute(
         model=model,
@@ -110,19 +109,22 @@ def distribute(
     begin_communication(own, plan.how, plan.device, everyone, [data], dtypes)
     sharded = ShardedModel(plan, announce_drop)
     if everyone.rank == 0:
-        groups = f"groups     {sharded_over(plan.device, data, plan.how)}"
-        overlaps = {"grads": own.overlap_grad_reduce, "params": own.overlap_param_gather}
-        overlap = ", ".join(
-            f"{what} {'overlapped' if is_on else 'not overlapped'}"
-            for what, is_on in overlaps.items()
-        )
-        more = [groups, f"overlap    {overlap}"]
-        if not sharded.had_same_values:
-            more.append("values     of params differed between ranks: all have those of rank 0 now")
-        announce(
-            describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more)
-        )
+        _announce(sharded, plan)
     return TorchDistributedOptimizer(sharded, plan.torch_groups, optimizers)
+
+
+def _announce(sharded: ShardedModel, plan: ModelPlan) -> None:
+    """Logs the block that says what is active."""
+    config = plan.step.config
+    overlaps = {"grads": config.overlap_grad_reduce, "params": config.overlap_param_gather}
+    words = [f"{what} {'' if is_on else 'not '}overlapped" for what, is_on in overlaps.items()]
+    more = [
+        f"groups     {sharded_over(plan.device, plan.data, plan.how)}",
+        f"overlap    {', '.join(words)}",
+    ]
+    if not sharded.had_same_values:
+        more.append("values     of params differed between ranks: all have those of rank 0 now")
+    announce(describe("a torch program", ("distribute",), [sharded.sharded], plan.device, *more))
 
 
 def _compare(plan: ModelPlan, everyone: Group) -> None:
