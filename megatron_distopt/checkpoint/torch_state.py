@@ -429,8 +429,10 @@ class StateByParam(MutableMapping[Parameter, dict[str, Any]]):
         for key, value in (_state_of(self._params, name) or {}).items():
             if key == STEP and isinstance(value, ShardedValue):
                 value.is_copy = True  # as on the rank that has the count
-            is_live = key in live or type(value) is not Tensor
-            dict.__setitem__(shown, key, value if is_live else _as_copy(value))
+            if key in live or type(value) is not Tensor or not value.numel():
+                dict.__setitem__(shown, key, value)
+            else:
+                dict.__setitem__(shown, key, _as_copy(value))
         return shown
 
     def __setitem__(self, param: Parameter, state: Any) -> None:

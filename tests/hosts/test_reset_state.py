@@ -167,12 +167,26 @@ def _owners_begin_anew(kind: str, rank: int, size: int) -> None:
             optimizer.reset_state(scale={"exp_avg": 0.1})
 
 
+def _empty_is_read_and_popped() -> None:
+    """Of a param without elements, which torch gives an entry with its shape."""
+    model = torch.nn.Linear(4, 2)
+    model.empty = torch.nn.Parameter(torch.empty(0, 8))
+    optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.empty]["exp_avg"].shape == (0, 8)
+    optimizer.state.pop(model.empty)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
 CASES = [
     *(f"{name}, as torch" for name in SAME),
     *(f"{name} alone" for name in LOW),
     "saved",
     "Muon",
     "Adafactor",
+    "empty",
 ]
 
 
@@ -181,6 +195,7 @@ def run_all(rank: int, size: int, folder: Path) -> dict[str, str]:
         "saved": lambda: _saves_what_began(rank, size, folder),
         "Muon": lambda: _owners_begin_anew("Muon", rank, size),
         "Adafactor": lambda: _owners_begin_anew("Adafactor", rank, size),
+        "empty": _empty_is_read_and_popped,
     }
     checks |= {f"{n}, as torch": lambda n=n: _goes_on_as_torchs(n, rank, size) for n in SAME}  # type: ignore[misc]
     checks |= {f"{n} alone": lambda n=n: _keeps_all_else(n, rank, size) for n in LOW}  # type: ignore[misc]
