@@ -916,6 +916,13 @@ TRAINING: dict[str, Case] = {
         trained(lambda _, optimizer: setattr(optimizer._given[0], "param_groups", [])),
         everyone(ConfigError, "param_groups", "add_param_group"),
     ),
+    "state is emptied after another model's params took the place": (
+        trained(
+            lambda model, _: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+            lambda _, optimizer: setattr(optimizer, "state", {}),
+        ),
+        everyone(LayoutError, "no longer in the model", "assign=True"),
+    ),
     "state of a foreign param is reset": (
         trained(lambda _, optimizer: optimizer.reset_state([Parameter(torch.ones(2))])),
         everyone(LayoutError, "1 params of reset_state", "Give params of the optimizer"),

@@ -14,7 +14,7 @@ from megatron_distopt.checkpoint.load_torch_state import load_torch_state_dict, 
 from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.torch_state import TorchParams
 from megatron_distopt.checkpoint.whole_model import untrained_tensors
-from megatron_distopt.errors import CheckpointError
+from megatron_distopt.errors import CheckpointError, LayoutError
 from megatron_distopt.hosts.start import named_params
 from megatron_distopt.hosts.torch.model import ShardedModel
 from megatron_distopt.hosts.watches.version_census import VersionCensus
@@ -26,7 +26,15 @@ _Groups = Sequence[dict[str, Any]]
 def names_of_grouped(model: ShardedModel, groups: _Groups) -> dict[Parameter, str]:
     """The params in the user's groups."""
     names = {param: name for name, param in named_params(model.chunks).items()}
-    return {param: names[param] for group in groups for param in group["params"]}
+    grouped = [param for group in groups for param in group["params"]]
+    num_left = sum(param not in names for param in grouped)
+    if num_left:
+        raise LayoutError(
+            f"{num_left} params of the param groups are no longer in the model, as after "
+            "load_state_dict(..., assign=True) or where a module was taken out. Load without "
+            "assign=True, or build the optimizer afterwards."
+        )
+    return {param: names[param] for param in grouped}
 
 
 def torch_params(model: ShardedModel, groups: _Groups) -> TorchParams:
