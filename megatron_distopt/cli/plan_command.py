@@ -157,10 +157,6 @@ class StagePlan:
         return range(1, last) if 0 < self.stage < last else range(self.stage, self.stage + 1)
 
     @property
-    def sent_nbytes(self) -> int:
-        return sum(part.nbytes for part in self.sent.values())
-
-    @property
     def nbytes(self) -> dict[str, int]:
         """By part, as docs/plan.md says."""
         held = self.footprint
