@@ -12,6 +12,7 @@ their grads do, so that kernels move both in full vectors.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,8 +26,9 @@ from megatron_distopt.errors import InvariantError
 from megatron_distopt.layout import (
     BufferLayout,
     FlatParamPlan,
+    ParamShard,
     Span,
-    owned_shards,
+    param_shard,
     plan_flat_params,
 )
 from megatron_distopt.layout.buckets import VECTOR_NUMEL
@@ -37,7 +39,7 @@ class _Run:
     """Neighbours of the minority in the shards of one rank, and where they are packed."""
 
     rank: int
-    flat: FlatParamPlan[bool]
+    flat: FlatParamPlan[int]
     start: int  # in the rank's packed part
 
     def in_part(self, in_buffer: Span) -> Span:
@@ -122,12 +124,23 @@ def pack_params(
 
 
 def _plan_runs(layout: BufferLayout, names: Collection[str]) -> tuple[_Run, ...]:
-    """The runs of all ranks, each as many elements behind a multiple of 8 as its grads are."""
+    """The runs of all ranks, each as many elements behind a multiple of 8 as its grads are. Only
+    ranks that hold some of the minority cost anything, however many there are."""
+    shards_of = defaultdict[int, list[ParamShard]](list)  # by rank
+    run_of: dict[str, int] = {}  # by name the first slot of the neighbours, with none between
+    for number, slot in enumerate(layout.slots):
+        if slot.name in names:
+            neighbour = layout.slots[number - 1].name  # of the first slot the last, in no run yet
+            run_of[slot.name] = run_of.get(neighbour, number)
+            bucket = layout.buckets[slot.bucket]
+            for rank in bucket.holders(slot.in_buffer, layout.num_shards):
+                owned = param_shard(slot, bucket, rank, bucket.shard(rank, layout.num_shards))
+                if owned is not None:
+                    shards_of[rank].append(owned)
     runs: list[_Run] = []
-    for rank in range(layout.num_shards):
+    for rank, shards in shards_of.items():
         filled = 0
-        shards = owned_shards(layout, rank)
-        for flat in plan_flat_params(shards, lambda name: True if name in names else None):
+        for flat in plan_flat_params(shards, run_of.get):
             filled += (flat.in_buffer.start - filled) % VECTOR_NUMEL
             runs.append(_Run(rank, flat, filled))
             filled += flat.in_buffer.numel

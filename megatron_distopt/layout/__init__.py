@@ -13,7 +13,13 @@ from megatron_distopt.layout.buckets import (
 )
 from megatron_distopt.layout.matrices import MatrixBlock, MatrixCut, MatrixPiece, MatrixSpec
 from megatron_distopt.layout.owners import MatrixOwner, OwnerPlan, Travel, plan_owners
-from megatron_distopt.layout.shards import FlatParamPlan, ParamShard, owned_shards, plan_flat_params
+from megatron_distopt.layout.shards import (
+    FlatParamPlan,
+    ParamShard,
+    owned_shards,
+    param_shard,
+    plan_flat_params,
+)
 from megatron_distopt.layout.spans import Box, Piece, Placement, Span, boxes
 
 __all__ = [
@@ -40,6 +46,7 @@ __all__ = [
     "default_bucket_size",
     "lay_out",
     "owned_shards",
+    "param_shard",
     "plan_flat_params",
     "plan_owners",
 ]

@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Generic, TypeVar
 
 from megatron_distopt.errors import LayoutError
-from megatron_distopt.layout.buckets import BufferLayout
+from megatron_distopt.layout.buckets import Bucket, BufferLayout, ParamSlot
 from megatron_distopt.layout.spans import Span
 
 Key = TypeVar("Key", bound=Hashable)
@@ -58,12 +58,20 @@ def owned_shards(layout: BufferLayout, rank: int) -> tuple[ParamShard, ...]:
         first = max(bisect_right(layout.starts, shard.start) - 1, 0)
         end = bisect_left(layout.starts, shard.stop)
         for slot in layout.slots[first:end]:
-            owned = slot.in_buffer.intersect(shard)
+            owned = param_shard(slot, bucket, rank, shard)
             if owned is not None:
-                origins = slot.in_buffer.start, 0, bucket.in_buffer.start, shard.start
-                spans = map(owned.relative_to, origins)
-                found.append(ParamShard(slot.name, rank, bucket.index, *spans))
+                found.append(owned)
     return tuple(found)
+
+
+def param_shard(slot: ParamSlot, bucket: Bucket, rank: int, shard: Span) -> ParamShard | None:
+    """What `rank`, whose shard of the bucket is `shard`, owns of a param in it."""
+    owned = slot.in_buffer.intersect(shard)
+    if owned is None:
+        return None
+    origins = slot.in_buffer.start, 0, bucket.in_buffer.start, shard.start
+    spans = map(owned.relative_to, origins)
+    return ParamShard(slot.name, rank, bucket.index, *spans)
 
 
 @dataclass(frozen=True, slots=True)
