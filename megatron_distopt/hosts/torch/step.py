@@ -46,7 +46,7 @@ _HOOKED = (
 
 @dataclass(frozen=True)
 class Census:
-    """What ranks have said of themselves, see [Note: census], in sums over them."""
+    """What a rank says of itself, see [Note: census], or the sums of what ranks have said."""
 
     round: Tally  # of gradients
     num_complaints: float  # that ranks have to raise
@@ -54,6 +54,17 @@ class Census:
     num_begun: float  # module buffers that training has begun to change
     num_apart: float  # above 0 where ranks with the same params differ in what follows
     alike: Tally  # a mark of what ranks with the same params must have alike
+
+    def pack(self) -> list[float]:
+        """In the order of `unpack`; numbers that all ranks sum come first."""
+        return [
+            *self.round,
+            self.num_complaints,
+            self.num_newcomers,
+            self.num_begun,
+            self.num_apart,
+            *self.alike,
+        ]
 
     @classmethod
     def unpack(cls, sums: Sequence[float]) -> Census:
@@ -162,19 +173,17 @@ def census_of(model: ShardedModel, *, is_dropped: bool = False) -> Tensor:
     # The sum of squares over 4,096 ranks is exact.
     modulus = 2**20 if model.sharded.stats_dtype is torch.float64 else _MODULUS
     salt = grads.num_rounds, grads.sum_of_hooked, grads.kept
-    numbers = [  # in the order of the fields of a census
-        *Tally.of(number),
-        len(grads.complaints),
-        len(model.newcomers()) if model.waiting else 0,
-        0 if model.module_buffers is None else len(model.module_buffers.begun()),
-        0,
-        *Tally.of(model.params.options.checksum(salt, modulus)),
-        *grads.present,
-    ]
-    census = torch.tensor(numbers, dtype=model.sharded.stats_dtype)
-    if model.device.type == CPU:
-        return census
-    return census.to(model.device, non_blocking=True)
+    census = Census(
+        round=Tally.of(number),
+        num_complaints=len(grads.complaints),
+        num_newcomers=len(model.newcomers()) if model.waiting else 0,
+        num_begun=0 if model.module_buffers is None else len(model.module_buffers.begun()),
+        num_apart=0,
+        alike=Tally.of(model.params.options.checksum(salt, modulus)),
+    )
+    numbers = torch.tensor([*census.pack(), *grads.present], dtype=model.sharded.stats_dtype)
+    is_there = model.device.type == CPU
+    return numbers if is_there else numbers.to(model.device, non_blocking=True)
 
 
 def _notice(model: ShardedModel, census: Tensor) -> Notice:

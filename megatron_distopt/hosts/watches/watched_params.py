@@ -301,7 +301,7 @@ class GroupMembers:
         self._ids = ids_of(groups)
 
     def check(self, groups: _Groups) -> None:
-        if [list(map(id, group["params"])) for group in groups] != self._ids:
+        if ids_of(groups) != self._ids:
             raise LayoutError(
                 "The param_groups have other params than they were given. Build the optimizer "
                 "again with get_megatron_optimizer(...) after the model has changed."
