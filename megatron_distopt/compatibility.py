@@ -21,7 +21,6 @@ class Feature(Enum):
 
     # Options.
     OFFLOAD = "`offload_fraction` above 0"
-    DIGESTS = "`log_digests`"
     LOW_PRECISION = "`main_params_dtype`, `exp_avg_dtype` or `exp_avg_sq_dtype` other than float32"
     BF16_MAIN_PARAMS = "`main_params_dtype` remainder or bfloat16"
     GATHERED_FORMAT = "`checkpoint_format` gathered"
@@ -67,7 +66,6 @@ _OWN_FILES = "Call save(folder) and load(folder) of the optimizer."
 EXCLUSIONS: dict[Feature, dict[Feature, str]] = {
     Feature.WHOLE_PARAMS: {
         Feature.OFFLOAD: "Leave offload_fraction out, or use AdamW.",
-        Feature.DIGESTS: "Leave log_digests out, or use AdamW.",
         Feature.LOW_PRECISION: _FP32_STATE,
         Feature.GATHERED_FORMAT: "Leave checkpoint_format out: a gathered file has room for Adam's "
         "moments alone.",
@@ -145,7 +143,6 @@ def _features_of(config: DistOptConfig) -> dict[Feature, str]:
     muon = next((name for name in sorted(config.explicit) if name.startswith("muon_")), None)
     asked = {
         Feature.OFFLOAD: config.offload_fraction and text("offload_fraction"),
-        Feature.DIGESTS: config.log_digests is not None and text("log_digests"),
         Feature.LOW_PRECISION: short and text(short),
         Feature.BF16_MAIN_PARAMS: config.main_params_dtype in ("remainder", "bfloat16")
         and text("main_params_dtype"),

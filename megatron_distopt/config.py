@@ -305,15 +305,6 @@ class DistOptConfig:
         "ranks that train on the CPU of one machine communicate through shared memory instead of "
         "messages",
     )
-    log_digests: int | None = option(
-        None,
-        "steps between two records of checksums of gradients, main params and optimizer state, by "
-        "param, for megatron-distopt diff; none for no such records",
-        at_least(1),
-    )
-    digest_file: str = option(
-        "digests.jsonl", "the file of those records, which rank 0 writes; one for each run"
-    )
     checkpoint_format: str = option(
         "distopt",
         "the optimizer's files behind a host's own calls; distopt loads at any parallel size, "

@@ -17,7 +17,6 @@ from megatron_distopt.errors import ConfigError
 #: By feature, an option that asks for it.
 ASKED: dict[Feature, dict[str, Any]] = {
     Feature.OFFLOAD: {"offload_fraction": 0.5},
-    Feature.DIGESTS: {"log_digests": 10},
     Feature.LOW_PRECISION: {"exp_avg_sq_dtype": "int8"},
     Feature.BF16_MAIN_PARAMS: {"main_params_dtype": "remainder"},
     Feature.GATHERED_FORMAT: {"checkpoint_format": "gathered"},

@@ -42,7 +42,6 @@ OTHER_VALUES: dict[str, Any] = {
     "min_loss_scale": 0.5,
     "offload_fraction": 0.5,
     "ema_decay": 0.999,
-    "digest_file": "/runs/digests",
     "protect_folder": "/dev/shm/run",
     "overlap_grad_reduce": True,
 }

@@ -49,6 +49,7 @@ _DESCRIPTOR = b"PK\x07\x08"
 _MAGIC = b"PK\x03\x04"
 _POLYNOMIAL = 0xEDB88320
 _ONE, _X = 1 << 31, 1 << 30
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorWriter(disk.Writer):
@@ -249,3 +250,8 @@ def _power(exponent: int) -> int:
     half = _power(exponent // 2)
     square = _product(half, half)
     return _product(square, _X) if exponent % 2 else square
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """The bits of each element as an integer: nan equals nan, and -0.0 differs from 0.0."""
+    return values.view(_INTEGERS[values.element_size()])

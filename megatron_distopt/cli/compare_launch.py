@@ -29,10 +29,7 @@ _LAUNCHER, _LAUNCHING = (
 #: Flags by pattern: what a host's undistributed optimizer refuses, what writes files or ends a run,
 #: what loads.
 DISTRIBUTED = "use-distributed-optimizer|overlap-param-gather.*"
-WRITING = (
-    "(async-)?save.*|exit-.*|non-persistent-.*|tensorboard-dir|wandb-.*|"
-    "distopt-(protect|log-digests|digest).*"
-)
+WRITING = "(async-)?save.*|exit-.*|non-persistent-.*|tensorboard-dir|wandb-.*|distopt-protect.*"
 LOADING = "load|pretrained-checkpoint|ckpt-step|use-checkpoint-args|universal-checkpoint"
 # variables that do so
 _LEFT_OUT = re.compile("MEGATRON_DISTOPT_(PROTECT_.*|LOG_DIGESTS|DIGEST_FILE)")

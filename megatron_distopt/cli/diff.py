@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,19 +14,19 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from megatron_distopt.checkpoint.digests import bits_of, is_digest_file
 from megatron_distopt.checkpoint.manifest import MAIN, Manifest, key_of, kind_of, name_of
 from megatron_distopt.checkpoint.source import Source
+from megatron_distopt.checkpoint.tensor_file import bits_of
 from megatron_distopt.cli.checkpoints import nbytes_of, open_at, params_text, settings_of
-from megatron_distopt.cli.diff_runs import answer_about_runs
 from megatron_distopt.cli.show import Answer, listed, more, plural, progress_of, rows, titled
-from megatron_distopt.errors import CheckpointError
 from megatron_distopt.hosts.megatron.naming import canonical
 
 #: More tensors of a kind than this, and more params in one line, are only counted; --json has all.
 _LISTED, _NAMED = 20, 8
 #: Elements that are compared at once: what that needs in addition to the tensors is small.
 _AT_ONCE = 1 << 20
+#: Settings by name.
+_Values: TypeAlias = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -55,68 +55,84 @@ class _Pair:
     # of the rows that both have; of no element where the shapes differ otherwise
     difference: Difference
 
+    def rank(self) -> tuple[bool, float, str]:
+        """For sorting: the largest difference comes first, and nan before all numbers."""
+        largest = self.difference.largest
+        return not math.isnan(largest), -largest, self.key
+
+    def row(self) -> tuple[str, str, str, str]:
+        """Its cells in a table."""
+        found = self.difference
+        return (
+            name_of(self.key),
+            f"{found.largest:.3g}",
+            f"{found.relative:.2g}",
+            f"{found.count:,} of {found.numel:,}",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.difference
+        return {"key": self.key, "note": self.note, **asdict(found), "relative": found.relative}
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """An option or a count that differs."""
+
+    what: str
+    first: object  # JSON values; None is what is not said
+    second: object
+    names: list[str] = field(default_factory=list)  # of params; empty for the whole checkpoint
+
+    def row(self) -> tuple[str, str, str, str]:
+        """Its cells in a table."""
+        where = "the whole checkpoint"
+        if self.names:
+            where = plural(len(self.names), "param")
+        return self.what, _shown(self.first), _shown(self.second), where
+
+
+def _shown(value: object) -> str:
+    return "not said" if value is None else str(value)
+
 
 def answer(parsed: argparse.Namespace) -> Answer:
-    """Compares two checkpoints, or two runs that have logged digests."""
-    paths = parsed.first, parsed.second
-    digests = [path for path in paths if is_digest_file(path)]
-    if len(digests) == 2:
-        return answer_about_runs(*paths)
-    if digests:
-        (other,) = {*paths} - {*digests}
-        raise CheckpointError(
-            f"{digests[0]} holds digests of a run, and {other} does not. Name two checkpoints, or "
-            "two files that --distopt-log-digests wrote."
-        )
-    first, second = map(open_at, paths)
+    """Compares two checkpoints."""
+    first, second = open_at(parsed.first), open_at(parsed.second)
     ours, theirs = first.source.tensors, second.source.tensors
     # Megatrons name the same param differently.
     named = {_common_key(key): key for key in theirs}
-    common = {key: _common_key(key) for key in ours}
-    both = {key: named[other] for key, other in common.items() if other in named}
-    # The largest difference comes first, and nan before all numbers.
-    pairs = sorted(
-        _pairs(first.source, second.source, both),
-        key=lambda pair: (
-            not math.isnan(pair.difference.largest),
-            -pair.difference.largest,
-            pair.key,
-        ),
-    )
-    settings = _settings_that_differ(
-        first.manifest,
-        second.manifest,
-        {name_of(key): name_of(other) for key, other in both.items()},
-    )
+    both: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for key in ours:
+        common = _common_key(key)
+        if common in named:
+            other = named[common]
+            both[key] = other
+            names[name_of(key)] = name_of(other)
+    pairs = sorted(_pairs(first.source, second.source, both), key=_Pair.rank)
+    settings = _settings_that_differ(first.manifest, second.manifest, names)
     alone = {
         "A": [key for key in ours if key not in both],
         "B": [key for key in theirs if key not in both.values()],
     }
-    is_equal = not any(
-        (*alone.values(), settings, *(pair.note or pair.difference.count for pair in pairs))
-    )
+    has_all_equal = not any(pair.note or pair.difference.count for pair in pairs)
+    is_equal = has_all_equal and not settings and not any(alone.values())
     document = {
         "checkpoints": [str(first.path), str(second.path)],
         "is_equal": is_equal,
-        "settings": settings,
+        "settings": [asdict(setting) for setting in settings],
         "only_in_first": alone["A"],
         "only_in_second": alone["B"],
-        "tensors": [
-            {
-                "key": pair.key,
-                "note": pair.note,
-                **asdict(pair.difference),
-                "relative": pair.difference.relative,
-            }
-            for pair in pairs
-        ],
+        "tensors": [pair.as_json() for pair in pairs],
     }
     heads = [("A", first.text), ("B", second.text)]
     parts: list[RenderableType] = [titled("checkpoints", rows(heads))]
     if is_equal:
-        names = {name_of(pair.key) for pair in pairs}
-        counts = f"{plural(len(names), 'param')}, {plural(len(pairs), 'tensor')}"
-        parts.append(Text(f"equal to the bit: {counts} and all settings"))
+        num_params = plural(len(names), "param")
+        num_tensors = plural(len(pairs), "tensor")
+        text = f"equal to the bit: {num_params}, {num_tensors} and all settings"
+        parts.append(Text(text))
     else:
         parts += _parts(pairs, settings, alone)
     return Answer(document, parts, status=int(not is_equal))
@@ -134,120 +150,145 @@ def _pairs(first: Source, second: Source, both: Mapping[str, str]) -> Iterator[_
     )
     with progress_of("comparing", total) as progress:
         for ours, other in both.items():
-            infos, difference = (first.tensors[ours], second.tensors[other]), Difference()
-            dtypes, (one, two) = [info.dtype for info in infos], [info.shape for info in infos]
-            notes = [] if dtypes[0] == dtypes[1] else [" and ".join(dtypes)]
-            if one == two:
-                difference = compare(first.read(ours), second.read(other))
-            elif one[1:] == two[1:] and len(one) == len(two):
-                # a vocabulary that was padded for another number of ranks
-                length = min(one[0], two[0])
-                difference = compare(first.read(ours)[:length], second.read(other)[:length])
-                notes.append(f"{list(one)} and {list(two)}: rows 0 to {length - 1} compared")
-            else:
-                notes.append(f"{list(one)} and {list(two)}: not compared")
-            progress(sum(map(nbytes_of, infos)))
-            yield _Pair(ours, "; ".join(notes), difference)
+            yield _pair(first, second, ours, other)
+            progress(nbytes_of(first.tensors[ours]))
+            progress(nbytes_of(second.tensors[other]))
+
+
+def _pair(first: Source, second: Source, ours: str, other: str) -> _Pair:
+    """Compares one tensor of the first, of the key `ours`, with one of the second."""
+    one, two = first.tensors[ours], second.tensors[other]
+    notes = []
+    if one.dtype != two.dtype:
+        notes.append(f"{one.dtype} and {two.dtype}")
+    first_shape, second_shape = list(one.shape), list(two.shape)
+    shapes = f"{first_shape} and {second_shape}"
+    difference = Difference()
+    if one.shape == two.shape:
+        difference = compare(first.read(ours), second.read(other))
+    elif _differ_in_rows(one.shape, two.shape):
+        # a vocabulary that was padded for another number of ranks
+        length = min(one.shape[0], two.shape[0])
+        rows_of_first = first.read(ours)[:length]
+        rows_of_second = second.read(other)[:length]
+        difference = compare(rows_of_first, rows_of_second)
+        last = length - 1
+        notes.append(f"{shapes}: rows 0 to {last} compared")
+    else:
+        notes.append(f"{shapes}: not compared")
+    return _Pair(ours, "; ".join(notes), difference)
+
+
+def _differ_in_rows(one: Sequence[int], two: Sequence[int]) -> bool:
+    if len(one) != len(two):
+        return False
+    return one[1:] == two[1:]
 
 
 def compare(first: Tensor, second: Tensor) -> Difference:
     """Counts the elements of two tensors of one shape that differ, and measures by how much."""
     has_one_dtype = first.dtype == second.dtype
-    if not first.numel() or (has_one_dtype and torch.equal(bits_of(first), bits_of(second))):
+    is_equal = has_one_dtype and torch.equal(bits_of(first), bits_of(second))
+    if is_equal or not first.numel():
         return Difference(numel=first.numel())
-    count, largest, magnitude = 0, 0.0, 0.0
-    stretches = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (first, second))
-    for ours, theirs in zip(*stretches, strict=True):
+    count = 0
+    largest = magnitude = 0.0
+    of_first = torch.split(first.reshape(-1), _AT_ONCE)
+    of_second = torch.split(second.reshape(-1), _AT_ONCE)
+    for ours, theirs in zip(of_first, of_second, strict=True):
         wide = ours.double()
-        magnitude = max(magnitude, wide.nan_to_num(0.0).abs().max().item())
+        largest_value = wide.nan_to_num(0.0).abs().max().item()
+        magnitude = max(magnitude, largest_value)
         differs = wide != theirs.double()
         if has_one_dtype:
             differs = bits_of(ours) != bits_of(theirs)
         if differs.any():
             count += int(differs.sum())
             apart = wide[differs] - theirs[differs].double()
-            largest = float(np.maximum(largest, apart.abs().max().item()))  # nan where one is
+            furthest = apart.abs().max().item()
+            largest = float(np.maximum(largest, furthest))  # nan where one is
     return Difference(count, first.numel(), largest, magnitude)
 
 
 def _settings_that_differ(
     first: Manifest, second: Manifest, names: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Returns what differs of options, update counts and loss scales, as JSON values; None is what
-    is not said.
+) -> list[_Setting]:
+    """Returns what differs of options, update counts and loss scales.
 
     They are compared param by param, because two checkpoints may put the same params into other
     groups. `names` goes from those of params in the first to those in the second.
     """
-    ours, theirs = (
-        {name: settings_of(group) for group in manifest.groups for name in group.names}
-        for manifest in (first, second)
-    )
-    found: dict[str, dict[str, Any]] = {}
+    ours, theirs = _settings_by_param(first), _settings_by_param(second)
+    found: dict[str, _Setting] = {}
     for name, other in names.items():
-        for setting in _differing(ours.get(name, {}), theirs.get(other, {})):
-            found.setdefault(repr(setting), setting)["names"].append(name)
-    whole = (
-        {
-            **{f"loss scale: {key}": value for key, value in head.loss_scale.items()},
-            "skipped steps": head.num_skipped,
-        }
-        for head in (first, second)
-    )
-    return [*found.values(), *_differing(*whole)]
+        of_first = ours.get(name, {})
+        of_second = theirs.get(other, {})
+        for setting in _differing(of_first, of_second):
+            known = found.setdefault(repr(setting), setting)
+            known.names.append(name)
+    of_whole = _differing(_settings_of_whole(first), _settings_of_whole(second))
+    return [*found.values(), *of_whole]
 
 
-def _differing(first: Mapping[str, object], second: Mapping[str, object]) -> list[dict[str, Any]]:
-    return [
-        {"what": name, "first": first.get(name), "second": second.get(name), "names": []}
-        for name in dict.fromkeys([*first, *second])
-        if first.get(name) != second.get(name)
-    ]
+def _settings_by_param(manifest: Manifest) -> dict[str, _Values]:
+    found: dict[str, _Values] = {}
+    for group in manifest.groups:
+        settings = settings_of(group)
+        found |= dict.fromkeys(group.names, settings)
+    return found
+
+
+def _settings_of_whole(manifest: Manifest) -> _Values:
+    scale = {f"loss scale: {key}": value for key, value in manifest.loss_scale.items()}
+    return {**scale, "skipped steps": manifest.num_skipped}
+
+
+def _differing(first: _Values, second: _Values) -> list[_Setting]:
+    found = []
+    for name in dict.fromkeys([*first, *second]):
+        ours = first.get(name)
+        theirs = second.get(name)
+        if ours != theirs:
+            found.append(_Setting(name, ours, theirs))
+    return found
 
 
 # --- for people
 
 
 def _parts(
-    pairs: Sequence[_Pair],
-    settings: Sequence[Mapping[str, Any]],
-    alone: Mapping[str, Sequence[str]],
+    pairs: Sequence[_Pair], settings: Sequence[_Setting], alone: Mapping[str, Sequence[str]]
 ) -> Iterator[RenderableType]:
     if settings:
-        cells: list[Sequence[str]] = [("what", "A", "B", "where")]
-        for each in settings:
-            values = (
-                "not said" if value is None else str(value)
-                for value in (each["first"], each["second"])
-            )
-            where = plural(len(each["names"]), "param") if each["names"] else "the whole checkpoint"
-            cells.append((each["what"], *values, where))
+        cells = [("what", "A", "B", "where")]
+        cells += [setting.row() for setting in settings]
         yield titled("settings that differ", rows(cells))
-    noted = {f"in {side} alone": [*keys] for side, keys in alone.items() if keys}
+    noted: dict[str, list[str]] = {}
+    for side, keys in alone.items():
+        if keys:
+            noted[f"in {side} alone"] = [*keys]
     for pair in pairs:
         if pair.note:
             noted.setdefault(pair.note, []).append(pair.key)
     if noted:
-        lines = ((listed(params_text(keys), _NAMED), note) for note, keys in noted.items())
+        lines = []
+        for note, keys in noted.items():
+            lines.append((listed(params_text(keys), _NAMED), note))
         yield titled("tensors, shapes and dtypes that differ", rows(lines))
-    for kind in sorted(
-        {kind_of(pair.key) for pair in pairs}, key=lambda kind: (kind != MAIN, kind)
-    ):
-        of_kind = [pair for pair in pairs if kind_of(pair.key) == kind]
-        differ = [(name_of(pair.key), pair.difference) for pair in of_kind if pair.difference.count]
+    by_kind: dict[str, list[_Pair]] = {}
+    for pair in pairs:
+        by_kind.setdefault(kind_of(pair.key), []).append(pair)
+    main_first = sorted(by_kind, key=lambda kind: (kind != MAIN, kind))
+    for kind in main_first:
+        of_kind = by_kind[kind]
+        differ = [pair for pair in of_kind if pair.difference.count]
         if not differ:
             yield Text(f"{kind}: equal to the bit")
             continue
-        table = [
-            (
-                name,
-                f"{found.largest:.3g}",
-                f"{found.relative:.2g}",
-                f"{found.count:,} of {found.numel:,}",
-            )
-            for name, found in differ[:_LISTED]
-        ]
-        title = f"{kind}: {len(differ):,} of {plural(len(of_kind), 'tensor')} differ"
+        table = [("param", "max |A-B|", "/ max |A|", "elements")]
+        table += [pair.row() for pair in differ[:_LISTED]]
+        num_tensors = plural(len(of_kind), "tensor")
+        title = f"{kind}: {len(differ):,} of {num_tensors} differ"
         rest = (f"  {line}" for line in more(len(differ), _LISTED))
-        yield titled(title, rows([("param", "max |A-B|", "/ max |A|", "elements"), *table]), *rest)
+        yield titled(title, rows(table), *rest)
     yield Text("different")

@@ -58,11 +58,7 @@ absolute difference, the same against the largest value in A, and how many
 elements differ; then options, steps and loss scales. Exit status 0 if they
 are equal to the bit, 1 if not, 2 if one cannot be read.
 
-Of two runs with --distopt-log-digests: the first step at which they differ,
-whether in gradients, params or moments, of which params, and what that says
-about the cause.
-
-A and B are what inspect takes for CKPT, or the digest files of two runs."""
+A and B are what inspect takes for CKPT."""
 _CONVERT = """Reads a checkpoint in one format and writes it in another:
 
   distopt     of this package; loads at any size
@@ -81,7 +77,7 @@ _COMMANDS = {
     "compare": ("compare_command", "does a training stay as it is?", _COMPARE),
     "inspect": ("inspect", "what does a checkpoint hold?", _INSPECT + _CHECKPOINT),
     "verify": ("verify", "is a checkpoint whole?", _VERIFY + _CHECKPOINT),
-    "diff": ("diff", "in what do two checkpoints or runs differ?", _DIFF),
+    "diff": ("diff", "in what do two checkpoints differ?", _DIFF),
     "convert": ("convert_command", "write a checkpoint in another format", _CONVERT),
     "plan": (
         "plan_command",
@@ -179,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     patch.add_argument("fork", type=Path, metavar="FORK", help=_FORK)
     for name in ("inspect", "verify"):
         of[name].add_argument("checkpoint", type=Path, metavar="CKPT")
-    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint, or a digest file")
+    diff.add_argument("first", type=Path, metavar="A", help="a checkpoint")
     diff.add_argument("second", type=Path, metavar="B", help="another")
     diff.set_defaults(refused=2)
     convert.add_argument("source", type=Path, metavar="SRC", help="a checkpoint")

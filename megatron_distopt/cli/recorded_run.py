@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_distopt.checkpoint.digests import finished_lines
 from megatron_distopt.plugin.recording import RecordedParam
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -29,10 +28,11 @@ class RecordedRun:
         self.params = list[RecordedParam]()  # of all ranks
         ranks = list[list[Any]]()
         for path in sorted(folder.glob("*.jsonl")):
-            lines = [json.loads(line) for line in finished_lines(path)]
-            head = lines[0] if lines else []
-            self.params += [RecordedParam(**param) for param in head]
-            steps = lines[1:]
+            lines = _finished_lines(path)
+            steps = [json.loads(line) for line in lines]
+            if steps:
+                head = steps.pop(0)
+                self.params += [RecordedParam(**param) for param in head]
             ranks.append(steps)
         # that all ranks have finished; by rank
         self.steps = [*zip(*ranks, strict=False)]
@@ -47,7 +47,10 @@ class RecordedRun:
         return found
 
     def bits(self, number: int) -> list[int]:
-        return [bits for each in self.steps[number] for bits in each["bits"]]
+        found: list[int] = []
+        for of_rank in self.steps[number]:
+            found += of_rank["bits"]
+        return found
 
     def weights(self, number: int) -> Values:
         """Model params, before the update of that step."""
@@ -59,5 +62,13 @@ class RecordedRun:
 
     def _sample(self, what: str, number: int) -> Values:
         of_ranks = [base64.b64decode(each[what]) for each in self.steps[number]]
-        values = np.frombuffer(b"".join(of_ranks), np.float32)
+        of_all = b"".join(of_ranks)
+        values = np.frombuffer(of_all, np.float32)
         return values.astype(np.float64)
+
+
+def _finished_lines(path: Path) -> list[str]:
+    """Lines of a file that a run appends to, without one that it has not written to its end."""
+    text = path.read_text("utf-8", errors="replace")
+    *finished, _ = text.split("\n")
+    return finished

@@ -1,5 +1,5 @@
-"""What `compare` and `diff` say about two runs: that they are the same, or from where on they are
-not and where to look.
+"""What `compare` says about two runs: that they are the same, or from where on they are not and
+where to look.
 
 The order in which things differ tells causes apart. A step computes gradients from params and data,
 and then params and moments from gradients. So what differs while the params before were equal comes
@@ -25,8 +25,6 @@ class Outcome(Enum):
 START = "seed and checkpoint of the start"
 FORWARD = "data, dropout and the forward pass: both had the same weights"
 SUM_OF_GRADIENTS = "the sum of gradients over ranks and their norm: both had the same weights"
-GRADIENTS = "data, dropout, forward, backward and the sum over ranks: both had the same weights"
-OPTIONS = "options of the optimizer: gradients are equal"
 UPDATE = "learning rate, clipping and the rule of the update"
 STATE = "moments, precision of main params and other state that steps hand on"
 OVERFLOW = "what counts as overflow"

@@ -123,7 +123,7 @@ class StepDecision:
 
 
 class StepHook(Protocol):
-    """What is called around each update, on all ranks: snapshots and digests."""
+    """What is called around each update, on all ranks, such as snapshots."""
 
     def before(self) -> None:
         """Collective: before the state changes."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_distopt.checkpoint.digests import bits_of
+from megatron_distopt.checkpoint.tensor_file import bits_of
 from megatron_distopt.comm import Group, exchange
 from megatron_distopt.device import CPU
 from megatron_distopt.errors import HostError, UnknownHostError

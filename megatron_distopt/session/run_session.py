@@ -10,7 +10,6 @@ from typing import Protocol
 
 from megatron_distopt.checkpoint import is_checkpoint, read_manifest, save_checkpoint
 from megatron_distopt.checkpoint.background import BackgroundSaver
-from megatron_distopt.checkpoint.digests import DigestLog
 from megatron_distopt.checkpoint.protect.nodes import folder_of
 from megatron_distopt.checkpoint.protect.protection import Protection
 from megatron_distopt.checkpoint.protect.restart import Resumed
@@ -22,8 +21,6 @@ from megatron_distopt.options import variable_of
 from megatron_distopt.session.announce import announce
 from megatron_distopt.session.host_state import HostState
 
-#: What is called around each step and after a load.
-RunHook = DigestLog | Protection
 #: In what a manifest says about a run: the number in the job of the first of the ranks that saved
 #: together.
 FIRST_RANK = "first_rank"
@@ -46,7 +43,7 @@ class Session:
 
     Attributes:
         protection: makes snapshots; None without `protect_every`.
-        hooks: called around each step and after a load; none without options that ask for them.
+        hooks: what is called around each step and after a load; empty without `protect_every`.
         newest: updates of the newest checkpoint on disk, from `save` and `load` of a protected run;
             None where that is not known.
         script: what trains the model, where that is a host's own script.
@@ -64,10 +61,7 @@ class Session:
         self.protection: Protection | None = (
             self._begin_protection() if of_all is None else of_all.protection
         )
-        hooks: list[RunHook] = [] if self.protection is None else [self.protection]
-        if config.log_digests is not None:
-            hooks.append(DigestLog(config, host.whole, self.everyone))
-        self.hooks = tuple(hooks)
+        self.hooks: tuple[Protection, ...] = () if self.protection is None else (self.protection,)
         self.newest: int | None = None
 
     def _begin_protection(self) -> Protection | None:

@@ -237,7 +237,6 @@ REFUSED: dict[str, tuple[str, Context]] = {
         "offload_fraction",
         lambda: exact_training(SAVED, **NAMED, OFFLOAD_FRACTION="0.5"),
     ),
-    "whole, digests": ("log_digests", lambda: exact_training(SAVED, **NAMED, LOG_DIGESTS="1")),
     "whole, between phases": (
         "offload_to_cpu",
         _call(lambda optimizer: optimizer.offload_to_cpu()),

@@ -21,19 +21,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distopt.checkpoint.digests import LoggedRun, differing, read_run
 from megatron_distopt.checkpoint.protect.protection import Protection
 from tests.support.cases import Case
 from tests.support.mini_fork import InstalledFork, point_to
 from tests.support.protected_megatron import CORE, FP16, with_chance
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
+from tests.support.step_records import Steps, differing, read_steps, recorded_steps
 
 ITERATIONS, STOP, NEWEST, ON_DISK = 5, 4, 3, 2
-OURS = (
-    f"--use-distributed-optimizer --distopt-log-digests 1 {FP16} --train-iters {ITERATIONS} "
-    "--global-batch-size 8"
-)
+OURS = f"--use-distributed-optimizer {FP16} --train-iters {ITERATIONS} --global-batch-size 8"
 SPLIT = "--tensor-model-parallel-size 2"
 
 
@@ -63,7 +60,7 @@ def _with_every_snapshot() -> None:
 
 
 class Fork:
-    """Trainings of the small fork whose digests are kept."""
+    """Trainings of the small fork whose steps are recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.fork, self.folder = InstalledFork.imported(file_layout="gathered"), folder
@@ -76,16 +73,16 @@ class Fork:
             f"--distopt-protect-every 1 --distopt-protect-folder {memory} --load "
             f"{load or self.folder / 'empty'}"
         )
-        file = f"{self.folder / name}.jsonl"
-        self.fork.train(*f"{OURS} {words} {protect}".split(), "--distopt-digest-file", file)
+        with recorded_steps(self.folder / f"{name}.jsonl"):
+            self.fork.train(*f"{OURS} {words} {protect}".split())
 
-    def runs(self) -> dict[str, LoggedRun]:
-        return {path.stem: read_run(path) for path in self.folder.glob("*.jsonl")}
+    def runs(self) -> dict[str, Steps]:
+        return {path.stem: read_steps(path) for path in self.folder.glob("*.jsonl")}
 
 
 def _first(
     rank: int, size: int, folder: Path
-) -> tuple[dict[str, LoggedRun], dict[str, tuple[str, str]]]:
+) -> tuple[dict[str, Steps], dict[str, tuple[str, str]]]:
     fork, memory = Fork(folder), folder / "memory"
     fork.train("straight", "", folder / "unused")
     fork.train("stopped", f"--exit-interval {STOP}", memory)
@@ -144,7 +141,7 @@ def _four_ranks(rank: int, size: int, folder: Path) -> None:
     assert fork.fork.training.train_step is own
 
 
-def _two_of_four_ranks(rank: int, size: int, folder: Path) -> dict[str, LoggedRun]:
+def _two_of_four_ranks(rank: int, size: int, folder: Path) -> dict[str, Steps]:
     fork = Fork(folder)
     point_to(folder / "disk", NEWEST)
     fork.train("fewer", SPLIT, folder / "memory-4")
@@ -222,20 +219,16 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def of_2023(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoggedRun]:
+def of_2023(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
     folder = tmp_path_factory.mktemp("fork")
     run_ranks(_four_ranks, 4, folder)
     return run_ranks(_two_of_four_ranks, 2, folder)[0]
 
 
-def _assert_goes_on(straight: LoggedRun, resumed: LoggedRun, first: int) -> None:
-    assert [*resumed.steps] == [*range(first, ITERATIONS + 1)]
-    assert all(differing(straight.steps[step], each) == [] for step, each in resumed.steps.items())
-    assert all(
-        each.facts == straight.steps[step].facts
-        for step, each in resumed.steps.items()
-        if step > first
-    )
+def _assert_goes_on(straight: Steps, resumed: Steps, first: int) -> None:
+    assert [*resumed] == [*range(first, ITERATIONS + 1)]
+    assert all(differing(straight[step], each) == [] for step, each in resumed.items())
+    assert all(each.norm == straight[step].norm for step, each in resumed.items() if step > first)
 
 
 @pytest.mark.parametrize("name", ["none on disk", "as it was left", "memory is taken"])
@@ -265,7 +258,7 @@ def test_fork_of_2023_when_its_disk_was_changed_by_hand_then_refused_with_both_w
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "first"), [("older on disk", NEWEST), ("newer on disk", STOP)])
 def test_fork_of_2023_when_disk_and_memory_differ_then_the_newer_goes_on_to_the_bit(
-    name: str, first: int, of_2023: dict[str, LoggedRun]
+    name: str, first: int, of_2023: dict[str, Steps]
 ) -> None:
     _assert_goes_on(of_2023["straight"], of_2023[name], first)
 
@@ -273,17 +266,15 @@ def test_fork_of_2023_when_disk_and_memory_differ_then_the_newer_goes_on_to_the_
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["whole", "in stages"])
 def test_fork_of_2023_when_its_model_is_split_otherwise_then_has_the_same_state(
-    name: str, of_2023: dict[str, LoggedRun]
+    name: str, of_2023: dict[str, Steps]
 ) -> None:
     straight, resumed = of_2023["straight"], of_2023[name]
-    assert [*resumed.steps] == [*range(NEWEST, ITERATIONS + 1)]
-    assert differing(straight.steps[NEWEST], resumed.steps[NEWEST]) == []
+    assert [*resumed] == [*range(NEWEST, ITERATIONS + 1)]
+    assert differing(straight[NEWEST], resumed[NEWEST]) == []
 
 
 @pytest.mark.long
-def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(
-    of_2023: dict[str, LoggedRun],
-) -> None:
+def test_fork_of_2023_when_it_has_fewer_ranks_then_as_from_disk(of_2023: dict[str, Steps]) -> None:
     _assert_goes_on(of_2023["fewer from disk"], of_2023["fewer"], NEWEST)
 
 

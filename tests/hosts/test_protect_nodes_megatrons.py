@@ -3,7 +3,7 @@ nodes were killed.
 
 Namespaces, torchrun, two ranks on each node, of which two hold one copy of the model. Runs are
 compared to the bit: losses, norms, loss scales, learning rates, all params and random numbers in
-the end, and in each step digests of gradients, main params and moments.
+the end, and in each step checksums of gradients, main params and moments.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_distopt.checkpoint.digests import LoggedStep, differing, read_run
 from tests.support import protected_megatron
 from tests.support.mortal_nodes import IMPORTS, mortal_nodes
 from tests.support.node_job import Job
 from tests.support.nodes import WHY_NOT
-from tests.support.protected_megatron import DIGESTS
+from tests.support.protected_megatron import STEP_RECORDS
 from tests.support.protected_training import Plan
+from tests.support.step_records import RecordedStep, differing, read_steps
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
@@ -47,14 +47,14 @@ def _protected(whole: Job, folder: Path, size: str) -> Job:
     return replace(whole, plan=plan, name="", size=size, agents={}).start()
 
 
-def _digests(job: Job) -> dict[int, LoggedStep]:
-    return dict(read_run(Path(job.plan.folder) / DIGESTS).steps)
+def _recorded(job: Job) -> dict[int, RecordedStep]:
+    return read_steps(Path(job.plan.folder) / STEP_RECORDS)
 
 
-def _assert_same_digests(job: Job, expected: dict[int, LoggedStep]) -> None:
-    found = _digests(job)
+def _assert_same_steps(job: Job, expected: dict[int, RecordedStep]) -> None:
+    found = _recorded(job)
     assert found.keys() == expected.keys() == {*range(STEPS + 1)}
-    assert len(expected[STEPS].digests) > 100
+    assert len(expected[STEPS].checksums) > 100
     assert {
         step: different for step in found if (different := differing(found[step], expected[step]))
     } == {}
@@ -76,7 +76,7 @@ def test_megatron_when_a_worker_or_a_node_is_lost_then_the_run_is_the_same(
     assert job.begins[1][1] >= 2 and job.begins[2][1] >= 6
     assert "2 of them brought to another node" in job.output
     job.assert_equal(whole)
-    _assert_same_digests(job, _digests(whole))
+    _assert_same_steps(job, _recorded(whole))
 
 
 def test_megatron_when_a_node_is_lost_for_good_then_as_a_checkpoint_at_that_size(
@@ -96,7 +96,8 @@ def test_megatron_when_a_node_is_lost_for_good_then_as_a_checkpoint_at_that_size
     )
     assert job.checksums == smaller.checksums and len(job.checksums) == 2
     assert job.curve == {step: whole.curve[step] for step in range(1, first + 1)} | smaller.curve
-    _assert_same_digests(
+    _assert_same_steps(
         job,
-        {step: each for step, each in _digests(whole).items() if step < first} | _digests(smaller),
+        {step: each for step, each in _recorded(whole).items() if step < first}
+        | _recorded(smaller),
     )

@@ -573,7 +573,6 @@ MUON_REFUSED: Refused = {
         RanksDisagreeError,
         "lr=",
     ),
-    "digests": (lambda: _pair(_model(), log_digests=1), ConfigError, "log_digests"),
     "state on the host": (
         lambda: _pair(_model(), offload_fraction=0.5),
         ConfigError,
@@ -628,7 +627,6 @@ CLASS_REFUSED: Refused = {
         "Leave updates out",
     ),
     "object's own state": (_object_kept_its_state, AccessError, "after it was given to distribute"),
-    "class with digests": (lambda: _class("SOAP", log_digests=1), ConfigError, "SOAP"),
     "class with low precision": (
         lambda: _class("SOAP", exp_avg_dtype="bfloat16"),
         ConfigError,

@@ -59,13 +59,12 @@ FORK = {
     "tp2": f"{_FORK} --clip-grad 0 --bf16 --tensor-model-parallel-size 2 {_BOTH}",
     "pp2": f"{_FORK} --clip-grad 0 --bf16 --pipeline-model-parallel-size 2 --global-batch-size 12 "
     f"{_BOTH}",
-    "host "
-    "half": f"{_FORK} --clip-grad 0 --bf16 --fp32-norms --distopt-offload-fraction 0.5 {_BOTH}",
+    "host half": f"{_FORK} --clip-grad 0 --bf16 --fp32-norms "
+    f"--distopt-offload-fraction 0.5 {_BOTH}",
     "host all, fp16": f"{_FORK} --clip-grad 0 --fp16 --initial-loss-scale 4096 --cpu-optimizer "
     "--cpu-torch-adam",
-    "host half, "
-    "remainders": f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 --bf16 {_REMAINDER} "
-    f"{_BOTH}",
+    "host half, remainders": f"{_FORK.replace('torch_fused', 'auto')} --clip-grad 0 --bf16 "
+    f"{_REMAINDER} {_BOTH}",
     "reduced in bf16": f"{_FORK} --clip-grad 0 --bf16 --distopt-reduce-dtype bfloat16 {_BOTH}",
 }
 CORE = {

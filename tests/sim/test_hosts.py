@@ -1,4 +1,4 @@
-"""A Megatron of 2023 and megatron-core on the simulated accelerator: bits, digests, and what a
+"""A Megatron of 2023 and megatron-core on the simulated accelerator: bits, and what a
 steady step costs.
 
 The bits are those that they leave on the CPU. The costs are in docs/internals/simulator.md: host
@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,12 +21,10 @@ import torch.distributed as dist
 from torch.nn import Linear, Sequential
 
 from megatron_distopt import distribute
-from megatron_distopt.checkpoint.digests import read_run
 from tests.sim import host_programs
 from tests.sim.host_programs import CORE, FORK
 from tests.sim.trial import FEW, many, try_host
 from tests.support.core_version import core_mentions
-from tests.support.exact_core import variables
 from tests.support.sim import Counts, machine
 from tests.support.sim.memory import memory
 from tests.support.spawn import run_ranks
@@ -121,18 +118,7 @@ def _core() -> Cost:
     return found[-1]
 
 
-def _digests(path: Path, device: str, **more: str) -> dict[int, object]:
-    """Collective: the digests of a training of the fork on a device, by step."""
-    with variables({"LOG_DIGESTS": "1", "DIGEST_FILE": str(path), **more}):
-        host_programs.train("fork", "bf16", device)
-    dist.barrier()
-    return {
-        number: (step.digests, step.facts.get("updated"))
-        for number, step in read_run(path).steps.items()
-    }
-
-
-def _collect(rank: int, size: int, host: str, names: Sequence[str], folder: Path) -> dict[str, Any]:
+def _collect(rank: int, size: int, host: str, names: Sequence[str]) -> dict[str, Any]:
     """megatron-core and the small fork are both called megatron, so each has processes of its
     own."""
     found: dict[str, Any] = {"wrong": try_host(rank, size, host, names, FEW)}
@@ -144,25 +130,16 @@ def _collect(rank: int, size: int, host: str, names: Sequence[str], folder: Path
             size, LAYERS[0], overlap_grad_reduce=True, overlap_param_gather=True
         )
         found["costs"] = {**costs, "fork": _fork()}
-        half = _digests(folder / "half", "sim", OFFLOAD_FRACTION="0.5")
-        found["digests"] = _digests(folder / "without", "cpu"), half
     machine.finish()
     dist.barrier()
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def found() -> dict[str, list[dict[str, Any]]]:
     """By host and rank."""
     return {
-        host: run_ranks(
-            _collect,
-            2,
-            host,
-            list(filter(_is_there, names)),
-            tmp_path_factory.mktemp(host),
-            seconds=400,
-        )
+        host: run_ranks(_collect, 2, host, list(filter(_is_there, names)), seconds=400)
         for host, names in SHORT.items()
     }
 
@@ -192,16 +169,6 @@ def test_megatron_when_on_an_asynchronous_device_then_the_bits_are_those_of_the_
     if not _is_there(name):
         pytest.skip("this megatron-core has no state on the host")
     assert [of_rank["wrong"][name] for of_rank in found[host]] == [[], []]
-
-
-def test_digests_in_a_megatron_when_state_is_on_the_host_then_they_are_those_of_the_cpu(
-    found: dict[str, list[dict[str, Any]]],
-) -> None:
-    for of_rank in found["fork"]:
-        without, half = of_rank["digests"]
-        assert half == without and len(without) > 3
-        digests, _ = without[max(without)]
-        assert {kind for kind, _ in digests} == {"grad", "main", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize("name", ["torch 2", "torch overlap", "fork", "core"])

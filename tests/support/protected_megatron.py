@@ -29,6 +29,7 @@ from megatron_distopt.checkpoint.protect.restart import Resumed
 from tests.support.cases import Case
 from tests.support.mini_fork import SCRIPT, MiniFork
 from tests.support.protected_training import Log, Plan, wait_for_snapshot
+from tests.support.step_records import recorded_steps
 
 FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2 --hysteresis 1 --clip-grad 0.5"
 CORE = Case(
@@ -40,7 +41,7 @@ CORE = Case(
     loss_scale_window=2,
     lr=1e-2,
 )
-DIGESTS = "digests"  # the file of the run's digests, in its folder
+STEP_RECORDS = "steps"  # the file of what each step computed, in the folder of the run
 
 
 def with_chance(script: Any) -> None:
@@ -94,13 +95,12 @@ class Notes:
 def train_fork(plan: Plan) -> None:
     fork = MiniFork.imported(file_layout="gathered")
     with_chance(fork.script)
-    options = {**plan.options, "log_digests": 1, "digest_file": f"{plan.folder}/{DIGESTS}"}
     words = (
         f"--use-distributed-optimizer {FP16} --tensor-model-parallel-size 2 --global-batch-size 8"
     ).split()
     words += ["--train-iters", str(plan.steps), "--load", plan.load or f"{plan.folder}/nothing"]
     words += ["--save", f"{plan.folder}/disk", "--save-interval", "1"] if plan.save_at else []
-    for name, value in options.items():
+    for name, value in plan.options.items():
         words += [f"--distopt-{name.replace('_', '-')}", str(value)]
     sys.argv = [str(SCRIPT), *words]
     megatron_distopt.install()
@@ -114,9 +114,8 @@ def train_fork(plan: Plan) -> None:
 def train_core(plan: Plan) -> None:
     from tests.support.core_script import ScriptOfCore
 
-    options = {**plan.options, "log_digests": 1, "digest_file": f"{plan.folder}/{DIGESTS}"}
     os.environ.update(
-        {f"MEGATRON_DISTOPT_{name.upper()}": str(value) for name, value in options.items()}
+        {f"MEGATRON_DISTOPT_{name.upper()}": str(value) for name, value in plan.options.items()}
     )
     dist.init_process_group("gloo")
     script, copies = ScriptOfCore.imported(), dist.get_world_size() // CORE.tp
@@ -129,5 +128,7 @@ def train_core(plan: Plan) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    {"fork": train_fork, "core": train_core}[sys.argv[1]](Plan.read(sys.argv[2]))
+    plan = Plan.read(sys.argv[2])
+    with recorded_steps(Path(plan.folder) / STEP_RECORDS):
+        {"fork": train_fork, "core": train_core}[sys.argv[1]](plan)
     dist.destroy_process_group()

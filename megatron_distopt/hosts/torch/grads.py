@@ -85,6 +85,40 @@ class ScaledLoss:
             )
 
 
+class SumDivisor:
+    """What sums over ranks have to be divided by to give torch's `param.grad`: the number of ranks,
+    the loss scale, and what users have clipped by."""
+
+    def __init__(self, loss_scale: LossScale, num_ranks: int) -> None:
+        self._loss_scale, self._num_ranks = loss_scale, num_ranks
+        #: What users have clipped the sums by since they were reduced, or since the step.
+        self._clip = 1.0
+        #: Of the step whose sums stay in the buffers; None before it.
+        self._decision: StepDecision | None = None
+
+    def reduced(self) -> None:
+        """The buffers have new sums."""
+        self._decision, self._clip = None, 1.0
+
+    def clip(self, divisor: float) -> None:
+        """A user clips the sums."""
+        self._clip *= divisor
+
+    def stepped(self, decision: StepDecision) -> None:
+        """A step was made or skipped, which divides fp32 sums in place."""
+        self._decision, self._clip = decision, 1.0
+
+    def of(self, grad_dtype: torch.dtype) -> float | Tensor:
+        if self._decision is None:
+            return self._loss_scale.value * self._num_ranks * self._clip
+        if self._decision.action is not StepAction.UPDATE:
+            return self._decision.unclipped * self._clip
+        # Of 16-bit sums only an fp32 copy was divided.
+        if grad_dtype == torch.float32:
+            return self._clip
+        return self._decision.divisor * self._clip
+
+
 class Grads:
     """The grad buffers of one model on this rank, which a communicator reduces.
 
@@ -99,8 +133,9 @@ class Grads:
         config: DistOptConfig,
         on_drop: Callable[[], None],
     ) -> None:
-        self._communicator, self._loss_scale = communicator, loss_scale
+        self._communicator = communicator
         self._data = communicator.group
+        self._divisor = SumDivisor(loss_scale, self._data.size)
         self.scaled_loss = ScaledLoss(config)
         self.ddp = DDPWatch(overlaps=communicator.overlaps_grads)
         #: The gradient of each param, in the order of the buffers.
@@ -129,10 +164,6 @@ class Grads:
         self.kept = 0
         #: What all ranks must have alike of gradients that DDP has left to communication hooks.
         self.sum_of_hooked = 0
-        #: By what users have clipped the sums since they were reduced, or since the step.
-        self._clip = 1.0
-        #: Of the last step, whose sums stay in the buffers until the next backward.
-        self._decision: StepDecision | None = None
         self._on_drop = on_drop
         #: Errors of this rank that are to be raised on all ranks.
         self.complaints: list[DistOptError] = []
@@ -256,7 +287,7 @@ class Grads:
                 "Call optimizer.zero_grad() before backward."
             )
         for buffer in self._buffers:
-            divisor = self._divisor_of(buffer)
+            divisor = self._divisor.of(buffer.grad.dtype)
             for place in buffer.layout.slots:
                 if place.name not in kept:
                     continue
@@ -304,7 +335,8 @@ class Grads:
                 self.complaints.append(complaint)
         self._take_grads(for_step=for_step)
         self._communicator.finish_grads()
-        self.phase, self._clip = Phase.REDUCED, 1.0
+        self.phase = Phase.REDUCED
+        self._divisor.reduced()
         self._summed = {slot.name for slot in self.slots}
 
     def _take_grads(self, *, for_step: bool) -> None:
@@ -365,17 +397,7 @@ class Grads:
     def divisor(self) -> float:
         """What the sums have to be divided by to give torch's `param.grad`; not in the phase
         LOCAL."""
-        return float(self._divisor_of(self._buffers[0]))
-
-    def _divisor_of(self, buffer: ShardedBuffer) -> float | Tensor:
-        if self.phase is Phase.REDUCED or self._decision is None:
-            return self._loss_scale.value * self._data.size * self._clip
-        if self._decision.action is not StepAction.UPDATE:
-            return self._decision.unclipped * self._clip
-        # Of 16-bit sums only an fp32 copy was divided.
-        if buffer.grad.dtype == torch.float32:
-            return self._clip
-        return self._decision.divisor * self._clip
+        return float(self._divisor.of(self._buffers[0].grad.dtype))
 
     def clip(self, divisor: float) -> None:
         """Divides the sums: now if there is one rank, where users may read them, else in the step,
@@ -384,7 +406,7 @@ class Grads:
             for buffer in self._buffers:
                 buffer.grad.div_(divisor)
         else:
-            self._clip *= divisor
+            self._divisor.clip(divisor)
 
     def raise_complaint(self) -> None:
         complaints, self.complaints = self.complaints, []
@@ -412,7 +434,7 @@ class Grads:
     def end_round(self, decision: StepDecision) -> None:
         """Ends the round after a step that was made or skipped; fp32 gradients that were given to
         it are divided."""
-        self._decision, self._clip = decision, 1.0
+        self._divisor.stepped(decision)
         self.phase, self._was_read = Phase.STEPPED, False
         self._next_round()
 
@@ -430,7 +452,8 @@ class Grads:
         owned = self._owned.get(slot.name, Span(0, 0))
         if not slot.is_missing:
             flat = view_of(buffer.grad, buffer.layout.slot_of[slot.name].in_buffer)
-            whole[owned.as_slice()] = flat[owned.as_slice()].float() / self._divisor_of(buffer)
+            divisor = self._divisor.of(buffer.grad.dtype)
+            whole[owned.as_slice()] = flat[owned.as_slice()].float() / divisor
         present = torch.tensor([0.0 if slot.is_missing else 1.0], device=whole.device)
         both = torch.cat([whole, present])
         sum_over(both, self._data)

@@ -1,7 +1,7 @@
 """A tensor of fp32 values that are stored in another form: an operator reads the values, what it
 writes is rounded.
 
-[Note: low-precision tensors] Checkpoints, hosts and digests read and write main params and moments
+[Note: low-precision tensors] Checkpoints and hosts read and write main params and moments
 as 1-D fp32 tensors, cut them and view pieces of them. `LowPrecisionTensor` lets them: a view of it
 remembers what it is a view of, an operator gets fp32 values, and what an operator writes goes back
 into the form. Only low_precision_adam.py uses the form itself."""

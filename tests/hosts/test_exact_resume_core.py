@@ -1,9 +1,7 @@
-"""Digests of runs in megatron-core: a run that is resumed is the same to the bit. One spawn of two
-ranks."""
+"""A run of megatron-core that is resumed is the same to the bit. One spawn of two ranks."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_distopt.checkpoint.digests import LoggedRun, differing, read_run
 from tests.hosts.test_megatron_core_checkpoints import OVERLAPPED, Run, _Bench, pytestmark
 from tests.support.spawn import run_ranks
+from tests.support.step_records import Steps, differing, read_steps, recorded_steps
 
 __all__ = ["pytestmark"]
 
@@ -30,26 +28,25 @@ TRAININGS = {
 }
 #: Layouts at which the checkpoint of "dp 2" is loaded.
 OTHERS = {"tp 2": FP32.at(tp=2), "pp 2": FP32.at(pp=2)}
-#: By training, what it logged without and with a restart; and by layout what a run logged that was
-#: resumed at that one.
-Found = tuple[dict[str, tuple[LoggedRun, LoggedRun]], dict[str, LoggedRun]]
+#: By training, what it recorded without and with a restart; and by layout, what a run recorded
+#: that was resumed at that layout.
+Found = tuple[dict[str, tuple[Steps, Steps]], dict[str, Steps]]
 
 
 @contextmanager
 def _training(bench: _Bench, run: Run, path: Path) -> Iterator[Any]:
-    options = (("LOG_DIGESTS", "1"), ("DIGEST_FILE", str(path)))
-    with bench.training(dataclasses.replace(run, of_options=options)) as training:
+    with recorded_steps(path), bench.training(run) as training:
         yield training
     dist.barrier()
 
 
-def _resumed(bench: _Bench, run: Run, checkpoint: Path, path: Path) -> LoggedRun:
+def _resumed(bench: _Bench, run: Run, checkpoint: Path, path: Path) -> Steps:
     with _training(bench, run, path) as training:
         training.optimizer.load(checkpoint)
         bench.begin_at(training, SAVED_AT)
         for _ in range(SAVED_AT, STEPS):
             training.step()
-    return read_run(path)
+    return read_steps(path)
 
 
 def _train(rank: int, size: int, folder: Path) -> Found:
@@ -64,7 +61,7 @@ def _train(rank: int, size: int, folder: Path) -> Found:
                     training.optimizer.save(where / "checkpoint")
                 training.step()
         found[name] = (
-            read_run(where / "straight"),
+            read_steps(where / "straight"),
             _resumed(bench, run, where / "checkpoint", where / "resumed"),
         )
     checkpoint = folder / "dp 2" / "checkpoint"
@@ -82,20 +79,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("name", TRAININGS)
 def test_run_when_resumed_then_equal_to_the_bit(name: str, found: Found) -> None:
     straight, resumed = found[0][name]
-    assert [*straight.steps] == [*range(STEPS + 1)]
-    assert [*resumed.steps] == [*range(SAVED_AT, STEPS + 1)]
-    assert all(differing(straight.steps[step], each) == [] for step, each in resumed.steps.items())
-    last = straight.steps[STEPS]
-    assert {kind for kind, _ in last.digests} == {"grad", "main", "exp_avg", "exp_avg_sq"}
-    assert {name for _, name in differing(straight.steps[0], last)} == {
-        name for _, name in last.digests
+    assert [*straight] == [*range(STEPS + 1)]
+    assert [*resumed] == [*range(SAVED_AT, STEPS + 1)]
+    assert all(differing(straight[step], each) == [] for step, each in resumed.items())
+    last = straight[STEPS]
+    assert {kind for kind, _ in last.checksums} == {"grad", "main", "exp_avg", "exp_avg_sq"}
+    assert {name for _, name in differing(straight[0], last)} == {
+        name for _, name in last.checksums
     }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_run_when_resumed_at_another_layout_then_it_begins_with_the_same_digests(
+def test_run_when_resumed_at_another_layout_then_it_begins_with_the_same_state(
     name: str, found: Found
 ) -> None:
-    before = found[0]["dp 2"][0].steps[SAVED_AT]
-    digests = found[1][name].steps[SAVED_AT].digests
-    assert digests == {key: value for key, value in before.digests.items() if key[0] != "grad"}
+    before = found[0]["dp 2"][0][SAVED_AT].checksums
+    loaded = found[1][name][SAVED_AT].checksums
+    assert loaded == {key: value for key, value in before.items() if key[0] != "grad"}
