@@ -32,8 +32,9 @@ from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, open_any
 from megatron_distopt.formats.megatron_2023.model_file import placement_of, registered
-from tests.support.fork_files import EMBEDDING, MOMENTS, Fork, Trap, changed, same
+from tests.support.fork_files import EMBEDDING, MOMENTS, Fork, Trap, changed
 from tests.support.refusals import assert_mentions, refused
+from tests.support.values import same
 
 FP32, FP16 = torch.float32, torch.float16
 #: By name: what is special about a run, for every layout of its files.

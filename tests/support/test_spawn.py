@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.facts import Facts, outcomes
 from tests.support.spawn import RankError, run_ranks
 
 
@@ -65,3 +67,20 @@ def test_run_ranks_when_the_time_limit_passes_then_the_ranks_are_named() -> None
 def test_run_ranks_when_a_rank_is_killed_then_its_exit_code_is_told() -> None:
     with pytest.raises(RankError, match=r"left no result on ranks \[0\]; exit codes \{0: -9\}"):
         run_ranks(_die, 1)
+
+
+def test_facts_when_a_rank_lacks_one_then_only_of_some_leaves_it_out() -> None:
+    facts = Facts([{"own": 1}, {}], Path())
+    with pytest.raises(KeyError):
+        facts["own"]
+    assert facts.of_some("own") == [1]
+    with pytest.raises(KeyError):
+        facts.of_some("nobody's")
+
+
+def test_facts_when_a_check_fails_on_a_rank_then_its_traceback_is_the_error() -> None:
+    found = outcomes({"fails": lambda: pytest.fail("the reason"), "passes": lambda: None})
+    facts = Facts([{"fails": "", "passes": ""}, found], Path())
+    facts.assert_passed("passes")
+    with pytest.raises(AssertionError, match="the reason"):
+        facts.assert_passed("fails")
