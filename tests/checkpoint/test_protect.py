@@ -1,4 +1,7 @@
-"""Snapshots in memory: what they survive, to the bit, on nodes that are folders of one machine."""
+"""Snapshots in memory: what they survive, to the bit, on nodes that are folders of one machine.
+
+Exercises checkpoint/protect/transfer.py, session/run_session.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The state in torch's format: one rank's is torch's own, several ranks' goes through
-torch.distributed.checkpoint."""
+torch.distributed.checkpoint.
+
+Exercises checkpoint/load_torch_state.py, checkpoint/gather_whole.py.
+"""
 
 from __future__ import annotations
 

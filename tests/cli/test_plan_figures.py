@@ -1,4 +1,7 @@
-"""`plan` against what real runs allocate, send and register."""
+"""`plan` against what real runs allocate, send and register.
+
+Exercises layout/estimate.py.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ bit.
 One spawn trains four models and saves them in all the formats that the installed megatron-core
 writes. Those with names are read offline; all are loaded into a run of ours with the same buffers,
 as an unedited script does it.
+
+Exercises hosts/megatron_core/resume.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@ what is refused.
 
 The files are those of tests/support/fork_files.py, a second account of the formats, of 19 small
 params.
+
+Exercises formats/common.py, formats/megatron_2023/file_state.py, formats/megatron_2023/gathered.py,
+formats/megatron_2023/per_rank.py, formats/megatron_2023/plain.py,
+formats/megatron_2023/saved_shards.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """Averages of params: to the bit those of torch's `AveragedModel`, in the model and out of it
-again, in checkpoints."""
+again, in checkpoints.
+
+Exercises optimizer/averages.py, session/session_calls.py, session/run_session.py,
+session/shown_averages.py, hosts/torch/optimizer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Averages of params in the Megatrons: shown and put back, in checkpoints of another layout, and
-under evaluation."""
+under evaluation.
+
+Exercises hosts/megatron/averaging.py, session/session_calls.py, session/shown_averages.py.
+"""
 
 from __future__ import annotations
 

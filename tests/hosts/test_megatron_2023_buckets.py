@@ -2,6 +2,9 @@
 
 Gathered files and ours; then per-rank files with the fork's one bucket, which the fork reads, and
 with many, which are of ours: `convert` makes of the second what the first are.
+
+Exercises hosts/megatron/own_shards.py, hosts/megatron_2023/buffers.py,
+hosts/megatron_2023/checkpoint.py, hosts/megatron_2023/fork_files.py, hosts/megatron_2023/model.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@ our optimizer, and none of the defects of the fork's own.
 
 Each function goes through one part of the contract or one defect, and gives what was found and what
 that has to be, in one spawn for each file layout.
+
+Exercises hosts/megatron/grad_scaler.py, hosts/megatron/timers.py, hosts/megatron_2023/plan.py,
+hosts/megatron_2023/step.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The three install methods for a fork of 2023: the runner, the library and the entry point, on the
-small fork."""
+small fork.
+
+Exercises plugin/entry_point.py.
+"""
 
 from __future__ import annotations
 

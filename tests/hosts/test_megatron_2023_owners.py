@@ -5,6 +5,9 @@ The reference has `WholeMuon`, or the very class, in place of the host's Adam. G
 grid, so that their sums over ranks are exact, and nothing is clipped, because a norm has another
 order of sums. Tensor-parallel ranks put the parts of a matrix together for Muon; a class of whole
 params takes its part for a param of its own, there as here.
+
+Exercises hosts/megatron/muon_groups.py, hosts/megatron/own_shards.py,
+hosts/megatron_2023/fork_muon.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the host of 2023 refuses: one table, on all ranks, with everything left as it was."""
+"""What the host of 2023 refuses: one table, on all ranks, with everything left as it was.
+
+Exercises hosts/megatron_2023/facts.py, hosts/megatron_2023/get_in.py, hosts/megatron/refused.py.
+"""
 
 from __future__ import annotations
 

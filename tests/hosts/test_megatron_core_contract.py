@@ -1,5 +1,11 @@
 """What megatron-core reads off an optimizer while it trains and saves, it finds on ours: see
-core_contract.py."""
+core_contract.py.
+
+Exercises hosts/megatron/grad_scaler.py, hosts/megatron/saving.py, hosts/megatron_core/buffers.py,
+hosts/megatron_core/checkpoint.py, hosts/megatron_core/core_calls.py,
+hosts/megatron_core/group_counts.py, hosts/megatron_core/model.py, hosts/megatron_core/optimizer.py,
+hosts/megatron_core/step.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 ones, those below.
 
 All of it runs in one spawn of two ranks.
+
+Exercises hosts/megatron/flag.py, hosts/megatron/refused.py, hosts/megatron/saving.py.
 """
 
 from __future__ import annotations

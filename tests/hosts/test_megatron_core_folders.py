@@ -3,6 +3,9 @@ version cannot take.
 
 tests/hosts/test_megatron_core_checkpoints.py goes much further, on the versions whose
 `dist_checkpointing` takes ours.
+
+Exercises session/host_state.py, session/on_all_ranks.py, session/run_session.py,
+hosts/megatron_core/checkpoint.py.
 """
 
 from __future__ import annotations

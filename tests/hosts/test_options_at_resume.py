@@ -3,6 +3,8 @@ docs/checkpoint.md, by line.
 
 The run that loads has other values than the one that saved. In the ranks each value is set in the
 live param groups, where the hosts set it from their flags.
+
+Exercises checkpoint/param_groups.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 One spawn of two ranks runs every training twice, with `overlap_param_gather` and without. Every
 gather of the first is made slow, so that whoever does not wait for one has old values and ends up
 with other bits.
+
+Exercises hosts/torch/gather.py, hosts/torch/params.py, comm/pending.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 schedulers.
 
 Refusals are in test_torch_refusals.py; tests/differential has other idioms of torch.
+
+Exercises hosts/report.py, hosts/torch/get_in.py, hosts/torch/grads.py, hosts/torch/model.py,
+hosts/torch/module_buffers.py, hosts/torch/params.py, checkpoint/gather_whole.py,
+checkpoint/load_torch_state.py.
 """
 
 from __future__ import annotations

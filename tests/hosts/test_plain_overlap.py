@@ -2,6 +2,8 @@
 in which order.
 
 One spawn of three ranks runs every training twice, with `overlap_grad_reduce` and without.
+
+Exercises hosts/torch/buffers.py, hosts/torch/grads.py, buffers/grad_buffer.py, comm/pending.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ of torch, torch.compile.
 
 Params that are being gathered are waited for: every gather is made slow, so that whoever does not
 wait has old values. Gradients are those of one rank, so that reading them is refused.
+
+Exercises buffers/grad_buffer.py, hosts/torch/cpp_calls.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Every case is a training loop that is called twice, with either optimizer; losses and params are
 compared.
+
+Exercises hosts/torch/ddp.py, hosts/torch/module_buffers.py, buffers/grad_buffer.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ refused.
 
 torch's Muon with AdamW for the params that are no matrices, and classes that update any param
 whole.
+
+Exercises hosts/torch/translate.py, checkpoint/load_plan.py.
 """
 
 from __future__ import annotations

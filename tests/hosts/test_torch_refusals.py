@@ -1,5 +1,9 @@
 """What cannot have the effect of torch with a sharded optimizer is an error of ours on every
-rank."""
+rank.
+
+Exercises hosts/start.py, hosts/torch/get_in.py, hosts/torch/grads.py, hosts/torch/ddp.py,
+hosts/torch/optimizer.py.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ parent."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -84,3 +85,11 @@ def test_facts_when_a_check_fails_on_a_rank_then_its_traceback_is_the_error() ->
     facts.assert_passed("passes")
     with pytest.raises(AssertionError, match="the reason"):
         facts.assert_passed("fails")
+
+
+def test_map_of_this_folder_when_read_then_it_names_every_file_that_is_there() -> None:
+    folder = Path(__file__).parent
+    named = re.findall(r"`(\w+)(?:\.py|/)`", (folder / "README.md").read_text(encoding="utf-8"))
+    there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert there - set(named) - {"__pycache__"} == {"__init__", "conftest", "test_spawn"}
+    assert set(named) <= there
