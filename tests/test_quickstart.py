@@ -18,7 +18,7 @@ from byte_gpt.settings import Precision, Settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 BF16, FP32, FP16 = Precision.BF16, Precision.FP32, Precision.FP16
 ON_A_CPU = (BF16, FP32)
@@ -112,14 +112,14 @@ TINY = Settings(
 FAST, SLOW = 0.01, 0.2  # seconds of an iteration: given, because a busy machine measures anything
 
 
-def on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
     import megatron_on_cpu
     import quickstart
     from byte_gpt import data, measure
 
     megatron_on_cpu.install()
     cpu = torch.device("cpu")
-    file = Path(folder) / f"text{rank}"
+    file = folder / f"text{rank}"
     file.write_bytes(b"def spam(eggs):\n    return eggs\n" * 1000)
     text = data.load(file, seq_length=TINY.seq_length)
     found: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
         settings, **{name: getattr(TINY, name) for name in vars(TINY) if name != "iterations"}
     )
     for precision, compare in (("fp32", True), ("bf16", False)):
-        more = {"precision": precision, "compare": compare, "output": Path(folder) / precision}
+        more = {"precision": precision, "compare": compare, "output": folder / precision}
         namespace = argparse.Namespace(**{**args, **more})
         quickstart.run_all(namespace, settings, text, cpu)
         # curves take longer than a training, and are drawn once
@@ -158,44 +158,41 @@ def on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("quickstart")
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Choice]]:
+def skip_where_something_is_missing() -> None:
     pytest.importorskip("megatron.core")
     pytest.importorskip("matplotlib")
-    return run_ranks(on_ranks, 2, str(folder), seconds=300, core=True)
+
+
+facts = facts_of(collect_facts, 2, seconds=300, core=True, before=skip_where_something_is_missing)
 
 
 def test_measure_when_ranks_differ_in_speed_then_they_choose_the_same_and_measure_what_is_not_given(
-    results: list[dict[str, Choice]],
+    facts: Facts,
 ) -> None:
-    assert results[0] == results[1]
-    slow = results[0]["bf16 is slow on the last rank"]
+    assert facts.by_rank[0] == facts.by_rank[1]
+    slow = facts.first["bf16 is slow on the last rank"]
     assert slow.precision is FP32
     assert slow.trials[0].precision is BF16 and slow.trials[0].seconds == SLOW
     assert slow.probe is not None and slow.probe.seconds_before == 41.0  # the last rank's
-    in_bf16 = results[0]["precision is given"]
+    in_bf16 = facts.first["precision is given"]
     assert (in_bf16.precision, in_bf16.trials) == (BF16, ())
     assert in_bf16.probe is not None and in_bf16.probe.forward_backward_seconds == SLOW
-    short = results[0]["iterations are given"]
+    short = facts.first["iterations are given"]
     assert (short.precision, short.iterations, short.probe, len(short.trials)) == (FP32, 3, None, 2)
-    given = results[0]["both are given"]
+    given = facts.first["both are given"]
     assert (given.precision, given.iterations, given.trials, given.probe) == (FP16, 3, (), None)
 
 
 @pytest.fixture
-def summaries(results: list[dict[str, Choice]], folder: Path) -> dict[str, Any]:
+def summaries(facts: Facts) -> dict[str, Any]:
     return {
-        name: json.loads((folder / name / "summary.json").read_text()) for name in ("fp32", "bf16")
+        name: json.loads((facts.folder / name / "summary.json").read_text())
+        for name in ("fp32", "bf16")
     }
 
 
 def test_summary_when_a_run_ends_then_it_says_what_was_chosen_and_measured(
-    summaries: dict[str, Any], folder: Path
+    summaries: dict[str, Any], facts: Facts
 ) -> None:
     for name, summary in summaries.items():
         choice = summary["choice"]
@@ -206,12 +203,13 @@ def test_summary_when_a_run_ends_then_it_says_what_was_chosen_and_measured(
         )
         for metrics in ["metrics.jsonl", "metrics-host.jsonl"][: 2 if name == "fp32" else 1]:
             lines = [
-                json.loads(line) for line in (folder / name / metrics).read_text().splitlines()
+                json.loads(line)
+                for line in (facts.folder / name / metrics).read_text().splitlines()
             ]
             assert len(lines) == 4
             # Adding iterations up leaves out the scheduler and the report between them.
             assert sum(sum(line["step"].values()) for line in lines) <= lines[-1]["seconds"]
-    assert (folder / "fp32" / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (facts.folder / "fp32" / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 NUMEL = (

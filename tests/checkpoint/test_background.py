@@ -28,7 +28,8 @@ from megatron_distopt.checkpoint.whole_model import WholeModel
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.layout import Box
-from tests.support.refusals import assert_says, raised, refused
+from tests.support.facts import Facts, facts_of
+from tests.support.refusals import assert_mentions, assert_says, raised, refused
 from tests.support.simulated import World
 from tests.support.spawn import RankError, run_ranks
 from tests.support.stored import TINY, Numbered, leftovers, number_in
@@ -373,8 +374,8 @@ FAULTS: dict[str, tuple[int, dict[tuple[Any, str], Any], bool]] = {
 }
 
 
-def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
-    ranks, found = TwoRanks(rank, Path(folder)), {}
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Ended]:
+    ranks, found = TwoRanks(rank, folder / "checkpoint"), {}
     ranks.save(1)
     found["saved"] = ranks.ended(ranks.saver.finish)
     for number, (name, (where, patches, saves_again)) in enumerate(FAULTS.items(), start=2):
@@ -388,60 +389,48 @@ def _two_ranks(rank: int, size: int, folder: str) -> dict[str, Ended]:
     return found
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Ended]]]:
-    folder = tmp_path_factory.mktemp("two") / "checkpoint"
-    return folder, run_ranks(_two_ranks, 2, str(folder), seconds=120)
+facts = facts_of(collect_facts, 2)
 
 
-Two = tuple[Path, list[dict[str, Ended]]]
-
-
-def test_two_ranks_when_both_have_written_then_the_checkpoint_is_there(two: Two) -> None:
-    assert [each["saved"] for each in two[1]] == [Ended("nothing", "", 1, frozenset())] * 2
+def test_two_ranks_when_both_have_written_then_the_checkpoint_is_there(facts: Facts) -> None:
+    assert facts["saved"] == [Ended("nothing", "", 1, frozenset())] * 2
 
 
 @pytest.mark.parametrize("name", ["failed", "failed mutely"])
 def test_two_ranks_when_one_cannot_write_then_both_raise_and_the_checkpoint_before_stays(
-    name: str, two: Two
+    name: str, facts: Facts
 ) -> None:
-    folder, (first, second) = two
-    assert second[name].kind == "CheckpointError"
-    assert all(
-        each in second[name].text
-        for each in (str(folder), "-00001.distcp", "No space left on device")
+    first, second = facts[name]
+    assert second.kind == "CheckpointError"
+    assert_mentions(
+        second.text, f"{facts.folder}/checkpoint", "-00001.distcp", "No space left on device"
     )
     # The first rank hears it from the second, or has read it in the folder before.
-    assert first[name].kind in ("RanksDisagreeError", "CheckpointError")
-    assert "rank 1" in first[name].text and second[name].text in first[name].text
-    assert [(each[name].number, each[name].left) for each in two[1]] == [(1, frozenset())] * 2
+    assert first.kind in ("RanksDisagreeError", "CheckpointError")
+    assert "rank 1" in first.text and second.text in first.text
+    assert [(each.number, each.left) for each in facts[name]] == [(1, frozenset())] * 2
 
 
-def test_two_ranks_when_the_disk_is_not_shared_then_both_raise_instead_of_waiting(two: Two) -> None:
-    folder, (first, second) = two
+def test_two_ranks_when_the_disk_is_not_shared_then_both_raise_instead_of_waiting(
+    facts: Facts,
+) -> None:
     assert_says(
-        first["not shared"].text,
-        f"Invalid checkpoint {folder}: no file of rank 1. Must be on a shared disk.",
+        facts.first["not shared"].text,
+        f"Invalid checkpoint {facts.folder}/checkpoint: no file of rank 1. "
+        "Must be on a shared disk.",
     )
-    _check_both("not shared", first, second)
+    _check_both(*facts["not shared"])
 
 
-def _check_both(name: str, first: dict[str, Ended], second: dict[str, Ended]) -> None:
+def _check_both(first: Ended, second: Ended) -> None:
     """The first rank raises its own error, the second that of the first; the checkpoint before is
     still there."""
-    assert [each[name].kind for each in (first, second)] == [
-        "CheckpointError",
-        "RanksDisagreeError",
-    ]
-    assert "rank 0" in second[name].text and first[name].text in second[name].text
-    assert [(each[name].number, each[name].left) for each in (first, second)] == [
-        (1, frozenset())
-    ] * 2
+    assert (first.kind, second.kind) == ("CheckpointError", "RanksDisagreeError")
+    assert "rank 0" in second.text and first.text in second.text
+    assert [(each.number, each.left) for each in (first, second)] == [(1, frozenset())] * 2
 
 
-def test_two_ranks_when_the_commit_fails_then_both_raise_in_the_next_save(two: Two) -> None:
-    folder, (first, second) = two
-    assert all(
-        each in first["not committed"].text for each in (str(folder), "No space left on device")
-    )
-    _check_both("not committed", first, second)
+def test_two_ranks_when_the_commit_fails_then_both_raise_in_the_next_save(facts: Facts) -> None:
+    first, second = facts["not committed"]
+    assert_mentions(first.text, f"{facts.folder}/checkpoint", "No space left on device")
+    _check_both(first, second)

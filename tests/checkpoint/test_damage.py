@@ -28,7 +28,7 @@ from megatron_distopt.checkpoint.save import contribution_of
 from megatron_distopt.checkpoint.tensor_file import TensorReader
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
-from tests.support.fork_files import Trap, same
+from tests.support.fork_files import Trap
 from tests.support.refusals import assert_says
 from tests.support.simulated import Param, World
 from tests.support.spawn import RankError, run_ranks
@@ -41,6 +41,7 @@ from tests.support.stored import (
     savings,
     snapshot,
 )
+from tests.support.values import same
 
 ONE_RANK = Group(None, 0, 1)
 DAMAGED = "Load an earlier checkpoint; this one was damaged after it was written."

@@ -12,8 +12,8 @@ import torch
 
 from megatron_distopt.checkpoint import load_checkpoint, save_checkpoint
 from megatron_distopt.comm import Group
+from tests.support.facts import Facts, facts_of
 from tests.support.simulated import Param, World, small_model
-from tests.support.spawn import run_ranks
 
 #: Main params and two moments of 8 params of 2**20 elements: 96 MiB; the largest tensor has 4 of
 #: them.
@@ -44,7 +44,7 @@ def extra_nbytes(action: Callable[[], object]) -> int:
     return most
 
 
-def measure(rank: int, size: int, folder: Path) -> dict[str, int]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, int]:
     """In a process of its own: nothing was allocated and freed before that could be used again
     unseen."""
     # What is freed goes back to the system at once, so that it is counted again when it is needed
@@ -68,11 +68,17 @@ def measure(rank: int, size: int, folder: Path) -> dict[str, int]:
     }
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+def skip_where_nothing_is_measured() -> None:
     if not _CLEAR_REFS.exists():
         pytest.skip("needs Linux to say the most memory that a process held")
-    (found,) = run_ranks(measure, 1, tmp_path_factory.mktemp("memory"))
+
+
+facts = facts_of(collect_facts, 1, before=skip_where_nothing_is_measured)
+
+
+@pytest.fixture(scope="module")
+def measured(facts: Facts) -> dict[str, int]:
+    (found,) = facts.by_rank
     assert 10 << 20 <= found["known"] <= 11 << 20, "the measure itself is off"
     return found
 

@@ -22,9 +22,9 @@ from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert
 from megatron_distopt.formats.recognise import load_any
-from tests.support.fork_files import same
 from tests.support.simulated import World, small_model
 from tests.support.stored import edit_manifest, snapshot
+from tests.support.values import same
 
 MODEL = small_model(layers=1)
 ALONE = Group(None, 0, 1)

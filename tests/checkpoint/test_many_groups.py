@@ -3,8 +3,6 @@ number and not with its square."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +10,12 @@ import pytest
 import torch
 
 from megatron_distopt import distribute
+from tests.support.waits import num_calls_of
 
 FEW, MANY = 200, 400
 #: Calls for twice as many groups: 2 but for what is done once. One loop over all groups in each of
 #: them makes it 2.4 or more.
 MOST_RATIO = 2.1
-
-
-def _calls_of(act: Callable[[], object]) -> int:
-    """How many functions of Python and of C it calls, a generator each time it goes on."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        act()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def _counted(number: int, folder: Path) -> dict[str, int]:
@@ -43,15 +25,15 @@ def _counted(number: int, folder: Path) -> dict[str, int]:
     model = torch.nn.ParameterList(params)
     given = torch.optim.AdamW([{"params": [param], "lr": next(rates)} for param in params])
     built: list[Any] = []
-    calls = {"distribute": _calls_of(lambda: built.append(distribute(model, given)))}
+    calls = {"distribute": num_calls_of(lambda: built.append(distribute(model, given)))}
     (optimizer,) = built
     torch.cat(params).sum().backward()
-    calls["step"] = _calls_of(optimizer.step)
-    calls["save"] = _calls_of(lambda: optimizer.save(folder))
-    calls["load"] = _calls_of(lambda: optimizer.load(folder))
+    calls["step"] = num_calls_of(optimizer.step)
+    calls["save"] = num_calls_of(lambda: optimizer.save(folder))
+    calls["load"] = num_calls_of(lambda: optimizer.load(folder))
     state: list[Any] = []
-    calls["state_dict"] = _calls_of(lambda: state.append(optimizer.state_dict()))
-    calls["load_state_dict"] = _calls_of(lambda: optimizer.load_state_dict(state[0]))
+    calls["state_dict"] = num_calls_of(lambda: state.append(optimizer.state_dict()))
+    calls["load_state_dict"] = num_calls_of(lambda: optimizer.load_state_dict(state[0]))
     return calls
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -19,9 +18,11 @@ from torch.optim import Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer
 
 from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import CheckpointError
-from tests.support.models import Params, exact_grads
+from tests.support.facts import outcomes
+from tests.support.models import Params, train_params
 from tests.support.published import pytorch_optimizer
-from tests.support.spawn import outcomes, run_ranks
+from tests.support.spawn import run_ranks
+from tests.support.values import from_first
 
 BUILDS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": AdamW,
@@ -48,21 +49,14 @@ def _made(name: str, steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]
     model = Params()
     said = "elements" if name == "Lion" else None
     optimizer = distribute(model, BUILDS[name](model.groups()), updates=said)
-    for step in range(steps):
-        _train(model, optimizer, step)
+    train_params(model, optimizer, range(steps))
     return model, optimizer
-
-
-def _train(model: Params, optimizer: Any, step: int = 9) -> None:
-    optimizer.zero_grad()
-    model(exact_grads(step, 0, 0)).backward()
-    optimizer.step()
 
 
 def _torchs_own(name: str) -> dict[str, Any]:
     model = Params()
     optimizer = BUILDS[name](model.groups())
-    _train(model, optimizer)
+    train_params(model, optimizer, [9])
     return optimizer.state_dict()
 
 
@@ -76,7 +70,7 @@ def _is_refused(
     except CheckpointError:
         assert all(map(torch.equal, weights, model.parameters()))
         return True
-    _train(model, optimizer)
+    train_params(model, optimizer, [9])
     return False
 
 
@@ -123,8 +117,7 @@ def test_error_when_classes_differ_then_it_names_both_and_what_to_do(tmp_path: P
 
 def _refusals(rank: int, size: int, root: Path) -> dict[str, str]:
     models = {name: _made(name, steps=1) for name in ("AdamW", "Lion", "RAdam")}
-    whole = [models["AdamW"][1].full_state_dict()]
-    dist.broadcast_object_list(whole, 0)
+    whole = from_first(models["AdamW"][1].full_state_dict())
     for name, (model, optimizer) in models.items():
         optimizer.save(root / name)
         state = {"optim": get_optimizer_state_dict(model, optimizer)}
@@ -138,7 +131,7 @@ def _refusals(rank: int, size: int, root: Path) -> dict[str, str]:
 
     def full_state() -> None:
         with pytest.raises(CheckpointError, match="RAdam"):
-            models["RAdam"][1].load_state_dict(whole[0])
+            models["RAdam"][1].load_state_dict(whole)
 
     def through_dcp(saved: str, name: str) -> None:
         model, optimizer = models[name]

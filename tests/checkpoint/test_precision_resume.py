@@ -13,8 +13,8 @@ from torch.nn import GELU, Linear, Module, Sequential
 
 from megatron_distopt import distribute
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
+from tests.support.facts import Facts, facts_of
 from tests.support.models import fitted
-from tests.support.spawn import run_ranks
 
 PRECISIONS = {
     "fp32": Precision(),
@@ -64,7 +64,7 @@ def _groups() -> dict[int, Any]:
     return {size: dist.new_group(list(range(size))) for size in SIZES}
 
 
-def cross(rank: int, size: int, folder: str) -> dict[str, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Saves every precision at every size, and loads all pairs; returns what was saved, loaded and
     trained on."""
     groups, saved, losses = _groups(), dict[Any, Values](), dict[Any, list[float]]()
@@ -87,18 +87,19 @@ def cross(rank: int, size: int, folder: str) -> dict[str, Any]:
     return {"saved": saved, "losses": losses, "loaded": loaded, "resumed": resumed}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("precisions")
-    return run_ranks(cross, max(SIZES), str(folder), seconds=200)[0]
+facts = facts_of(collect_facts, max(SIZES), seconds=200)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{} at {} to {} at {}".format(*pair))
 def test_load_when_precision_and_size_differ_then_rounded_anew_and_training_goes_on(
-    found: dict[str, Any], pair: tuple[str, int, str, int]
+    facts: Facts, pair: tuple[str, int, str, int]
 ) -> None:
     one, before, other, ranks = pair
-    saved, loaded, precision = found["saved"][one, before], found["loaded"][pair], PRECISIONS[other]
+    saved, loaded, precision = (
+        facts.first["saved"][one, before],
+        facts.first["loaded"][pair],
+        PRECISIONS[other],
+    )
     assert saved.keys() == loaded.keys() and len(saved) == 6
     for number, state in saved.items():
         assert state.keys() == loaded[number].keys()
@@ -109,7 +110,7 @@ def test_load_when_precision_and_size_differ_then_rounded_anew_and_training_goes
             error = 0.0 if is_kept else ERRORS[dtype] * (2 if kind == "exp_avg_sq" else 1)
             difference = (loaded[number][kind].float() - value.float()).abs()
             assert float(difference.max()) <= error * float(value.abs().max()), (number, kind)
-    expected, resumed = found["losses"][one, before], found["resumed"][pair]
+    expected, resumed = facts.first["losses"][one, before], facts.first["resumed"][pair]
     if vars(PRECISIONS[one]) == vars(PRECISIONS[other]) and before == ranks:
         assert resumed == expected  # to the bit
     # A state that is lost or misplaced changes these losses by more than 0.1.

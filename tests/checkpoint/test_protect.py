@@ -1,8 +1,10 @@
-"""Snapshots in memory: what they survive, to the bit, on nodes that are folders of one machine."""
+"""Snapshots in memory: what they survive, to the bit, on nodes that are folders of one machine.
+
+Exercises checkpoint/protect/transfer.py, session/run_session.py.
+"""
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,8 +23,9 @@ from megatron_distopt.checkpoint.protect.restart import Resumed
 from megatron_distopt.checkpoint.protect.snapshots import held
 from megatron_distopt.comm import Group
 from megatron_distopt.errors import CheckpointError, ConfigError
+from tests.support.facts import Facts, facts_of
 from tests.support.models import Params, exact_grads
-from tests.support.refusals import assert_mentions
+from tests.support.refusals import assert_mentions, logged
 from tests.support.spawn import run_ranks
 
 SIZE, NUM_STEPS, EVERY = 4, 8, 2
@@ -176,25 +179,23 @@ def _as_uninterrupted(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_as_uninterrupted, SIZE, tmp_path_factory.mktemp("memory"))
+losses = facts_of(_as_uninterrupted, SIZE)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_run_when_two_nodes_lose_something_then_it_goes_on_from_what_is_whole_to_the_bit(
-    losses: list[dict[str, Any]], loss: str
+    losses: Facts, loss: str
 ) -> None:
     step = LOSSES[loss][1]
     expected = None if step is None else ((step, True, True), True)
-    assert [each[f"two nodes: {loss}"] for each in losses] == [expected] * SIZE
+    assert losses[f"two nodes: {loss}"] == [expected] * SIZE
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_run_when_started_anew_on_nodes_of_any_number_then_it_ends_to_the_bit_as_uninterrupted(
-    losses: list[dict[str, Any]], layout: str
+    losses: Facts, layout: str
 ) -> None:
-    assert [each[f"{layout}: nothing"] for each in losses] == [((6, True, True), True)] * SIZE
+    assert losses[f"{layout}: nothing"] == [((6, True, True), True)] * SIZE
 
 
 def _at_other_sizes(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -286,17 +287,8 @@ def test_run_when_training_changes_buffers_and_frozen_params_then_they_are_back_
 
 def _said_by(start: Callable[[], object]) -> list[str]:
     """What the package logs meanwhile."""
-    lines: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("megatron_distopt")
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with logged() as lines:
         start()
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
     return lines
 
 
@@ -339,9 +331,7 @@ def _beside_a_disk(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def beside_a_disk(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_beside_a_disk, 2, tmp_path_factory.mktemp("memory"))
+beside_a_disk = facts_of(_beside_a_disk, 2)
 
 
 @pytest.mark.parametrize(
@@ -356,9 +346,9 @@ def beside_a_disk(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     ],
 )
 def test_run_when_its_checkpoints_are_as_it_left_them_then_it_goes_on_from_the_newest_state(
-    name: str, step: int | None, beside_a_disk: list[dict[str, Any]]
+    name: str, step: int | None, beside_a_disk: Facts
 ) -> None:
-    assert [each[name] for each in beside_a_disk] == [step] * 2
+    assert beside_a_disk[name] == [step] * 2
 
 
 @pytest.mark.parametrize(
@@ -366,9 +356,9 @@ def test_run_when_its_checkpoints_are_as_it_left_them_then_it_goes_on_from_the_n
     ["an older one", "an older one, and says its step", "an older one, and takes another step"],
 )
 def test_run_when_it_was_rolled_back_by_hand_then_refused_with_both_ways_on(
-    name: str, beside_a_disk: list[dict[str, Any]]
+    name: str, beside_a_disk: Facts
 ) -> None:
-    for rank, said in enumerate(beside_a_disk):
+    for rank, said in enumerate(beside_a_disk.by_rank):
         folder = f"node-{rank}/0"
         assert_mentions(
             said[name], "2 updates", "4 updates", "MEGATRON_DISTOPT_PROTECT_TAKE=6", folder
@@ -400,9 +390,7 @@ def _other_starts(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
     return said
 
 
-@pytest.fixture(scope="module")
-def other_starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_ranks(_other_starts, 2, tmp_path_factory.mktemp("memory"))[0]
+other_starts = facts_of(_other_starts, 2)
 
 
 @pytest.mark.parametrize(
@@ -417,18 +405,16 @@ def other_starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str
     ],
 )
 def test_option_when_a_scheduler_changes_it_then_told_only_where_the_user_gave_another(
-    name: str, expected: list[str], other_starts: dict[str, list[str]]
+    name: str, expected: list[str], other_starts: Facts
 ) -> None:
-    told = [line.split()[1] for line in other_starts[name] if line.startswith("resumed: ")]
-    assert told == expected, other_starts[name]
+    told = [line.split()[1] for line in other_starts.first[name] if line.startswith("resumed: ")]
+    assert told == expected, other_starts.first[name]
 
 
-def test_state_when_its_form_is_another_after_a_restart_then_told(
-    other_starts: dict[str, list[str]],
-) -> None:
-    (line,) = [line for line in other_starts["another form"] if line.startswith("resumed at")]
+def test_state_when_its_form_is_another_after_a_restart_then_told(other_starts: Facts) -> None:
+    (line,) = [line for line in other_starts.first["another form"] if line.startswith("resumed at")]
     assert re.search("in .*exp_avg_sq_dtype='float32'.* goes on in .*_sq_dtype='bfloat16'", line)
-    assert "goes on in" not in "".join(other_starts["that rate again"])
+    assert "goes on in" not in "".join(other_starts.first["that rate again"])
 
 
 def _left(rank: int, size: int, folder: Path) -> list[str]:
@@ -522,28 +508,20 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(_refusals, 2, tmp_path_factory.mktemp("memory"))
+refusals = facts_of(_refusals, 2)
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_protect_when_used_wrongly_then_refused_on_all_ranks(
-    refusals: list[dict[str, str]], case: str
-) -> None:
-    assert all(EXPECTED[case].lower() in said[case].lower() for said in refusals), refusals
+def test_protect_when_used_wrongly_then_refused_on_all_ranks(refusals: Facts, case: str) -> None:
+    assert all(EXPECTED[case].lower() in said.lower() for said in refusals[case]), refusals.by_rank
 
 
-def test_snapshot_when_a_rank_has_a_nan_then_the_one_before_stays(
-    refusals: list[dict[str, str]],
-) -> None:
-    assert refusals[0]["nan"].startswith("2: [0, 1]")
+def test_snapshot_when_a_rank_has_a_nan_then_the_one_before_stays(refusals: Facts) -> None:
+    assert refusals.first["nan"].startswith("2: [0, 1]")
 
 
-def test_snapshot_when_it_is_of_another_model_then_not_taken(
-    refusals: list[dict[str, str]],
-) -> None:
-    assert [said["other model"] for said in refusals] == ["None"] * 2
+def test_snapshot_when_it_is_of_another_model_then_not_taken(refusals: Facts) -> None:
+    assert refusals["other model"] == ["None"] * 2
 
 
 # Decisions without ranks.

@@ -4,6 +4,8 @@ global tensors is the same to the bit.
 The state says of every element which one it is (tests/support/simulated.py), so that one that lands
 elsewhere is seen. With real processes and training: test_megatron_2023_reshard.py and
 test_megatron_core_checkpoints.py in tests/hosts.
+
+Exercises checkpoint/load_plan.py, checkpoint/boxes.py.
 """
 
 from __future__ import annotations

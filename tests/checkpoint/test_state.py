@@ -12,8 +12,8 @@ import torch
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import CheckpointError
-from tests.support.fork_files import same
 from tests.support.models import Params, exact_grads, stepped
+from tests.support.values import same
 
 CONFIG = DistOptConfig(accelerator="torch", adam="torch_foreach", lr=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,12 +1,15 @@
 """The state in torch's format: one rank's is torch's own, several ranks' goes through
-torch.distributed.checkpoint."""
+torch.distributed.checkpoint.
+
+Exercises checkpoint/load_torch_state.py, checkpoint/gather_whole.py.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,10 @@ from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribut
 from megatron_distopt.checkpoint.torch_state import ShardedValue
 from megatron_distopt.errors import AccessError, CheckpointError, DistOptError
 from megatron_distopt.layout import Box
-from tests.support.fork_files import same
-from tests.support.models import SHAPES, Params, exact_grads
+from tests.support.facts import Facts, facts_of
+from tests.support.models import SHAPES, Params, train_params
 from tests.support.spawn import run_ranks
+from tests.support.values import same
 
 # Small buckets, so that params are cut by shard borders. torch's for-each kernels are the same
 # wherever a tensor ends.
@@ -67,15 +71,8 @@ def _made(
         optimizer = distribute(
             model, LOW[kind] if isinstance(kind, str) else kind, param_groups=model.groups()
         )
-    for step in range(steps):
-        _train(model, optimizer, step)
+    train_params(model, optimizer, range(steps))
     return model, optimizer
-
-
-def _train(model: Params, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    getattr(optimizer, "scale_loss", lambda loss: loss)(model(exact_grads(step, 0, 0))).backward()
-    optimizer.step()
 
 
 def _separate(optimizer: TorchDistributedOptimizer) -> None:
@@ -101,18 +98,16 @@ def _undistributed() -> tuple[Params, torch.optim.AdamW]:
 def _ours_in_fp32(steps: int = 0) -> tuple[Params, TorchDistributedOptimizer]:
     model = Params()
     optimizer = distribute(model, CONFIG, param_groups=model.groups())
-    for step in range(steps):
-        _train(model, optimizer, step)
+    train_params(model, optimizer, range(steps))
     return model, optimizer
 
 
 def _train_both(
-    one: tuple[Params, Any], other: tuple[Params, Any], steps: Iterable[int] = (3, 4)
+    one: tuple[Params, Any], other: tuple[Params, Any], steps: Sequence[int] = (3, 4)
 ) -> None:
     """They are the same to the bit afterwards."""
-    for step in steps:
-        _train(*one, step)
-        _train(*other, step)
+    train_params(*one, steps)
+    train_params(*other, steps)
     assert same(_weights(one[0]), _weights(other[0]))
 
 
@@ -135,8 +130,7 @@ def test_one_rank_when_ours_is_loaded_by_torchs_adamw_then_it_goes_on_bit_for_bi
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank_when_torchs_adamw_is_loaded_by_ours_then_it_goes_on_bit_for_bit() -> None:
     theirs, adamw = _undistributed()
-    for step in range(3):
-        _train(theirs, adamw, step)
+    train_params(theirs, adamw, range(3))
     adamw.param_groups[0]["lr"] = 0.125
     model, optimizer = _ours_in_fp32(1)
     model.load_state_dict(theirs.state_dict())
@@ -172,7 +166,7 @@ def test_one_rank_when_other_weights_were_loaded_then_a_load_goes_on_from_them()
     assert same(_weights(model), weights)
     for group in other.param_groups:
         group["lr"] = 0.0
-    _train(model, other, 2)
+    train_params(model, other, [2])
     assert torch.equal(model.held["wide_weight"], before)
 
 
@@ -184,8 +178,7 @@ def test_one_rank_when_an_optimizer_of_torch_was_given_then_its_state_is_its_own
     reference = kind(theirs.groups(), foreach=True, **how)
     model = Params()
     optimizer = distribute(model, kind(model.groups(), foreach=True, **how))
-    for step in range(2):
-        _train(theirs, reference, step)
+    train_params(theirs, reference, range(2))
     model.load_state_dict(theirs.state_dict())
     optimizer.load_state_dict(reference.state_dict())
     _train_both((model, optimizer), (theirs, reference), (2, 3))
@@ -313,33 +306,34 @@ def test_load_when_the_state_does_not_fit_then_refused_and_nothing_is_changed(fa
 # Several ranks.
 
 
-def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str], object]:
-    """Saves in every way; returns the texts of what is refused, and what `_different` and
-    `_asked_alone` return."""
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Saves in every way."""
     model, optimizer = _made(steps=2)
     _separate(optimizer)
     state = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"optim": state}, checkpoint_id=root / "nested")
+    dcp.save({"optim": state}, checkpoint_id=folder / "nested")
     dcp.save(
         {"optim": get_optimizer_state_dict(model, optimizer, options=FLAT)},
-        checkpoint_id=root / "flat",
+        checkpoint_id=folder / "flat",
     )
     offloaded = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(cpu_offload=True)
     )
-    dcp.save({"optim": offloaded}, checkpoint_id=root / "offloaded")
+    dcp.save({"optim": offloaded}, checkpoint_id=folder / "offloaded")
     future = dcp.async_save(
-        {"optim": state}, checkpoint_id=root / "later", process_group=dist.new_group(backend="gloo")
+        {"optim": state},
+        checkpoint_id=folder / "later",
+        process_group=dist.new_group(backend="gloo"),
     )
     future.result()
-    optimizer.save(root / "ours")
+    optimizer.save(folder / "ours")
     full = optimizer.full_state_dict()
     if rank == 0:
-        torch.save(full, root / "full.pt")
+        torch.save(full, folder / "full.pt")
     else:
         assert full == {}
     for name in (*LOW, *GIVEN):
-        _save_other(rank, name, root / name)
+        _save_other(rank, name, folder / name)
     whole = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(full_state_dict=True)
     )
@@ -361,7 +355,11 @@ def _write(rank: int, size: int, root: Path) -> tuple[dict[str, str], list[str],
         "storage, as of safetensors": _text(value.storage),
     }
     dist.barrier()  # the whole state is on the disk
-    return texts, _different(rank, root), _asked_alone(rank)
+    return {
+        "refused": texts,
+        "different states": _different(rank, folder),
+        "asked alone": _asked_alone(rank),
+    }
 
 
 def _asked_alone(rank: int) -> object:
@@ -375,15 +373,15 @@ def _asked_alone(rank: int) -> object:
     return len(calls), optimizer.last_step
 
 
-def _save_other(rank: int, name: str, root: Path) -> None:
+def _save_other(rank: int, name: str, folder: Path) -> None:
     _, other = _made(name, steps=2)
     gloo = dist.new_group(backend="gloo")
     dcp.async_save(
-        {"optim": other.state_dict()}, checkpoint_id=root / "later", process_group=gloo
+        {"optim": other.state_dict()}, checkpoint_id=folder / "later", process_group=gloo
     ).result()
     full = other.full_state_dict()
     if rank == 0:
-        torch.save(full, root / "full.pt")
+        torch.save(full, folder / "full.pt")
 
 
 def _text(act: Callable[[], object]) -> str:
@@ -394,22 +392,22 @@ def _text(act: Callable[[], object]) -> str:
     return ""
 
 
-def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
+def _read(rank: int, size: int, folder: Path) -> dict[str, bool]:
     """Loads in every way, into a new optimizer or into one with another state."""
-    wanted, found = torch.load(root / "full.pt", weights_only=True), {}
+    wanted, found = torch.load(folder / "full.pt", weights_only=True), {}
     for name, steps in (("nested", 1), ("offloaded", 1), ("later", 0), ("flat", 0)):
         model, optimizer = _made(steps=steps)
         options = FLAT if name == "flat" else None
         state = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
-        dcp.load(state, checkpoint_id=root / name)
+        dcp.load(state, checkpoint_id=folder / name)
         set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
         found[f"{name} after {steps}"] = _is_as(optimizer, wanted)
     for name in (*LOW, *GIVEN):
         _, other = _made(name, steps=1 if name in LOW else 0)
         state = {"optim": other.state_dict()}
-        dcp.load(state, checkpoint_id=root / name / "later")
+        dcp.load(state, checkpoint_id=folder / name / "later")
         other.load_state_dict(state["optim"])
-        found[name] = _is_as(other, torch.load(root / name / "full.pt", weights_only=True))
+        found[name] = _is_as(other, torch.load(folder / name / "full.pt", weights_only=True))
     model, optimizer = _made(steps=1)
     optimizer.load_state_dict(wanted)
     found["full"] = _is_as(optimizer, wanted)
@@ -423,7 +421,7 @@ def _read(rank: int, size: int, root: Path) -> dict[str, bool]:
     set_optimizer_state_dict(model, optimizer, given, options=options)
     found["broadcast"] = _is_as(optimizer, wanted)
     model, optimizer = _made()
-    optimizer.load(root / "ours")
+    optimizer.load(folder / "ours")
     found["ours"] = _is_as(optimizer, wanted)
     return found
 
@@ -449,29 +447,18 @@ def _in_groups() -> list[str]:
     return sorted(SHAPES, key=lambda name: len(SHAPES[name]) <= 1)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("torch_state")
+facts = facts_of(collect_facts, 2)
 
 
-@pytest.fixture(scope="module")
-def refused(root: Path) -> list[tuple[dict[str, str], list[str], object]]:
-    """What two ranks were told while they wrote and when they loaded different states."""
-    return run_ranks(_write, 2, root)
-
-
-def test_sharded_values_when_used_as_tensors_then_refused_with_what_to_call(
-    refused: list[tuple[dict[str, str], list[str], object]],
-) -> None:
-    for texts, *_ in refused:
+def test_sharded_values_when_used_as_tensors_then_refused_with_what_to_call(facts: Facts) -> None:
+    for texts in facts["refused"]:
         for what, text in texts.items():
             named = ("optimizer.save(folder)", "on all ranks", "full_state_dict()")
             assert all(each in text for each in named), what
 
 
-@pytest.mark.usefixtures("refused")
-def test_full_state_when_gathered_then_torchs_adamw_takes_it(root: Path) -> None:
-    full = torch.load(root / "full.pt", weights_only=True)
+def test_full_state_when_gathered_then_torchs_adamw_takes_it(facts: Facts) -> None:
+    full = torch.load(facts.folder / "full.pt", weights_only=True)
     _, adamw = _undistributed()
     adamw.load_state_dict(full)
     assert {int(each["step"]) for each in full["state"].values()} == {0, 2, 7}
@@ -479,15 +466,14 @@ def test_full_state_when_gathered_then_torchs_adamw_takes_it(root: Path) -> None
     assert [list(full["state"][number]["exp_avg"].shape) for number in range(len(SHAPES))] == shapes
 
 
-def test_state_when_rank_0_alone_asks_for_it_then_torch_makes_no_step(
-    refused: list[tuple[dict[str, str], list[str], object]],
+def test_state_when_rank_0_alone_asks_for_it_then_torch_makes_no_step(facts: Facts) -> None:
+    assert facts["asked alone"] == [(0, None)] * 2
+
+
+def test_full_state_when_16_bit_params_or_a_loss_scale_then_they_go_on_from_it(
+    facts: Facts,
 ) -> None:
-    assert [alone for *_, alone in refused] == [(0, None)] * 2
-
-
-@pytest.mark.usefixtures("refused")
-def test_full_state_when_16_bit_params_or_a_loss_scale_then_they_go_on_from_it(root: Path) -> None:
-    full = {name: torch.load(root / name / "full.pt", weights_only=True) for name in GIVEN}
+    full = {name: torch.load(facts.folder / name / "full.pt", weights_only=True) for name in GIVEN}
     assert all("main_param" in state for each in full.values() for state in each["state"].values())
     scale = {
         "scale": 4 * DistOptConfig().initial_loss_scale,
@@ -516,31 +502,31 @@ def test_state_when_no_step_was_made_then_a_load_of_it_begins_anew() -> None:
         (model, optimizer), (other_model, other) = _made(name), _made(name)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         other.load_state_dict(optimizer.full_state_dict())
-        _train(model, optimizer, 0)
-        _train(other_model, other, 0)
+        train_params(model, optimizer, [0])
+        train_params(other_model, other, [0])
         assert same(_weights(other_model), _weights(model)), name
 
 
-@pytest.mark.usefixtures("refused", "one_rank")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("size", [1, 3])
 def test_load_when_the_number_of_ranks_is_another_then_every_way_gives_the_same_state(
-    root: Path, size: int
+    facts: Facts, size: int
 ) -> None:
     for rank, found in enumerate(
-        [_read(0, 1, root)] if size == 1 else run_ranks(_read, size, root)
+        [_read(0, 1, facts.folder)] if size == 1 else run_ranks(_read, size, facts.folder)
     ):
         assert all(found.values()), (
             f"rank {rank}: {[way for way, is_same in found.items() if not is_same]}"
         )
 
 
-def _different(rank: int, root: Path) -> list[str]:
+def _different(rank: int, folder: Path) -> list[str]:
     """Ranks are given other states: each text."""
     texts = []
     for change in (_other_count, _other_shape_on_rank_1):
         _, optimizer = _made(steps=1)
         before = optimizer.full_state_dict()
-        state = torch.load(root / "full.pt", weights_only=True)
+        state = torch.load(folder / "full.pt", weights_only=True)
         change(state, rank)
         try:
             optimizer.load_state_dict(state)
@@ -560,9 +546,9 @@ def _other_shape_on_rank_1(state: dict[str, Any], rank: int) -> None:
 
 
 def test_load_when_ranks_have_different_states_then_all_refuse_and_nothing_is_changed(
-    refused: list[tuple[dict[str, str], list[str], object]],
+    facts: Facts,
 ) -> None:
-    for rank, (_, (counts, shapes), _) in enumerate(refused):
+    for rank, (counts, shapes) in enumerate(facts["different states"]):
         assert re.search(r"CheckpointError.*step .* 2 on rank 0 and 3 on rank 1", counts), counts
         assert (
             shapes.startswith(("RanksDisagreeError", "CheckpointError")[rank]) and "[3]" in shapes

@@ -1,4 +1,7 @@
-"""`convert`, and what all commands on checkpoints share: width, progress, interrupts."""
+"""`convert`, and what all commands on checkpoints share: width, progress, interrupts.
+
+Exercises cli/checkpoints.py.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ from megatron_distopt.plugin import recording
 from megatron_distopt.plugin.recording import record_training
 from tests.cli.test_compare_verdict import Training
 from tests.hosts.test_main_line import _STAND_INS, _WORDS
+from tests.support.facts import Facts, facts_of
 from tests.support.mini_fork import FOLDER, InstalledFork, core_folder, free_port
-from tests.support.spawn import run_ranks
 
 # --- launch lines
 
@@ -380,7 +380,7 @@ def _is_running(pid: str) -> bool:
 # --- what ranks record
 
 
-def _collect(rank: int, size: int, folder: Path) -> None:
+def train_all(rank: int, size: int, folder: Path) -> None:
     """Trains the small fork: its own optimizer, ours, and ours with something wrong in it."""
     fork = InstalledFork.imported()
     update, stats = step_module.update_mains, step_module.local_stats
@@ -436,11 +436,7 @@ def _collect(rank: int, size: int, folder: Path) -> None:
         undo()
 
 
-@pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trainings")
-    run_ranks(_collect, 2, folder)
-    return folder
+facts = facts_of(train_all, 2)
 
 
 @pytest.mark.parametrize(
@@ -457,10 +453,10 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_small_fork_when_something_is_broken_then_the_verdict_finds_it(
-    trainings: Path, precision: str, name: str, outcome: Outcome, what: str
+    facts: Facts, precision: str, name: str, outcome: Outcome, what: str
 ) -> None:
     own, ours, *hosts_others = (
-        RecordedRun(trainings / f"{precision}-{each}")
+        RecordedRun(facts.folder / f"{precision}-{each}")
         for each in ("own", name, "undistributed", "nudged")
     )
     found, sentence = judge(own, ours, *hosts_others)
@@ -469,10 +465,10 @@ def test_small_fork_when_something_is_broken_then_the_verdict_finds_it(
 
 
 def test_small_fork_when_its_params_have_16_bits_then_main_params_are_recorded(
-    trainings: Path,
+    facts: Facts,
 ) -> None:
     own, ours, undistributed = (
-        RecordedRun(trainings / f"bf16-{name}") for name in ("own", "ours", "undistributed")
+        RecordedRun(facts.folder / f"bf16-{name}") for name in ("own", "ours", "undistributed")
     )
     for run, share in ((own, 0.5), (ours, 0.5), (undistributed, 1.0)):
         mains, later, weights = run.mains(0), run.mains(3), run.weights(0)
@@ -482,13 +478,11 @@ def test_small_fork_when_its_params_have_16_bits_then_main_params_are_recorded(
         assert np.array_equal(np.isnan(later), ~is_here)
         moved = later[is_here] != torch.from_numpy(later[is_here]).bfloat16().double().numpy()
         assert moved.mean() > 0.5
-    assert np.isnan(RecordedRun(trainings / "fp32-ours").mains(0)).all()
+    assert np.isnan(RecordedRun(facts.folder / "fp32-ours").mains(0)).all()
 
 
-def test_recorder_when_a_training_loads_then_its_iterations_count_from_there(
-    trainings: Path,
-) -> None:
-    whole, loaded = RecordedRun(trainings / "whole"), RecordedRun(trainings / "loaded")
+def test_recorder_when_a_training_loads_then_its_iterations_count_from_there(facts: Facts) -> None:
+    whole, loaded = RecordedRun(facts.folder / "whole"), RecordedRun(facts.folder / "loaded")
     assert (len(whole.steps), len(loaded.steps)) == (5, 5)
     for number in (0, 1):
         assert loaded.bits(number) == whole.bits(3 + number)

@@ -3,6 +3,8 @@
 The trainings are real ones, of one process and without a Megatron: bf16 or fp32 weights, fp32 main
 params, AdamW with clipping. What a fault does to a loss, to a norm and to weights that round, and
 how fast rounding itself spreads, is therefore as it is in a host.
+
+Exercises cli/verdict.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""`plan` against what real runs allocate, send and register."""
+"""`plan` against what real runs allocate, send and register.
+
+Exercises layout/estimate.py.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +30,9 @@ from megatron_distopt.comm import shared_memory
 from megatron_distopt.hosts.torch.step import CENSUS_NUMEL
 from megatron_distopt.optimizer.sharded import Memory
 from tests.support.cases import Case
+from tests.support.facts import Facts, facts_of
 from tests.support.plan_command import BUCKET, GPT, module_of
-from tests.support.spawn import run_ranks
+from tests.support.waits import num_calls_of
 
 CUT = ParallelSizes(dp=2)
 #: Real runs on 2 ranks.
@@ -203,7 +206,7 @@ def used_by(choice: Choice) -> Used:
     return Used(optimizer.memory, dict(wire.sent), dict(wire.counts))
 
 
-def on_ranks(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     """What ranks of one machine hand each other through memory nobody can count; messages carry the
     same."""
     shared_memory.may_share_memory = lambda: False
@@ -218,17 +221,15 @@ def on_ranks(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def real() -> list[dict[str, Any]]:
-    return run_ranks(on_ranks, 2, seconds=400.0, core=True)
+facts = facts_of(collect_facts, 2, seconds=400.0, core=True)
 
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_plan_when_compared_with_a_real_run_then_every_byte_is_there_and_on_the_wire(
-    name: str, rank: int, real: list[dict[str, Any]]
+    name: str, rank: int, facts: Facts
 ) -> None:
-    plan, used = plan_stage(GPT, RUNS[name], 0, rank), real[rank][name]
+    plan, used = plan_stage(GPT, RUNS[name], 0, rank), facts[name][rank]
     held = plan.footprint
     assert (held.param_nbytes, held.grad_nbytes) == (
         used.memory.param_nbytes,
@@ -258,37 +259,21 @@ def test_plan_when_compared_with_a_real_run_then_every_byte_is_there_and_on_the_
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_stage_when_compared_with_megatron_core_then_names_shapes_and_order_are_its(
-    name: str, real: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
     gpt, cut = SHAPES[name]
     for rank in range(2):
         planned = stage_params(gpt, cut, rank if cut.pp > 1 else 0, "float32")
-        assert [(param.spec.name, param.spec.shape, param.is_expert) for param in planned] == real[
-            rank
-        ][name]
-
-
-def calls_of(gpt: GptSizes, dp: int) -> int:
-    """Python and C functions that planning calls: a measure of work that no other process
-    disturbs."""
-    calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    choice = Choice(ParallelSizes(dp=dp), bucket_size=10**6)
-    sys.setprofile(count)
-    try:
-        plan_choice(gpt, choice)
-    finally:
-        sys.setprofile(None)
-    return calls
+        assert [(param.spec.name, param.spec.shape, param.is_expert) for param in planned] == facts[
+            name
+        ][rank]
 
 
 def test_plan_when_there_are_more_ranks_then_it_costs_no_more() -> None:
     gpt = GptSizes(layers=24, hidden=1024, vocab=50257)
-    assert calls_of(gpt, 8192) <= calls_of(gpt, 2)
+    few, many = (Choice(ParallelSizes(dp=dp), bucket_size=10**6) for dp in (2, 8192))
+    costs = [num_calls_of(lambda choice=each: plan_choice(gpt, choice)) for each in (few, many)]
+    assert costs[1] <= costs[0]
 
 
 def test_plan_when_buckets_are_automatic_then_they_are_those_that_distribute_takes(

@@ -24,8 +24,8 @@ from megatron_distopt.comm import (
     show_presence,
 )
 from megatron_distopt.errors import ConfigError
+from tests.support.facts import Facts, facts_of
 from tests.support.refusals import assert_mentions, raised
-from tests.support.spawn import run_ranks
 
 SIZE = 3
 
@@ -174,7 +174,7 @@ def _remake() -> dict[str, Any]:
     return found
 
 
-def run_all(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     everyone, alone = Group.of(), Group.of([dist.new_group([each]) for each in range(size)][rank])
     return {
         **_agree(rank, everyone),
@@ -188,21 +188,15 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(run_all, SIZE, seconds=90.0)
-
-
-def by_rank(found: list[dict[str, Any]], name: str) -> list[Any]:
-    return [of_rank[name] for of_rank in found]
+facts = facts_of(collect_facts, SIZE, seconds=90.0)
 
 
 @pytest.mark.skipif(not REMAKES, reason="gloo ends slowly before torch 2.10")
 def test_group_when_a_framework_destroys_it_and_makes_it_again_then_it_works_or_says_so(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    assert by_rank(found, "remade") == [[("gloo", [0, 1, 2])] * 2] * SIZE
-    for of_rank in found:
+    assert facts["remade"] == [[("gloo", [0, 1, 2])] * 2] * SIZE
+    for of_rank in facts.by_rank:
         for name, says in (
             ("unknown group", "patch of torch.distributed"),
             ("destroyed group", "groups again"),
@@ -212,18 +206,16 @@ def test_group_when_a_framework_destroys_it_and_makes_it_again_then_it_works_or_
             assert says in text
 
 
-def test_exchange_when_all_ranks_are_in_it_then_everybodys_value_by_rank(
-    found: list[dict[str, Any]],
-) -> None:
-    assert by_rank(found, "exchanged") == [[("value", 0), ("value", 1), ("value", 2)]] * SIZE
-    assert by_rank(found, "after all of it") == [[0, 1, 2]] * SIZE
+def test_exchange_when_all_ranks_are_in_it_then_everybodys_value_by_rank(facts: Facts) -> None:
+    assert facts["exchanged"] == [[("value", 0), ("value", 1), ("value", 2)]] * SIZE
+    assert facts["after all of it"] == [[0, 1, 2]] * SIZE
 
 
 @pytest.mark.parametrize("record", ["text", "none"])
 def test_exchange_when_a_rank_is_in_a_foreign_one_then_the_others_name_it(
-    record: str, found: list[dict[str, Any]]
+    record: str, facts: Facts
 ) -> None:
-    first, foreign, last = by_rank(found, f"foreign {record}")
+    first, foreign, last = facts[f"foreign {record}"]
     assert (foreign, first) == (NOTHING, last)
     assert first[0] == "RanksDisagreeError"
     assert_mentions(
@@ -231,10 +223,8 @@ def test_exchange_when_a_rank_is_in_a_foreign_one_then_the_others_name_it(
     )
 
 
-def test_raise_together_when_all_pass_then_each_has_its_own_value(
-    found: list[dict[str, Any]],
-) -> None:
-    assert by_rank(found, "all pass") == [0, 1, 2]
+def test_raise_together_when_all_pass_then_each_has_its_own_value(facts: Facts) -> None:
+    assert facts["all pass"] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -247,9 +237,9 @@ def test_raise_together_when_all_pass_then_each_has_its_own_value(
     ],
 )
 def test_raise_together_when_a_rank_raises_then_the_others_get_the_first_text(
-    name: str, rank: int, text: str, own: dict[int, Raised], found: list[dict[str, Any]]
+    name: str, rank: int, text: str, own: dict[int, Raised], facts: Facts
 ) -> None:
-    for number, error in enumerate(by_rank(found, name)):
+    for number, error in enumerate(facts[name]):
         if number in own:
             assert error == own[number]
         else:
@@ -269,23 +259,19 @@ def test_raise_together_when_a_rank_raises_then_the_others_get_the_first_text(
     ],
 )
 def test_compare_when_ranks_differ_then_all_name_the_first_difference_and_the_minority(
-    name: str, field: int, got: str, odd: str, found: list[dict[str, Any]]
+    name: str, field: int, got: str, odd: str, facts: Facts
 ) -> None:
-    for error, text in by_rank(found, name):
+    for error, text in facts[name]:
         assert error == "RanksDisagreeError"
         assert_mentions(text, f"field {field}", got, "all 3 ranks", f"Start rank(s) {odd} with")
 
 
-def test_compare_when_all_fields_are_equal_then_nothing_is_raised(
-    found: list[dict[str, Any]],
-) -> None:
-    assert by_rank(found, "equal") == [NOTHING] * SIZE
+def test_compare_when_all_fields_are_equal_then_nothing_is_raised(facts: Facts) -> None:
+    assert facts["equal"] == [NOTHING] * SIZE
 
 
-def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(
-    found: list[dict[str, Any]],
-) -> None:
-    assert by_rank(found, "alone") == [(["mine"], ("ValueError", "own"), NOTHING)] * SIZE
+def test_agreement_when_the_group_has_one_rank_then_it_agrees_with_itself(facts: Facts) -> None:
+    assert facts["alone"] == [(["mine"], ("ValueError", "own"), NOTHING)] * SIZE
 
 
 # --- ranks that do not come, come late, or do without the package
@@ -302,8 +288,8 @@ def _names(rank: int, reason: str, size: int = SIZE) -> str:
 @pytest.mark.parametrize(
     "name", ["all come, nobody has shown anything", "slow", "all come", "some of them", "undone"]
 )
-def test_meeting_when_all_come_then_they_go_on(found: list[dict[str, Any]], name: str) -> None:
-    assert [each[name] for each in found] == [""] * SIZE
+def test_meeting_when_all_come_then_they_go_on(facts: Facts, name: str) -> None:
+    assert facts[name] == [""] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -315,23 +301,21 @@ def test_meeting_when_all_come_then_they_go_on(found: list[dict[str, Any]], name
     ],
 )
 def test_meeting_when_a_rank_is_missing_then_the_others_name_it_with_the_reason(
-    found: list[dict[str, Any]], name: str, reason: str
+    facts: Facts, name: str, reason: str
 ) -> None:
     # A store in a file waits for whole seconds. Absent: rank 2 comes after 1.8, when the others
     # have looked once.
-    assert [each[name] for each in found[:2]] == [_names(2, reason)] * 2
-    assert found[2][name] in ("", _names(2, reason))
+    assert [each[name] for each in facts.by_rank[:2]] == [_names(2, reason)] * 2
+    assert facts[name][2] in ("", _names(2, reason))
 
 
-def test_meeting_when_a_rank_is_switched_off_then_named(found: list[dict[str, Any]]) -> None:
-    assert found[0]["switched off"] in (_names(2, "no use"), _names(2, "MEGATRON_DISTOPT=0"))
+def test_meeting_when_a_rank_is_switched_off_then_named(facts: Facts) -> None:
+    assert facts.first["switched off"] in (_names(2, "no use"), _names(2, "MEGATRON_DISTOPT=0"))
 
 
-def test_meeting_when_some_meet_then_messages_have_the_launchers_numbers(
-    found: list[dict[str, Any]],
-) -> None:
-    assert found[0]["some of them, one does without"] == _names(2, "no flag", size=2)
-    assert found[2]["some of them, one does without"] == ""
+def test_meeting_when_some_meet_then_messages_have_the_launchers_numbers(facts: Facts) -> None:
+    assert facts.first["some of them, one does without"] == _names(2, "no flag", size=2)
+    assert facts["some of them, one does without"][2] == ""
 
 
 def test_presence_when_the_process_group_comes_later_then_it_is_shown_then() -> None:

@@ -32,8 +32,8 @@ from megatron_distopt.comm import (
 from megatron_distopt.comm.group_nodes import alone
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.layout import ParamSpec, lay_out
+from tests.support.facts import Facts, facts_of
 from tests.support.refusals import assert_says
-from tests.support.spawn import run_ranks
 
 RANKS = 3
 PART = 4
@@ -230,7 +230,7 @@ def _tried() -> dict[str, str]:
     return found
 
 
-def run_all(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"tried": _tried()}
     for name, members in GROUPS.items():
         handle = dist.new_group(list(members))
@@ -259,20 +259,18 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(run_all, RANKS)
+facts = facts_of(collect_facts, RANKS)
 
 
-def by_member(found: list[dict[str, Any]], name: str, what: str) -> list[Any]:
-    return [found[rank][name][what] for rank in GROUPS[name]]
+def by_member(facts: Facts, name: str, what: str) -> list[Any]:
+    return [facts.by_rank[rank][name][what] for rank in GROUPS[name]]
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_gather_when_done_then_the_groups_first_rank_alone_has_all_parts_in_order(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    first, *others = by_member(found, name, "gathered")
+    first, *others = by_member(facts, name, "gathered")
     assert first["gathered"] == [
         10.0 * (rank + 1) + index for rank in GROUPS[name] for index in range(PART)
     ]
@@ -283,9 +281,9 @@ def test_gather_when_done_then_the_groups_first_rank_alone_has_all_parts_in_orde
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_reduce_grads_when_divided_then_each_shard_has_the_sum_of_the_quotients(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    of_members = by_member(found, name, "divided")
+    of_members = by_member(facts, name, "divided")
     size = len(of_members)
     layout = lay_out(
         [ParamSpec("a", 5), ParamSpec("b", 6)], num_shards=size, bucket_size=5, alignment_numel=1
@@ -299,10 +297,10 @@ def test_reduce_grads_when_divided_then_each_shard_has_the_sum_of_the_quotients(
 
 @pytest.mark.parametrize("name", [name for name in GROUPS if name != "alone"])
 def test_reduce_grads_when_in_fp16_then_an_average_fits_where_the_sum_does_not(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    assert set(by_member(found, name, "fp16 sum overflows")) == {True}
-    assert set(by_member(found, name, "fp16 average overflows")) == {False}
+    assert set(by_member(facts, name, "fp16 sum overflows")) == {True}
+    assert set(by_member(facts, name, "fp16 average overflows")) == {False}
 
 
 def _averages_of(name: str) -> list[list[float]]:
@@ -315,9 +313,9 @@ def _averages_of(name: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_reduce_scatter_when_the_backend_averages_then_only_where_equal_to_the_bit(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    of_members = by_member(found, name, "averaged")
+    of_members = by_member(facts, name, "averaged")
     wanted = {
         "all": ["sum", "sum"],
         "alone": [],
@@ -335,18 +333,17 @@ def test_reduce_scatter_when_the_backend_averages_then_only_where_equal_to_the_b
 
 @pytest.mark.parametrize("what", ["averaged otherwise", "averaged in 16 bits"])
 def test_reduce_scatter_when_divided_by_something_else_or_in_16_bits_then_the_backend_adds_up(
-    what: str, found: list[dict[str, Any]]
+    what: str, facts: Facts
 ) -> None:
-    asked = [op for name in GROUPS for each in by_member(found, name, what) for op in each["ops"]]
+    asked = [op for name in GROUPS for each in by_member(facts, name, what) for op in each["ops"]]
     sums = 2 * sum(len(members) for members in GROUPS.values() if len(members) > 1)
     assert asked == (["sum"] * sums if what == "averaged otherwise" else [])
 
 
 def test_buckets_when_sent_at_once_then_all_are_one_launch_with_the_same_result(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    for each in found:
-        is_same, launches = each["coalesced"]
+    for is_same, launches in facts["coalesced"]:
         assert is_same and len(launches) == 2
         assert all("coalesced" in name for name in launches)
 
@@ -355,18 +352,15 @@ def test_buckets_when_sent_at_once_then_all_are_one_launch_with_the_same_result(
 @pytest.mark.parametrize("kind", NUMELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_when_it_is_communicated_in_16_bits_then_it_is_that_of_rounded_summands(
-    found: list[dict[str, Any]], dtype: str, kind: str, way: str
+    facts: Facts, dtype: str, kind: str, way: str
 ) -> None:
-    assert [each["in 16 bits"][f"{dtype} {kind} {way}"] for each in found] == [True] * RANKS
+    assert [each[f"{dtype} {kind} {way}"] for each in facts["in 16 bits"]] == [True] * RANKS
 
 
-def test_reduce_dtype_when_grads_have_16_bits_already_then_refused(
-    found: list[dict[str, Any]],
-) -> None:
-    for each in found:
+def test_reduce_dtype_when_grads_have_16_bits_already_then_refused(facts: Facts) -> None:
+    for each in facts["tried"]:
         assert_says(
-            each["tried"]["16 bits"],
-            "gradients in bfloat16 and reduce_dtype='bfloat16': grads_in_fp32=True",
+            each["16 bits"], "gradients in bfloat16 and reduce_dtype='bfloat16': grads_in_fp32=True"
         )
 
 
@@ -383,18 +377,18 @@ def test_reduce_dtype_when_grads_have_16_bits_already_then_refused(
     ],
 )
 def test_backend_when_a_collective_fails_then_refused_before_anything_is_moved(
-    found: list[dict[str, Any]], name: str, reason: str
+    facts: Facts, name: str, reason: str
 ) -> None:
-    for each in found:
+    for each in facts["tried"]:
         assert_says(
-            each["tried"][name],
+            each[name],
             "ConfigError: The backend gloo does not carry reduce-scatters, all-gathers, broadcasts "
             f"and sums of tensors on cpu: {reason}. {REMEDY}",
         )
 
 
-def test_backend_when_it_has_both_then_it_trains(found: list[dict[str, Any]]) -> None:
-    assert [each["tried"]["usual"] for each in found] == ["trains"] * RANKS
+def test_backend_when_it_has_both_then_it_trains(facts: Facts) -> None:
+    assert [each["usual"] for each in facts["tried"]] == ["trains"] * RANKS
 
 
 def test_backend_when_its_ranks_do_not_exist_then_nothing_is_tried() -> None:

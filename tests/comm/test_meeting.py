@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -23,14 +22,14 @@ import megatron_distopt
 from megatron_distopt.comm import Group, meet_in_call
 from megatron_distopt.comm.groups import FAKE
 from megatron_distopt.errors import AccessError
+from tests.support.facts import Facts, facts_of
+from tests.support.forked import text_in_fork
 from tests.support.refusals import assert_mentions, raised
-from tests.support.spawn import run_ranks
 
 SIZE = 3
 #: Between two looks, and of the group whose time limit passes.
 SECONDS, LIMIT = 0.05, 0.4
 
-Raised = tuple[str, str]
 NOTHING = ("nothing", "")
 REMEDY = "Call it on all 3 ranks, outside of any 'if rank == 0'."
 
@@ -49,20 +48,7 @@ def _open_store(rank: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", told[0], is_master=False, wait_for_workers=False)
 
 
-def _in_fork(call: Callable[[], object]) -> str:
-    """The class of what a call raises in a process that is forked from this one."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(write, raised(call)[0].encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        return pipe.read()
-
-
-def run_all(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     everyone, store, lines = Group.of(), _open_store(rank), list[str]()
     pair = dist.new_group([0, 2])
     short = Group.of(dist.new_group(timeout=timedelta(seconds=LIMIT)))
@@ -98,7 +84,7 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
         case("alone", lambda: rank == 2 and meet_in_call("full_grad", short))
         case("after the limit", lambda: meet_in_call("full_grad", short))
         case("pair", lambda: rank != 1 and meet_in_call("save", Group.of(pair)))
-        found["fork"] = _in_fork(lambda: meet_in_call("save", everyone))
+        found["fork"] = text_in_fork(lambda: raised(lambda: meet_in_call("save", everyone))[0])
         dist.barrier()
         keys = store.num_keys() if rank == 0 else 0
         case("many", lambda: [meet_in_call("save", everyone) for _ in range(50)])
@@ -109,68 +95,58 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(run_all, SIZE, seconds=90.0)
-
-
-def by_rank(found: list[dict[str, Any]], name: str) -> list[Any]:
-    return [of_rank[name] for of_rank in found]
+facts = facts_of(collect_facts, SIZE, seconds=90.0)
 
 
 @pytest.mark.parametrize("name", ["all", "late", "after that", "after the limit", "pair", "many"])
-def test_call_when_all_ranks_make_it_then_they_go_on(
-    found: list[dict[str, Any]], name: str
-) -> None:
-    assert by_rank(found, name) == [NOTHING] * SIZE
+def test_call_when_all_ranks_make_it_then_they_go_on(facts: Facts, name: str) -> None:
+    assert facts[name] == [NOTHING] * SIZE
 
 
 def test_call_when_ranks_are_late_then_the_first_one_names_them_in_a_line_each_time_once(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    first, second, third = by_rank(found, "late: lines")
+    first, second, third = facts["late: lines"]
     assert second == [
         f"save() was called on rank 1, and not on {missing}. {REMEDY}"
         for missing in ("rank 0 (not yet), rank 2 (not yet)", "rank 2 (not yet)")
     ]
     assert first == third == []
-    assert by_rank(found, "all: lines") == [[]] * SIZE
+    assert facts["all: lines"] == [[]] * SIZE
 
 
 def test_call_when_a_rank_is_in_another_one_then_all_raise_and_the_next_call_works(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    texts = [text for _, text in by_rank(found, "other")]
-    assert [kind for kind, _ in by_rank(found, "other")] == ["RanksDisagreeError"] * SIZE
+    texts = [text for _, text in facts["other"]]
+    assert [kind for kind, _ in facts["other"]] == ["RanksDisagreeError"] * SIZE
     assert_mentions(texts[1], "load() was called on rank 1", "rank 0 (in save())", REMEDY)
     assert texts[0] == texts[2]
     assert_mentions(texts[0], "save() was called on rank", "rank 1 (in load())", REMEDY)
 
 
 def test_call_when_it_is_made_on_one_rank_then_error_at_the_time_limit_of_the_group(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    *others, (kind, text) = by_rank(found, "alone")
+    *others, (kind, text) = facts["alone"]
     assert others == [NOTHING] * 2
     assert kind == "RanksDisagreeError"
     parts = ("full_grad() was called on rank 2", "rank 0 (not within ", "rank 1 (not within")
     assert_mentions(text, *parts, REMEDY)
 
 
-def test_call_when_the_other_ranks_have_ended_then_error(found: list[dict[str, Any]]) -> None:
-    kind, text = found[0]["ended"]
+def test_call_when_the_other_ranks_have_ended_then_error(facts: Facts) -> None:
+    kind, text = facts.first["ended"]
     assert kind == "RanksDisagreeError"
     assert_mentions(text, "resume() was called on rank 0", "(ended)", REMEDY)
 
 
-def test_call_when_it_is_made_in_a_forked_process_then_error(found: list[dict[str, Any]]) -> None:
-    assert by_rank(found, "fork") == [AccessError.__name__] * SIZE
+def test_call_when_it_is_made_in_a_forked_process_then_error(facts: Facts) -> None:
+    assert facts["fork"] == [AccessError.__name__] * SIZE
 
 
-def test_call_when_it_is_made_often_then_the_store_does_not_grow(
-    found: list[dict[str, Any]],
-) -> None:
-    assert found[0]["keys"] == 0
+def test_call_when_it_is_made_often_then_the_store_does_not_grow(facts: Facts) -> None:
+    assert facts.first["keys"] == 0
 
 
 def test_call_when_ranks_do_not_exist_then_nobody_is_waited_for() -> None:

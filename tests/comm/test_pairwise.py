@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_distopt.comm import Group, allow_shared_memory, group_nodes, pairwise, shared_memory
 from megatron_distopt.comm.collectives import reduce_scatter
 from megatron_distopt.errors import RanksDisagreeError
+from tests.support.facts import Facts, facts_of
 from tests.support.refusals import assert_mentions
 from tests.support.spawn import RankError, run_ranks
 
@@ -83,7 +84,7 @@ def _gathered(group: Group, members: tuple[int, ...], numel: int, dtype: torch.d
     return torch.equal(whole, torch.cat(parts))
 
 
-def _collect(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"right": {}, "way": {}}
     for way in WAYS:
         with pytest.MonkeyPatch.context() as patch:
@@ -250,35 +251,33 @@ def _refused(group: Group) -> str:
     return "nothing"
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(_collect, RANKS)
+facts = facts_of(collect_facts, RANKS)
 
 
 def test_pairwise_when_ranks_dtypes_sizes_and_ways_vary_then_every_bit_is_that_of_the_sum_in_order(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    of_all = {name: right for each in found for name, right in each["right"].items()}
+    of_all = {name: right for each in facts["right"] for name, right in each.items()}
     assert len(of_all) == len(WAYS) * len(MEMBERS) * len(SIZES) * len(DTYPES) * 2
-    assert [name for each in found for name, right in each["right"].items() if not right] == []
+    assert [name for each in facts["right"] for name, right in each.items() if not right] == []
 
 
 def test_pairwise_when_ranks_are_on_one_machine_then_they_share_memory_unless_told_not_to(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    for each in found:
-        assert {name: way for name, way in each["way"].items() if f", {way}," not in name} == {}
+    for each in facts["way"]:
+        assert {name: way for name, way in each.items() if f", {way}," not in name} == {}
 
 
 def test_pairwise_when_permission_changes_then_the_way_does_after_what_is_under_way(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
     ways = [("memory", True), ("messages", True), ("memory", True)]
-    assert [each["permitted"] for each in found] == [ways] * RANKS
+    assert facts["permitted"] == [ways] * RANKS
 
 
-def test_pairwise_when_groups_end_then_nothing_is_kept_of_them(found: list[dict[str, Any]]) -> None:
-    assert [each["kept"] for each in found] == [0] * RANKS
+def test_pairwise_when_groups_end_then_nothing_is_kept_of_them(facts: Facts) -> None:
+    assert facts["kept"] == [0] * RANKS
 
 
 @pytest.mark.parametrize(
@@ -286,23 +285,23 @@ def test_pairwise_when_groups_end_then_nothing_is_kept_of_them(found: list[dict[
     ["option", "network", "descriptors", "permission", "secret", "file size", "address space"],
 )
 def test_pairwise_when_one_rank_cannot_share_memory_then_all_take_messages(
-    fault: str, found: list[dict[str, Any]]
+    fault: str, facts: Facts
 ) -> None:
-    assert [each["apart"][fault] for each in found] == [("messages", True)] * RANKS
+    assert [each[fault] for each in facts["apart"]] == [("messages", True)] * RANKS
 
 
 def test_pairwise_when_one_rank_is_late_in_turn_then_nobody_reads_too_early_or_writes_too_soon(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    assert [each["raced"] for each in found] == [[True] * 12] * RANKS
+    assert facts["raced"] == [[True] * 12] * RANKS
 
 
-def test_begin_when_several_are_under_way_then_each_is_right(found: list[dict[str, Any]]) -> None:
-    assert [each["overlapped"] for each in found] == [True] * RANKS
+def test_begin_when_several_are_under_way_then_each_is_right(facts: Facts) -> None:
+    assert facts["overlapped"] == [True] * RANKS
 
 
-def test_begin_when_it_fails_then_waiting_raises_it(found: list[dict[str, Any]]) -> None:
-    assert [each["refused"] for each in found] == ["RuntimeError"] * RANKS
+def test_begin_when_it_fails_then_waiting_raises_it(facts: Facts) -> None:
+    assert facts["refused"] == ["RuntimeError"] * RANKS
 
 
 def _lost(rank: int, size: int, how: str, file: str) -> None:

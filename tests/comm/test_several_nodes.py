@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_distopt.comm import Group, Reduction, allow_shared_memory, pairwise, shared_memory
 from megatron_distopt.comm.collectives import all_gather, reduce_scatter
 from megatron_distopt.comm.group_nodes import nodes_of
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 RANKS = 5
 Members = tuple[tuple[int, ...], ...]
@@ -168,7 +168,7 @@ def between_namespaces() -> None:
             os.write(1, f"right on {'+'.join(str(len(node)) for node in members)}\n".encode())
 
 
-def _all(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, members in NODES.items():
         group = _group(members, rank)
@@ -183,45 +183,35 @@ def _all(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(_all, RANKS, seconds=240)
-
-
-def _of(found: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
-    return [each[case] for each in found if case in each]
+facts = facts_of(collect_facts, RANKS, seconds=240)
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_nodes_when_ranks_can_map_each_other_then_they_are_on_one(
-    name: str, found: list[dict[str, Any]]
-) -> None:
-    for each in _of(found, name):
+def test_nodes_when_ranks_can_map_each_other_then_they_are_on_one(name: str, facts: Facts) -> None:
+    for each in facts.of_some(name):
         assert each["members"] == tuple(sorted(NODES[name], key=min))
 
 
-def test_nodes_when_a_rank_forbids_shared_memory_then_it_is_a_node_of_its_own(
-    found: list[dict[str, Any]],
-) -> None:
-    for each in _of(found, "one forbids"):
+def test_nodes_when_a_rank_forbids_shared_memory_then_it_is_a_node_of_its_own(facts: Facts) -> None:
+    for each in facts.of_some("one forbids"):
         assert each["members"] == ((0,), (1,), (2, 3))
         assert all(each["sums"].values()) and each["sums"]
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_sum_when_there_are_several_nodes_then_it_is_that_of_the_sums_of_nodes_to_the_bit(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    for each in _of(found, name):
+    for each in facts.of_some(name):
         assert all(each["sums"].values()), each["sums"]
         assert len(each["sums"]) == (8 if max(map(len, NODES[name])) > 1 else 0)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("1+1", 0.5), ("2+2", 0.25)])
 def test_bytes_when_nodes_have_several_ranks_then_sums_and_params_are_sent_once(
-    name: str, factor: float, found: list[dict[str, Any]]
+    name: str, factor: float, facts: Facts
 ) -> None:
-    for each in _of(found, name):
+    for each in facts.of_some(name):
         # Of 6 and 4 bytes an element a rank sends half alone, and a quarter where the node has two
         # ranks.
         assert each["bytes"] == {"fp32": 6 * factor, "bf16": 4 * factor}

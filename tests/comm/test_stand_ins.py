@@ -19,8 +19,8 @@ from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import Group, collectives, try_collectives
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.stand_ins import code_of
+from tests.support.facts import Facts, facts_of
 from tests.support.refusals import assert_mentions
-from tests.support.spawn import run_ranks
 from tests.support.stand_ins import Wrapper, around, dropping_float64, type_remedy, zeroing_float64
 
 SIZE = 2
@@ -103,7 +103,7 @@ def _tried(rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def run_all(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"tried": _tried(rank)}
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -122,17 +122,15 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(run_all, SIZE)
+facts = facts_of(collect_facts, SIZE)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_collective_when_what_replaced_it_is_wrong_then_refused_with_who_and_what_to_type(
-    found: list[dict[str, Any]], name: str
+    facts: Facts, name: str
 ) -> None:
     function, _, mentions = WRONG[name]
-    texts, after = zip(*(each["tried"][name] for each in found), strict=True)
+    texts, after = zip(*(each[name] for each in facts["tried"]), strict=True)
     # What is right on one rank, as the broadcast on the one that gives, that rank has from others.
     assert any(text.startswith("ConfigError") for text in texts)
     for text in texts:
@@ -140,18 +138,14 @@ def test_collective_when_what_replaced_it_is_wrong_then_refused_with_who_and_wha
     assert after == ("trains",) * SIZE
 
 
-def test_collective_when_it_is_replaced_on_one_rank_then_the_other_says_which(
-    found: list[dict[str, Any]],
-) -> None:
-    other, own = (each["on rank 1"] for each in found)
+def test_collective_when_it_is_replaced_on_one_rank_then_the_other_says_which(facts: Facts) -> None:
+    other, own = facts["on rank 1"]
     assert own.startswith("ConfigError") and "replaced" in own
     assert_mentions(other, "RanksDisagreeError", "rank 1", own.partition(": ")[2])
 
 
-def test_collective_when_what_replaced_it_works_then_it_is_used(
-    found: list[dict[str, Any]],
-) -> None:
-    for each in found:
+def test_collective_when_what_replaced_it_works_then_it_is_used(facts: Facts) -> None:
+    for each in facts.by_rank:
         assert each["working"] == "trains"
         assert each["called"] == {function for function, *_ in WRONG.values()}
 

@@ -4,6 +4,8 @@ bit.
 One spawn trains four models and saves them in all the formats that the installed megatron-core
 writes. Those with names are read offline; all are loaded into a run of ours with the same buffers,
 as an unedited script does it.
+
+Exercises hosts/megatron_core/resume.py.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from megatron_distopt.formats import open_any
 from megatron_distopt.optimizer.inner_state import moments_of
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 pytestmark = pytest.mark.long
 
@@ -434,18 +436,19 @@ class Saved:
     resumed: list[dict[Any, Any]]  # by rank, see `save_all`
 
 
+facts = facts_of(save_all, 2, seconds=300, core=True)
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    folder = tmp_path_factory.mktemp("core")
-    by_rank = run_ranks(save_all, 2, folder, seconds=300, core=True)
+def saved(facts: Facts) -> Saved:
     live: dict[str, dict[str, Tensor]] = {case: {} for case in CASES}
     for case in CASES:
-        for ranks in by_rank:
-            for name, pieces in ranks[0][case].items():
+        for of_rank, _ in facts.by_rank:
+            for name, pieces in of_rank[case].items():
                 for piece in pieces:
                     for kind in piece.tensors:
                         piece.put(kind, live[case], f"{kind}/{name}")
-    return Saved(folder, live, [found for _, found in by_rank])
+    return Saved(facts.folder, live, [found for _, found in facts.by_rank])
 
 
 def with_names_of_the_model(key: str) -> str:

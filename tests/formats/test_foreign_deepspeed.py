@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_distopt.checkpoint.source import Source
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import open_any
+from tests.support.facts import Facts, facts_of
 from tests.support.refusals import assert_says, refused
-from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.long
 
@@ -116,15 +116,13 @@ def owned(optimizer: Any, params: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deepspeed")
+facts = facts_of(save_all, 2)
 
 
 @pytest.fixture(scope="module")
-def live(folder: Path) -> dict[str, Tensor]:
+def live(facts: Facts) -> dict[str, Tensor]:
     """Whole tensors by key."""
-    ranks = run_ranks(save_all, 2, folder)
+    ranks = facts.by_rank
     return {
         key: torch.cat([rank[key] for rank in ranks if key in rank]).view(param.shape)
         for name, param in make_model().named_parameters()
@@ -141,9 +139,9 @@ def check(source: Source, state: dict[str, Tensor]) -> None:
 
 
 def test_open_when_deepspeed_made_it_universal_then_every_tensor_is_the_live_one(
-    folder: Path, live: dict[str, Tensor]
+    facts: Facts, live: dict[str, Tensor]
 ) -> None:
-    for path in (folder / UNIVERSAL, folder / UNIVERSAL / "step"):
+    for path in (facts.folder / UNIVERSAL, facts.folder / UNIVERSAL / "step"):
         source = open_any(path)
         check(source, live)
         groups = source.head.groups
@@ -159,19 +157,19 @@ def test_open_when_deepspeed_made_it_universal_then_every_tensor_is_the_live_one
 
 
 def test_open_when_deepspeed_saved_and_nobody_put_it_together_then_refused_with_its_tool(
-    folder: Path, live: dict[str, Tensor]
+    facts: Facts, live: dict[str, Tensor]
 ) -> None:
-    step = folder / "zero" / f"global_step{STEPS}"
-    for path in (folder / "zero", step):
+    step = facts.folder / "zero" / f"global_step{STEPS}"
+    for path in (facts.folder / "zero", step):
         with pytest.raises(CheckpointError, match=f"ds_to_universal --input_folder {step} "):
             open_any(path)
 
 
 def test_open_when_a_universal_checkpoint_says_no_groups_then_it_is_refused(
-    folder: Path, live: dict[str, Tensor], tmp_path: Path
+    facts: Facts, live: dict[str, Tensor], tmp_path: Path
 ) -> None:
     path = tmp_path / "step"
-    shutil.copytree(folder / UNIVERSAL / "step", path)
+    shutil.copytree(facts.folder / UNIVERSAL / "step", path)
     (path / "mp_rank_00_model_states.pt").unlink()
     assert_says(
         refused(CheckpointError, lambda: open_any(path)),
@@ -181,10 +179,10 @@ def test_open_when_a_universal_checkpoint_says_no_groups_then_it_is_refused(
 
 
 def test_loss_scale_when_deepspeed_counts_from_the_last_overflow_then_ours_counts_good_steps(
-    folder: Path, live: dict[str, Tensor], tmp_path: Path
+    facts: Facts, live: dict[str, Tensor], tmp_path: Path
 ) -> None:
     path = tmp_path / "step"
-    shutil.copytree(folder / UNIVERSAL / "step", path)
+    shutil.copytree(facts.folder / UNIVERSAL / "step", path)
     # written by this test
     state = torch.load(path / "zero" / "optimizer_state.pt", weights_only=False)
     scaler = import_module("deepspeed.runtime.fp16.loss_scaler").DynamicLossScaler(

@@ -3,6 +3,10 @@ what is refused.
 
 The files are those of tests/support/fork_files.py, a second account of the formats, of 19 small
 params.
+
+Exercises formats/common.py, formats/megatron_2023/file_state.py, formats/megatron_2023/gathered.py,
+formats/megatron_2023/per_rank.py, formats/megatron_2023/plain.py,
+formats/megatron_2023/saved_shards.py.
 """
 
 from __future__ import annotations
@@ -32,8 +36,9 @@ from megatron_distopt.checkpoint.source import Source, write_checkpoint
 from megatron_distopt.errors import CheckpointError
 from megatron_distopt.formats import convert, open_any
 from megatron_distopt.formats.megatron_2023.model_file import placement_of, registered
-from tests.support.fork_files import EMBEDDING, MOMENTS, Fork, Trap, changed, same
+from tests.support.fork_files import EMBEDDING, MOMENTS, Fork, Trap, changed
 from tests.support.refusals import assert_mentions, refused
+from tests.support.values import same
 
 FP32, FP16 = torch.float32, torch.float16
 #: By name: what is special about a run, for every layout of its files.

@@ -29,6 +29,7 @@ from torch import Tensor
 import megatron_distopt
 from tests.support.cases import Case
 from tests.support.gpt import Training, build_chunks, hosts_own_runs, optimizer_config, parts_of
+from tests.support.values import from_ranks
 
 #: Whether the host puts a chain around one optimizer as well, as it does from 0.12 on.
 CHAINS_ALWAYS = "optimizer" in vars(ChainedOptimizer)
@@ -66,18 +67,11 @@ def trained(case: Case, steps: int = 2) -> Iterator[Training]:
         yield training
 
 
-def gathered(value: Any) -> list[Any]:
-    """Collective: the value of each rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def whole_main_params(training: Training) -> dict[str, Tensor]:
     """Collective: main params put together from the ranks, who own the elements of each in their
     order."""
     own = {name: param.main_param for name, param in training.named_params()}
-    shards = gathered({name: main.clone() for name, main in own.items() if main is not None})
+    shards = from_ranks({name: main.clone() for name, main in own.items() if main is not None})
     return {name: torch.cat([each[name] for each in shards if name in each]) for name in own}
 
 
@@ -167,8 +161,8 @@ def one_rank_trains_nothing() -> None:
         Case("distopt", pp=2, tied=False, frozen=("embedding", "layers.")), steps=1
     ) as training:
         groups = training.optimizer.param_groups
-        first, last = gathered([sorted(set(group) - {"params"}) for group in groups])
-        numels = gathered([sum(param.numel() for param in group["params"]) for group in groups])
+        first, last = from_ranks([sorted(set(group) - {"params"}) for group in groups])
+        numels = from_ranks([sum(param.numel() for param in group["params"]) for group in groups])
     assert first == last and len(first) == 2
     assert numels[0] == [0, 0] and min(numels[1]) > 0
 
@@ -182,7 +176,7 @@ def main_params() -> None:
         # 45,280 elements; were they rounded, all would be bf16 values. Some hundred are: biases of
         # gradient zero.
         assert sum(int((main == main.bfloat16().float()).sum()) for main in whole.values()) < 2000
-        first, last = gathered([name for name in named if named[name].main_param is not None])
+        first, last = from_ranks([name for name in named if named[name].main_param is not None])
     assert len(first) < len(named) and {*first} & {*last}, "a param that both have a part of"
 
 
@@ -365,7 +359,7 @@ def state_is_begun_by_the_hosts_function() -> None:
                     part.optimizer.state[main].update(
                         {moment: torch.zeros_like(main) for moment in moments}
                     )
-            training.optimizer.save(gathered(tempfile.mkdtemp())[0])
+            training.optimizer.save(from_ranks(tempfile.mkdtemp())[0])
             assert [training.step().loss for _ in range(2)] == alone
 
 
@@ -626,7 +620,7 @@ def state_in_a_fresh_model() -> None:
     to the bit."""
     case = FP16.of(overlap_grad_reduce=True, overlap_param_gather=True)
     with trained(case) as training:
-        folder = gathered(tempfile.mkdtemp())[0]
+        folder = from_ranks(tempfile.mkdtemp())[0]
         training.optimizer.save(folder)
         wanted = training.params()
         losses = [training.step().loss for _ in range(2)]

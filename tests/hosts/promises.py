@@ -29,9 +29,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from tests.support.fork_files import same
 from tests.support.forked import in_fork
 from tests.support.refusals import raised
+from tests.support.values import same
 
 #: Of each training; a program acts before the second one unless it says otherwise.
 STEPS, SECOND = 3, 1

@@ -1,5 +1,9 @@
 """Averages of params: to the bit those of torch's `AveragedModel`, in the model and out of it
-again, in checkpoints."""
+again, in checkpoints.
+
+Exercises optimizer/averages.py, session/session_calls.py, session/run_session.py,
+session/shown_averages.py, hosts/torch/optimizer.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from megatron_distopt.errors import AccessError, ConfigError
 from megatron_distopt.optimizer.inner_state import moments_of
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import as_plain
 from tests.support.models import Params, exact_grads, stepped
-from tests.support.refusals import assert_says
+from tests.support.refusals import assert_says, logged
 from tests.support.spawn import run_ranks
 
 STEPS, DECAY = 5, 0.75
@@ -368,14 +372,9 @@ def _checkpoints(
 
 def _said(call: Callable[[], object]) -> list[str]:
     """Which of two lines a call logs."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_distopt")
-    logger.addHandler(handler)
-    call()
-    logger.removeHandler(handler)
-    lines = [record.getMessage() for record in records if "averages" in record.getMessage()]
+    with logged(logging.WARNING) as logged_lines:
+        call()
+    lines = [line for line in logged_lines if "averages" in line]
     return [
         next(word for word in ("begin anew", "ema_decay", line) if word in line) for line in lines
     ]

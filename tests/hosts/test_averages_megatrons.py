@@ -1,5 +1,8 @@
 """Averages of params in the Megatrons: shown and put back, in checkpoints of another layout, and
-under evaluation."""
+under evaluation.
+
+Exercises hosts/megatron/averaging.py, session/session_calls.py, session/shown_averages.py.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from tests.support.exact_core import BF16, EXACT, OVERLAPPED, exact_training
 from tests.support.mini_fork import InstalledFork, point_to
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
+from tests.support.values import from_ranks
 
 DECAY = 0.75
 OURS = (
@@ -88,8 +92,7 @@ class _Watched:
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
     """Collective: whether all ranks have the same."""
-    sums: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sums, [float(each.double().sum()) for each in tensors])
+    sums = from_ranks([float(each.double().sum()) for each in tensors])
     return all(each == sums[0] for each in sums)
 
 
@@ -105,10 +108,8 @@ def _whole(model: WholeModel) -> dict[str, Tensor]:
         for piece in owned_pieces(model)
         if piece.flat.average is not None
     ]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
     whole: dict[str, Tensor] = {}
-    for name, shape, box, values in (each for of_rank in gathered for each in of_rank):
+    for name, shape, box, values in (each for of_rank in from_ranks(own) for each in of_rank):
         whole.setdefault(name, torch.full(shape, torch.nan))[box.as_slices()] = values
     return whole
 

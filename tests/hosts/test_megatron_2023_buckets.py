@@ -2,6 +2,9 @@
 
 Gathered files and ours; then per-rank files with the fork's one bucket, which the fork reads, and
 with many, which are of ours: `convert` makes of the second what the first are.
+
+Exercises hosts/megatron/own_shards.py, hosts/megatron_2023/buffers.py,
+hosts/megatron_2023/checkpoint.py, hosts/megatron_2023/fork_files.py, hosts/megatron_2023/model.py.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ import torch
 from torch import Tensor
 
 from megatron_distopt.formats import convert
-from tests.support.fork_files import same
+from tests.support.facts import Facts, facts_of
 from tests.support.fork_worlds import Refused, refusal, slow_gathers
 from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun, point_to
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
+from tests.support.values import same
 
 DISTRIBUTED = "--use-distributed-optimizer"
 #: The model has 7,744 elements.
@@ -220,7 +224,7 @@ def _refused(run: TrainingRun, rank: int) -> Refused:
     return refusal(run, lambda: run.optimizer.load_state_dict(state))
 
 
-def _collect_own(
+def collect_facts(
     rank: int, size: int, adam: str, cases: dict[str, Own], folder: Path
 ) -> dict[str, OwnFiles]:
     fork = InstalledFork.imported(goes_back=True, file_layout="per_rank", adam=adam)
@@ -232,25 +236,21 @@ def _collect_own(
     return found
 
 
-@pytest.fixture(scope="module")
-def own_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(
-        _collect_own, 2, "torch", OWN_OF_TWO, tmp_path_factory.mktemp("own"), seconds=600.0
-    )
+facts = facts_of(collect_facts, 2, "torch", OWN_OF_TWO, seconds=600.0)
 
 
 def test_own_files_when_there_are_many_buckets_then_ours_and_the_forks_are_read(
-    own_of_two: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    for each in own_of_two:
-        assert [fact for fact, is_true in each[MIXED].facts.items() if not is_true] == []
-        assert each[MIXED].buckets["one"] == 1 < each[MIXED].buckets["many"]
+    for each in facts[MIXED]:
+        assert [fact for fact, is_true in each.facts.items() if not is_true] == []
+        assert each.buckets["one"] == 1 < each.buckets["many"]
 
 
 def test_own_files_when_the_state_of_one_rank_is_wrong_then_nothing_changes_on_any(
-    own_of_two: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    refused = [each[MIXED].refused for each in own_of_two]
+    refused = [each.refused for each in facts[MIXED]]
     assert [(each.kind, each.unchanged) for each in refused] == [
         ("RanksDisagreeError", True),
         ("CheckpointError", True),
@@ -260,7 +260,7 @@ def test_own_files_when_the_state_of_one_rank_is_wrong_then_nothing_changes_on_a
 
 @pytest.mark.long
 def test_own_files_when_one_has_less_than_another_then_ours_are_read(tmp_path: Path) -> None:
-    found = run_ranks(_collect_own, 3, "fused", OWN_OF_THREE, tmp_path, seconds=600.0)
+    found = run_ranks(collect_facts, 3, "fused", OWN_OF_THREE, tmp_path, seconds=600.0)
     assert [
         fact
         for each in found

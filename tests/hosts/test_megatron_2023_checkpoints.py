@@ -10,7 +10,6 @@ four tables, see `REFUSED`.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_distopt.checkpoint import disk
-from tests.support.fork_files import same
+from tests.support.facts import Facts, facts_of
 from tests.support.fork_worlds import (
     Continued,
     ForkInWorlds,
@@ -35,7 +34,7 @@ from tests.support.fork_worlds import (
 )
 from tests.support.mini_fork import Iteration, TrainingRun, core_folder, point_to
 from tests.support.refusals import assert_mentions, raised
-from tests.support.spawn import run_ranks
+from tests.support.values import from_first, same
 
 RANKS = {"gathered": 4, "per_rank": 2}
 SAVED_AT, ITERATIONS = 2, 4
@@ -437,11 +436,10 @@ def _eps_by_name(optimizer: Any) -> dict[str, float]:
 def _refusals_gathered(fork: _Fork) -> dict[str, Any]:
     run, good = fork.train("--bf16", "--train-iters", "1"), _checkpoint(fork.folder / "bf16")
     optimizer, head = run.optimizer, copy.deepcopy(run.optimizer.state_dict())
-    bad: list[Any] = [_bad_files(good, fork.folder) if fork.rank == 0 else None]
-    dist.broadcast_object_list(bad)
+    bad = from_first(_bad_files(good, fork.folder) if fork.rank == 0 else None)
     files = {
         n: refusal(run, lambda file=file: optimizer.load_parameter_state(str(file)))
-        for n, file in bad[0].items()
+        for n, file in bad.items()
     }
     heads = _refuse(run, head, _bad_heads(head), "nothing")
     optimizer.load_state_dict(_reordered(head))
@@ -516,9 +514,9 @@ def _back_to_two(fork: _Fork) -> None:
     _write_gathered(run.optimizer, fork.folder / "odd of 3 and back")
 
 
-def _collect_gathered(rank: int, size: int, folder: str) -> dict[str, Any]:
+def _collect_gathered(rank: int, size: int, folder: Path) -> dict[str, Any]:
     fork = _Fork("gathered", rank, folder)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"files": "gathered"}
     if fork.enters(2):
         found["resumed"] = {files: _resume_all(fork, files, 2) for files in ("gathered", "ours")}
         found["crossed"] = {"fp16": _cross(fork, "fp16", FP16, _write_gathered)}
@@ -561,9 +559,9 @@ def _refusals_per_rank(fork: _Fork) -> dict[str, Any]:
     return {"own": refused, "eps": _eps_by_name(run.optimizer)}
 
 
-def _collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
+def _collect_per_rank(rank: int, size: int, folder: Path) -> dict[str, Any]:
     fork = _Fork("per_rank", rank, folder)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"files": "per_rank"}
     if fork.enters(2):
         found["resumed"] = {"per_rank": _resume_all(fork, "per_rank", 2)}
         found["crossed"] = {"fp32": _cross(fork, "fp32", (), _write_own)}
@@ -609,45 +607,14 @@ def _other_size(fork: _Fork) -> Refused:
 # In the test process.
 
 
-@dataclasses.dataclass(frozen=True)
-class Collected:
-    """What the ranks returned and left."""
-
-    files: str  # "gathered" or "per_rank"
-    folder: Path
-    ranks: list[dict[str, Any]]
-
-    def of_world(self, name: str) -> list[Any]:
-        """By rank, of those that were in the world."""
-        return [found[name] for found in self.ranks if name in found]
-
-
-@pytest.fixture(scope="module")
-def gathered(tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    core_folder()
-    folder = tmp_path_factory.mktemp("gathered")
-    return Collected(
-        "gathered",
-        folder,
-        run_ranks(_collect_gathered, RANKS["gathered"], str(folder), seconds=600),
-    )
-
-
-@pytest.fixture(scope="module")
-def per_rank(tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    core_folder()
-    folder = tmp_path_factory.mktemp("per_rank")
-    return Collected(
-        "per_rank",
-        folder,
-        run_ranks(_collect_per_rank, RANKS["per_rank"], str(folder), seconds=600),
-    )
+gathered = facts_of(_collect_gathered, RANKS["gathered"], seconds=600, before=core_folder)
+per_rank = facts_of(_collect_per_rank, RANKS["per_rank"], seconds=600, before=core_folder)
 
 
 @pytest.fixture(params=["gathered", "per_rank"])
-def layout(request: pytest.FixtureRequest) -> Collected:
-    collected: Collected = request.getfixturevalue(request.param)
-    return collected
+def layout(request: pytest.FixtureRequest) -> Facts:
+    facts: Facts = request.getfixturevalue(request.param)
+    return facts
 
 
 def _gathered(file: Path) -> dict[str, Tensor]:
@@ -671,10 +638,8 @@ def _unpadded(tensors: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
 def test_resume_when_ours_saved_then_it_is_the_uninterrupted_run_bit_for_bit(
     files: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    collected: Collected = request.getfixturevalue("gathered" if files == "ours" else files)
-    of_ranks = [
-        found[files][name] for found in collected.of_world("resumed") if name in found[files]
-    ]
+    facts: Facts = request.getfixturevalue("gathered" if files == "ours" else files)
+    of_ranks = [found[files][name] for found in facts.of_some("resumed") if name in found[files]]
     assert len(of_ranks) == RESUMED[name][0]
     assert of_ranks[0].resumed
     _check_same(of_ranks)
@@ -687,18 +652,18 @@ def _check_same(of_ranks: list[Continued]) -> None:
 
 
 def test_resume_when_saved_before_the_first_update_then_it_is_the_uninterrupted_run(
-    layout: Collected,
+    layout: Facts,
 ) -> None:
-    of_ranks = layout.of_world("before the first step")
+    of_ranks = layout.of_some("before the first step")
     _check_same(of_ranks)
     assert [each.loss_scale for each in of_ranks[0].resumed] == [2.0**16, 2.0**17, 2.0**17]
 
 
 def test_resume_when_the_fork_saved_before_the_first_update_then_ours_goes_on(
-    per_rank: Collected,
+    per_rank: Facts,
 ) -> None:
     """With a gathered file the fork cannot save then."""
-    found = per_rank.ranks[0]["the fork's before the first step"]
+    found = per_rank.first["the fork's before the first step"]
     assert found.largest_deviation < TOLERANCE_16_BIT
 
 
@@ -726,8 +691,8 @@ def test_resume_when_another_optimizer_saved_then_it_goes_on_on_its_curve(
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    collected: Collected = request.getfixturevalue(files)
-    found = collected.ranks[0]["crossed"][name][way]
+    facts: Facts = request.getfixturevalue(files)
+    found = facts.first["crossed"][name][way]
     assert len(found.resumed) == ITERATIONS - SAVED_AT
     record_property(
         "deviation", {"what": f"Megatron of 2023, {way}", "loss": found.largest_deviation}
@@ -741,7 +706,7 @@ def test_resume_when_another_optimizer_saved_then_it_goes_on_on_its_curve(
 @pytest.mark.parametrize("way", [FROM_FORK, FROM_OURS])
 @pytest.mark.parametrize("name", CROSSED["gathered"])
 def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_there(
-    name: str, way: str, gathered: Collected
+    name: str, way: str, gathered: Facts
 ) -> None:
     source = gathered.folder / (f"of fork {name}" if way == FROM_FORK else name)
     before = _gathered(_checkpoint(source))
@@ -754,7 +719,7 @@ def test_gathered_state_when_loaded_and_saved_by_another_optimizer_then_every_bi
 @pytest.mark.parametrize("way", [FROM_FORK, FROM_OURS])
 @pytest.mark.parametrize("name", [*CROSSED["per_rank"], "fp32 norms"])
 def test_own_state_when_loaded_and_saved_by_another_optimizer_then_every_bit_is_there(
-    name: str, way: str, per_rank: Collected
+    name: str, way: str, per_rank: Facts
 ) -> None:
     """In groups of mixed dtypes fp32 params come first for both."""
     source = per_rank.folder / (f"of fork {name}" if way == FROM_FORK else name)
@@ -790,11 +755,12 @@ def _steps(state: Mapping[str, Any]) -> set[int]:
 
 
 def test_param_groups_when_saved_then_they_have_the_keys_and_values_of_the_forks(
-    layout: Collected,
+    layout: Facts,
 ) -> None:
-    name = CROSSED[layout.files][0]
+    name = CROSSED[layout.first["files"]][0]
     ours, theirs = (
-        _param_groups(layout.folder / who, layout.files) for who in (name, f"of fork {name}")
+        _param_groups(layout.folder / who, layout.first["files"])
+        for who in (name, f"of fork {name}")
     )
     assert ours == theirs
     of_adam = {"lr", "weight_decay", "betas", "eps", "bias_correction", "step"}
@@ -812,7 +778,7 @@ def _param_groups(folder: Path, files: str) -> list[dict[str, Any]]:
 
 
 def test_gathered_file_when_loaded_at_another_size_and_back_then_every_bit_is_there(
-    gathered: Collected,
+    gathered: Facts,
 ) -> None:
     first = _gathered(_checkpoint(gathered.folder / "odd"))
     there, back = (
@@ -825,9 +791,9 @@ def test_gathered_file_when_loaded_at_another_size_and_back_then_every_bit_is_th
     assert {float(each[ODD_NUMEL:].abs().sum()) for each in there.values()} == {0.0}
 
 
-def test_resume_when_at_another_size_then_it_goes_on_on_the_curve(gathered: Collected) -> None:
-    wanted = gathered.ranks[0]["resumed"]["gathered"]["odd"].uninterrupted
-    found = Continued(wanted, gathered.ranks[0]["odd of 3"])
+def test_resume_when_at_another_size_then_it_goes_on_on_the_curve(gathered: Facts) -> None:
+    wanted = gathered.first["resumed"]["gathered"]["odd"].uninterrupted
+    found = Continued(wanted, gathered.first["odd of 3"])
     # Gradients of the same twelve samples are added up in another order, so that some of the 1,105
     # params round to their other neighbour in bf16. Without its moments the run is 1e-2 away.
     assert found.largest_deviation < 1e-3
@@ -845,11 +811,11 @@ def _check_told(refused: Refused, of: Refused, rank: int = 1, size: int = 2) -> 
     assert_mentions(refused.text, f"rank {rank} refused with «{of.text}»", f"all {size} ranks")
 
 
-def _refusals_in(table: str, layout: Collected) -> list[dict[str, Refused]]:
+def _refusals_in(table: str, layout: Facts) -> list[dict[str, Refused]]:
     """By rank."""
     if table == "undistributed":
-        return [found["refused"] for found in layout.of_world("undistributed")]
-    return [refused[table] for refused in layout.of_world("refused")]
+        return [found["refused"] for found in layout.of_some("undistributed")]
+    return [refused[table] for refused in layout.of_some("refused")]
 
 
 CASES = [
@@ -897,18 +863,18 @@ def test_state_when_one_rank_alone_sees_the_fault_then_both_refuse(
 
 
 def test_undistributed_state_when_loaded_then_every_rank_has_its_shards_of_it(
-    gathered: Collected,
+    gathered: Facts,
 ) -> None:
-    found = gathered.of_world("undistributed")
+    found = gathered.of_some("undistributed")
     assert [each["taken"] for each in found] == [True, True]
     assert [each["groups"] for each in found] == [[SAVED_AT] * 2] * 2
 
 
 def test_undistributed_state_when_loaded_then_one_call_for_a_file_of_tensors_is_passed_over(
-    gathered: Collected,
+    gathered: Facts,
 ) -> None:
     """The fork makes it in any case; whoever calls it again means a file."""
-    for found in gathered.of_world("undistributed"):
+    for found in gathered.of_some("undistributed"):
         first, (kind, text) = found["files"]
         assert (first, kind) == (("nothing", ""), "CheckpointError")
         nowhere = gathered.folder / "nowhere"
@@ -918,10 +884,10 @@ def test_undistributed_state_when_loaded_then_one_call_for_a_file_of_tensors_is_
 
 
 def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(
-    gathered: Collected,
+    gathered: Facts,
 ) -> None:
     folder = gathered.folder / "tp2 dp2" / LOADED
-    first, second, third, fourth = gathered.of_world("slice")
+    first, second, third, fourth = gathered.of_some("slice")
     file = folder / "mp_rank_01/nowhere.pt"
     _check_refused(second, f"File {file} | No such file or directory | --no-load-optim")
     assert fourth == second
@@ -929,24 +895,22 @@ def test_gathered_file_when_that_of_one_slice_is_missing_then_all_slices_refuse(
         _check_told(refused, second, size=4)
 
 
-def test_own_state_when_loaded_at_another_size_then_refused_on_all_ranks(
-    per_rank: Collected,
-) -> None:
-    (alone,) = per_rank.of_world("size 1")
+def test_own_state_when_loaded_at_another_size_then_refused_on_all_ranks(per_rank: Facts) -> None:
+    (alone,) = per_rank.of_some("size 1")
     _check_refused(alone, f"{NUM_OF_TWO[0]} params | the model's 10 | {SAME_RANKS}")
 
 
 def test_groups_when_the_file_has_them_in_another_order_then_each_finds_its_own(
-    layout: Collected,
+    layout: Facts,
 ) -> None:
-    for refused in layout.of_world("refused"):
+    for refused in layout.of_some("refused"):
         assert refused["eps"] == {"wd_no_scale_lr": 0.1, "no_wd_no_scale_lr": 0.01}
 
 
 def test_save_when_writing_fails_then_the_old_file_stays_and_all_ranks_are_told(
-    gathered: Collected,
+    gathered: Facts,
 ) -> None:
-    first, second = (refused["atomic"] for refused in gathered.of_world("refused"))
+    first, second = (refused["atomic"] for refused in gathered.of_some("refused"))
     _check_refused(first["refused"], "no space left")
     _check_told(second["refused"], first["refused"], rank=0)
     assert first["kept"]
@@ -954,19 +918,17 @@ def test_save_when_writing_fails_then_the_old_file_stays_and_all_ranks_are_told(
 
 
 def test_step_when_the_fork_lost_that_of_torchs_adam_then_refused_with_the_flag_to_write(
-    gathered: Collected,
+    gathered: Facts,
 ) -> None:
-    for found in gathered.of_world("torch's adam"):
+    for found in gathered.of_some("torch's adam"):
         kind, text = found["ours"]
         assert kind == "CheckpointError"
         assert_mentions(text, *LOST_STEP.split(" | "))
         assert found["fork"][0] == "SystemExit"  # it cannot read its own file
 
 
-def test_step_when_the_user_says_it_then_ours_goes_on_on_the_forks_curve(
-    gathered: Collected,
-) -> None:
-    found = gathered.ranks[0]["torch's adam"]
+def test_step_when_the_user_says_it_then_ours_goes_on_on_the_forks_curve(gathered: Facts) -> None:
+    found = gathered.first["torch's adam"]
     assert len(found["resume step"].resumed) == ITERATIONS - SAVED_AT
     assert found["resume step"].largest_deviation < TOLERANCE_16_BIT
     assert found["steps"] == {SAVED_AT}
@@ -984,9 +946,9 @@ def test_step_when_the_user_says_it_then_ours_goes_on_on_the_forks_curve(
 
 
 def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_ours_is_not(
-    gathered: Collected,
+    gathered: Facts,
 ) -> None:
-    first, second = gathered.of_world("mixed")
+    first, second = gathered.of_some("mixed")
     _check_refused(
         first["refused"],
         f"{gathered.folder / 'm.pt'} | fp32 with 16-bit | --no-load-optim | convert the run",
@@ -998,6 +960,6 @@ def test_gathered_file_when_the_fork_wrote_it_for_mixed_groups_then_refused_and_
 
 
 def test_loss_scale_when_only_the_run_or_only_the_checkpoint_has_one_then_a_warning_and_it_stays(
-    gathered: Collected,
+    gathered: Facts,
 ) -> None:
-    assert gathered.of_world("loss scales") == [{"with": (1, True), "without": (1, True)}] * 2
+    assert gathered.of_some("loss scales") == [{"with": (1, True), "without": (1, True)}] * 2

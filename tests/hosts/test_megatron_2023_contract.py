@@ -3,6 +3,9 @@ our optimizer, and none of the defects of the fork's own.
 
 Each function goes through one part of the contract or one defect, and gives what was found and what
 that has to be, in one spawn for each file layout.
+
+Exercises hosts/megatron/grad_scaler.py, hosts/megatron/timers.py, hosts/megatron_2023/plan.py,
+hosts/megatron_2023/step.py.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_distopt
-from tests.support.fork_files import same
+from tests.support.facts import facts_of
 from tests.support.fork_worlds import adam_of_the_fork, distance
 from tests.support.mini_fork import InstalledFork, TrainingRun, core_folder
 from tests.support.refusals import raised
-from tests.support.spawn import run_ranks
+from tests.support.values import from_ranks, same
 
 #: By what it is: what was found, and what is wanted.
 Facts = dict[str, tuple[Any, Any]]
@@ -139,9 +142,8 @@ def memory(fork: InstalledFork) -> Facts:
             )
             for dtype in {param.dtype for param in params}
         }
-        main: list[Any] = [None, None]
-        dist.all_gather_object(
-            main, sum(_storages(flat.main for flat in flat_params if flat.owns_memory).values())
+        main = from_ranks(
+            sum(_storages(flat.main for flat in flat_params if flat.owns_memory).values())
         )
         moments = sum(
             tensor.numel() * tensor.element_size()
@@ -620,9 +622,8 @@ def empty_groups(fork: InstalledFork) -> Found:
     words = (*BF16, "--vocab-size", "2048", "--num-layers", "1", *SHORT)
     for who, ours in _in_turn(fork):
         groups = fork.train(*words, ours=ours).optimizer.param_groups
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            by_rank, [(group["name"], len(group["params"]), group["lr"]) for group in groups]
+        by_rank = from_ranks(
+            [(group["name"], len(group["params"]), group["lr"]) for group in groups]
         )
         names = [[name for name, _, _ in of_rank] for of_rank in by_rank]
         alike = names == [["wd_no_scale_lr", "no_wd_no_scale_lr"]] * 3
@@ -684,11 +685,10 @@ COLLECTORS: dict[str, tuple[Callable[..., Facts | Found], ...]] = {
     "per_rank": (empty_groups, a_rank_with_nothing, fine_tuning),
 }
 #: With per-rank files three: on fewer, every rank owns something of everything.
-RANKS = {"gathered": 2, "per_rank": 3}
 Checked = dict[str, tuple[int, Facts]]
 
 
-def _collect(rank: int, size: int, file_layout: str, folder: Path) -> Checked:
+def collect_facts(rank: int, size: int, file_layout: str, folder: Path) -> Checked:
     """By function, how many facts there are, and those that are not as they have to be."""
     fork, checked = InstalledFork.imported(file_layout=file_layout), Checked()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -704,13 +704,8 @@ def _collect(rank: int, size: int, file_layout: str, folder: Path) -> Checked:
     return checked
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Checked]]:
-    core_folder()
-    folder = tmp_path_factory.mktemp("contract")
-    return {
-        name: run_ranks(_collect, ranks, name, folder, seconds=240) for name, ranks in RANKS.items()
-    }
+gathered = facts_of(collect_facts, 2, "gathered", seconds=240, before=core_folder)
+per_rank = facts_of(collect_facts, 3, "per_rank", seconds=240, before=core_folder)
 
 
 @pytest.mark.parametrize(
@@ -722,9 +717,8 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Checked]
     ],
 )
 def test_optimizer_when_the_fork_uses_it_then_it_finds_what_it_expects_and_no_defect(
-    file_layout: str, name: str, checked: dict[str, list[Checked]]
+    file_layout: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    for of_rank in checked[file_layout]:
-        num_facts, wrong = of_rank[name]
+    for num_facts, wrong in request.getfixturevalue(file_layout)[name]:
         assert wrong == {}
         assert num_facts > 0

@@ -1,5 +1,8 @@
 """The three install methods for a fork of 2023: the runner, the library and the entry point, on the
-small fork."""
+small fork.
+
+Exercises plugin/entry_point.py.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ import megatron_distopt
 from megatron_distopt import DistOptConfig
 from megatron_distopt.cli.main import main
 from megatron_distopt.version import VERSION
+from tests.support.facts import Facts, facts_of
 from tests.support.mini_fork import FOLDER, Launched, MiniFork, TrainingRun, core_folder, launch
 from tests.support.refusals import assert_mentions, raised
 from tests.support.spawn import run_ranks
@@ -133,7 +137,7 @@ def by_entry_point(rank: int, size: int, patched: Path, installs: bool) -> tuple
 Found = tuple[Curves, Curves, Mapping[str, object]]
 
 
-def as_library(rank: int, size: int) -> Found:
+def collect_facts(rank: int, size: int) -> Found:
     """Our curves, those of the fork's own optimizer, and facts; the first before the training
     module is imported."""
     os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
@@ -189,16 +193,13 @@ def _curves_of(run: TrainingRun) -> Curves:
     return Curves(run.losses, [params], [type(run.optimizer).__module__])
 
 
-@pytest.fixture(scope="module")
-def found() -> list[Found]:
-    core_folder()
-    return run_ranks(as_library, SIZE)
+facts = facts_of(collect_facts, SIZE, before=core_folder)
 
 
 @pytest.fixture(scope="module")
-def ours(found: list[Found]) -> Curves:
+def ours(facts: Facts) -> Curves:
     """Of the library on all ranks, as rank 0 writes the curves down."""
-    curves = [each for each, _, _ in found]
+    curves = [each for each, _, _ in facts.by_rank]
     return Curves(
         curves[0].losses,
         [each.params[0] for each in curves],
@@ -219,17 +220,13 @@ FACTS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_as_library_when_used_in_a_fork_of_2023_then_as_promised(
-    found: list[Found], name: str
-) -> None:
-    assert [facts[name] for _, _, facts in found] == [FACTS[name]] * SIZE
+def test_as_library_when_used_in_a_fork_of_2023_then_as_promised(facts: Facts, name: str) -> None:
+    assert [named[name] for _, _, named in facts.by_rank] == [FACTS[name]] * SIZE
 
 
-def test_as_library_when_it_is_required_and_the_flag_is_missing_then_refused(
-    found: list[Found],
-) -> None:
-    for _, _, facts in found:
-        kind, text = facts["required without the flag"]
+def test_as_library_when_it_is_required_and_the_flag_is_missing_then_refused(facts: Facts) -> None:
+    for _, _, named in facts.by_rank:
+        kind, text = named["required without the flag"]
         assert kind == "ConfigError"
         assert_mentions(
             text, "MEGATRON_DISTOPT=require", "use_distributed_optimizer", f"Add {_FLAG}"
@@ -237,16 +234,16 @@ def test_as_library_when_it_is_required_and_the_flag_is_missing_then_refused(
 
 
 def test_as_library_when_the_flag_is_missing_then_rank_0_alone_says_once_that_it_is_not_used(
-    found: list[Found],
+    facts: Facts,
 ) -> None:
     line = "megatron_distopt is loaded and not used: use_distributed_optimizer is not set"
-    assert [facts["said without the flag"] for _, _, facts in found] == [[line], []]
+    assert [named["said without the flag"] for _, _, named in facts.by_rank] == [[line], []]
 
 
-def test_as_library_when_trained_then_the_curve_is_the_forks_own(found: list[Found]) -> None:
+def test_as_library_when_trained_then_the_curve_is_the_forks_own(facts: Facts) -> None:
     """Adam is torch's fused one here and the fork's stand-in for apex's there; a param in bf16 has
     8 bits."""
-    logged = [(ours.losses, theirs.losses) for ours, theirs, _ in found if ours.losses]
+    logged = [(ours.losses, theirs.losses) for ours, theirs, _ in facts.by_rank if ours.losses]
     assert len(logged) == 1
     assert logged[0][0] == pytest.approx(logged[0][1], rel=1e-4)
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_distopt.comm import Communicator
+from tests.support.facts import Facts, facts_of
 from tests.support.fork_worlds import slow_gathers
 from tests.support.mini_fork import InstalledFork, MiniFork, TrainingRun, core_folder
-from tests.support.spawn import run_ranks
 
 DISTRIBUTED = "--use-distributed-optimizer"
 #: The arithmetic of torch.optim.Adam, which the fork has with MINI_FORK_ADAM=torch.
@@ -116,7 +116,7 @@ FOUR = {
 }
 
 
-def compare_all(rank: int, size: int, exact: dict[str, Case], norms: str) -> dict[str, Any]:
+def collect_facts(rank: int, size: int, exact: dict[str, Case], norms: str) -> dict[str, Any]:
     """In a rank: every case with the fork's plain optimizer, with ours, and some with its
     distributed one."""
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
@@ -282,19 +282,8 @@ def _norm_and_zeros_in_float64(model: Any, loss_scale: float) -> tuple[float, in
     return math.sqrt(squares.item()), int(zeros.item())
 
 
-Results = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def two() -> Results:
-    core_folder()
-    return run_ranks(compare_all, 2, TWO, NORMS, seconds=240)
-
-
-@pytest.fixture(scope="module")
-def four() -> Results:
-    core_folder()
-    return run_ranks(compare_all, 4, FOUR, "", seconds=240)
+two = facts_of(collect_facts, 2, TWO, NORMS, seconds=240, before=core_folder)
+four = facts_of(collect_facts, 4, FOUR, "", seconds=240, before=core_folder)
 
 
 @pytest.mark.parametrize(
@@ -307,32 +296,32 @@ def four() -> Results:
 def test_training_when_distributed_then_every_bit_is_that_of_the_plain_optimizer(
     ranks: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    by_rank: Results = request.getfixturevalue(ranks)
-    for rank, comparison in enumerate(found[name] for found in by_rank):
+    comparisons = request.getfixturevalue(ranks)[name]
+    for rank, comparison in enumerate(comparisons):
         for what, distance in {"": comparison.ours_plain, **comparison.overlapped}.items():
             found = (distance.param, distance.is_equal, distance.loss, distance.zeros)
             assert found == (0.0, True, 0.0, True), (rank, what)
             # The fork adds the squares up in fp32: some ulps of 6e-8. A rank of its plain optimizer
             # knows its own experts only; with them, ours is compared with float64 below.
             assert distance.norm <= 1e-6 or name.startswith("experts")
-    logged = next(found[name].losses for found in by_rank if found[name].losses)
+    logged = next(each.losses for each in comparisons if each.losses)
     assert len(set(logged)) == 3, "every iteration has other data"
 
 
 @pytest.mark.parametrize("name", [name for name, case in TWO.items() if case.overlapped])
 def test_grads_when_overlapped_then_from_the_second_step_on_all_buckets_go_before_backward_ends(
-    name: str, two: Results
+    name: str, two: Facts
 ) -> None:
-    for comparison in (found[name] for found in two):
+    for comparison in two[name]:
         assert comparison.early[-2:] == [comparison.buckets] * 2
         assert comparison.buckets > 5
         assert TWO[name].change or (len(comparison.early), comparison.early[0]) == (3, 0)
 
 
 def test_norm_and_zeros_when_computed_in_float64_then_they_are_those_of_one_copy_of_the_model(
-    two: Results,
+    two: Facts,
 ) -> None:
-    logged = next(found["norms"] for found in two if found["norms"].ours)
+    logged = next(found for found in two["norms"] if found.ours)
     # Ours adds up squares in fp32 in pieces of 65,536 elements, the pieces in float64.
     assert logged.ours == pytest.approx(logged.wanted, rel=1e-6)
     assert logged.zeros == logged.zeros_wanted

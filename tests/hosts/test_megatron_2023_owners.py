@@ -5,6 +5,9 @@ The reference has `WholeMuon`, or the very class, in place of the host's Adam. G
 grid, so that their sums over ranks are exact, and nothing is clipped, because a norm has another
 order of sums. Tensor-parallel ranks put the parts of a matrix together for Muon; a class of whole
 params takes its part for a param of its own, there as here.
+
+Exercises hosts/megatron/muon_groups.py, hosts/megatron/own_shards.py,
+hosts/megatron_2023/fork_muon.py.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.facts import Facts, facts_of
 from tests.support.fork_worlds import ForkInWorlds, distance
 from tests.support.mini_fork import TrainingRun, point_to
 from tests.support.refusals import assert_mentions, raised
@@ -125,7 +129,7 @@ REFUSED = {
 }
 
 
-def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[Any, Any]:
     """In a rank: every case with the reference and with ours; the cases of a world one after the
     other."""
     fork, found = ForkInWorlds("gathered", rank, folder, ranks=size), dict[Any, Any]()
@@ -156,7 +160,7 @@ def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
     for inner, (words, place, ranks) in ON.items():
         with place():
             found["resumed", inner] = _resumed(
-                fork, Path(folder) / inner, ranks, *f"{GRID} --bf16 {words}".split()
+                fork, folder / inner, ranks, *f"{GRID} --bf16 {words}".split()
             )
     fork.leaves()
     return found
@@ -198,7 +202,7 @@ def _distributed(train: Callable[..., TrainingRun]) -> tuple[float, float]:
     )
 
 
-def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
+def collect_per_rank(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """In a rank: trainings that are interrupted, with a fork whose files are those of each rank."""
     fork, found = ForkInWorlds("per_rank", rank, folder, ranks=size), dict[str, Any]()
 
@@ -206,7 +210,7 @@ def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
 
     train(ADAM, f"--train-iters 1 --save {folder}/adam")
     whole = train(MUON, f"--save-interval 2 --save {folder}/muon")
-    point_to(Path(folder, "muon"), 2)
+    point_to(folder / "muon", 2)
     resumed = train(MUON, f"--load {folder}/muon")
     found["resumed"] = distance(whole, resumed), len(resumed.iterations)
     found["from Adam"] = raised(lambda: train(f"{MUON} --load {folder}/adam"))[0]
@@ -214,41 +218,36 @@ def collect_per_rank(rank: int, size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """By key: what each rank found that took part."""
-    everyones = run_ranks(collect, 4, str(tmp_path_factory.mktemp("owners")), seconds=300)
-    keys = {key for of_rank in everyones for key in of_rank}
-    return {key: [of_rank[key] for of_rank in everyones if key in of_rank] for key in keys}
+facts = facts_of(collect_facts, 4, seconds=300)
 
 
 @pytest.mark.parametrize("key", CASES, ids=" ".join)
 def test_training_when_updates_are_sharded_then_it_is_that_of_the_reference_without_sharding(
-    key: tuple[str, str], found: dict[Any, list[Any]]
+    key: tuple[str, str], facts: Facts
 ) -> None:
-    assert len(found[key]) == CASES[key].ranks
-    for apart, ours, whole in found[key]:
+    found = facts.of_some(key)
+    assert len(found) == CASES[key].ranks
+    for apart, ours, whole in found:
         assert apart == 0.0, f"{apart}, losses {ours}, and {whole}"
         assert ours == whole
-    losses = next(ours for _, ours, _ in found[key] if ours)
+    losses = next(ours for _, ours, _ in found if ours)
     assert len(set(losses)) == len(losses), "it has not trained"
 
 
-def test_muon_when_products_are_added_up_then_near_to_that_of_whole_matrices(
-    found: dict[Any, list[Any]],
-) -> None:
+def test_muon_when_products_are_added_up_then_near_to_that_of_whole_matrices(facts: Facts) -> None:
     # The iteration is in bfloat16, with 8 bits: its five steps leave some thousandths of the
     # update.
-    for apart, moved in found["distributed"]:
+    for apart, moved in facts.of_some("distributed"):
         assert 0 < apart < 0.05 * moved
 
 
 @pytest.mark.parametrize("inner", ON)
 def test_load_when_resumed_at_another_size_then_equal_to_the_uninterrupted_training(
-    inner: str, found: dict[Any, list[Any]]
+    inner: str, facts: Facts
 ) -> None:
-    wanted, _ = found["resumed", inner][0]["whole"]
-    of_ranks = [of_rank["resumed"] for of_rank in found["resumed", inner] if "resumed" in of_rank]
+    found = facts["resumed", inner]
+    wanted, _ = found[0]["whole"]
+    of_ranks = [of_rank["resumed"] for of_rank in found if "resumed" in of_rank]
     assert len(of_ranks) == ON[inner][2]
     assert max(num_logged for _, num_logged in of_ranks) == 1  # of three
     for params, _ in of_ranks:
@@ -258,7 +257,7 @@ def test_load_when_resumed_at_another_size_then_equal_to_the_uninterrupted_train
 def test_load_when_per_rank_files_then_muon_is_resumed_and_whole_params_refused(
     tmp_path: Path,
 ) -> None:
-    found = run_ranks(collect_per_rank, 2, str(tmp_path), seconds=300)
+    found = run_ranks(collect_per_rank, 2, tmp_path, seconds=300)
     assert [of_rank["resumed"][0] for of_rank in found] == [0.0, 0.0]
     assert max(of_rank["resumed"][1] for of_rank in found) == 1
     assert {of_rank["from Adam"] for of_rank in found} <= {"CheckpointError", "RanksDisagreeError"}
@@ -270,13 +269,13 @@ def test_load_when_per_rank_files_then_muon_is_resumed_and_whole_params_refused(
 
 
 def test_load_when_the_state_is_of_a_run_without_sharding_then_a_class_of_whole_params_refuses_it(
-    found: dict[Any, list[Any]],
+    facts: Facts,
 ) -> None:
-    assert found["plain"] == ["CheckpointError"] * 2
+    assert facts.of_some("plain") == ["CheckpointError"] * 2
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_start_when_something_is_not_served_then_an_error_on_all_ranks(
-    name: str, found: dict[Any, list[Any]]
+    name: str, facts: Facts
 ) -> None:
-    assert [errors[name] for errors in found["refused"]] == ["ConfigError"] * 2
+    assert [errors[name] for errors in facts.of_some("refused")] == ["ConfigError"] * 2

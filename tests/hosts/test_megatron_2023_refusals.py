@@ -1,4 +1,7 @@
-"""What the host of 2023 refuses: one table, on all ranks, with everything left as it was."""
+"""What the host of 2023 refuses: one table, on all ranks, with everything left as it was.
+
+Exercises hosts/megatron_2023/facts.py, hosts/megatron_2023/get_in.py, hosts/megatron/refused.py.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from megatron_distopt.hosts.megatron.inner_optimizers import inner_for
 from megatron_distopt.hosts.megatron_2023.translate import with_host_flags
 from tests.hosts.test_promise_2023 import AdamW
 from tests.support import fork_trees
+from tests.support.facts import Facts, facts_of
 from tests.support.mini_fork import InstalledFork, MiniFork
 from tests.support.refusals import assert_mentions, raised, refused
 from tests.support.spawn import run_ranks
@@ -452,7 +456,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
 }
 
 
-def run_all(rank: int, size: int) -> dict[str, Refused]:
+def collect_facts(rank: int, size: int) -> dict[str, Refused]:
     os.environ["MEGATRON_DISTOPT_ACCELERATOR"] = "torch"
     at = Attempts(rank)
     found = {
@@ -469,41 +473,35 @@ def run_all(rank: int, size: int) -> dict[str, Refused]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Refused]]:
-    return run_ranks(run_all, SIZE)
+found = facts_of(collect_facts, SIZE)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_host_of_2023_when_input_is_bad_then_every_rank_says_what_to_do_and_nothing_is_changed(
-    found: list[dict[str, Refused]], name: str
+    found: Facts, name: str
 ) -> None:
     _, kind, mentions = CASES[name]
-    first, second = (each[name] for each in found)
+    first, second = found[name]
     assert first == second
     assert (first.kind, first.changed) == (kind, ())
     assert_mentions(first.text, *mentions.split(" | "))
 
 
-def test_host_of_2023_when_one_rank_refuses_then_the_other_says_which(
-    found: list[dict[str, Refused]],
-) -> None:
-    own, other = found[1]["float64 on one rank"], found[0]["float64 on one rank"]
+def test_host_of_2023_when_one_rank_refuses_then_the_other_says_which(found: Facts) -> None:
+    other, own = found["float64 on one rank"]
     assert (own.kind, other.kind) == ("LayoutError", "RanksDisagreeError")
     assert_mentions(own.text, *_FLOAT64.split(" | "))
     assert f"rank 1 refused with «{own.text}»" in other.text
 
 
-def test_rank_when_it_is_switched_off_then_the_other_says_which(
-    found: list[dict[str, Refused]],
-) -> None:
+def test_rank_when_it_is_switched_off_then_the_other_says_which(found: Facts) -> None:
     """A rank that runs without the package: see test_handshake.py. megatron-core:
     test_megatron_core_refusals.py."""
     assert (
         "megatron_distopt is not used on rank 1 (MEGATRON_DISTOPT=0)"
-        in found[0]["off on one rank"].text
+        in found.first["off on one rank"].text
     )
-    assert found[1]["off on one rank"] != TRAINED
+    assert found["off on one rank"][1] != TRAINED
 
 
 def test_inner_when_the_fork_wants_torchs_on_the_cpu_then_the_best_there_is() -> None:

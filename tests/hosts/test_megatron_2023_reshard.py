@@ -1,7 +1,7 @@
 """Checkpoints of the forks of 2023 in our own format: saved at one layout, resumed at another, with
 real processes.
 
-One spawn of six ranks collects everything, see `_collect`; inside it the ranks form worlds of one
+One spawn of six ranks runs `collect_facts`; inside it the ranks form worlds of one
 to six of them, one after the other. Every resume is looked at twice: what each rank holds right
 after the load is compared bit for bit with the saved tensors of the whole model, and what training
 makes of it with the run that was not interrupted.
@@ -33,11 +33,11 @@ from megatron_distopt.checkpoint.manifest import MAIN, key_of
 from megatron_distopt.checkpoint.source import Source, open_checkpoint
 from megatron_distopt.checkpoint.whole_model import owned_pieces
 from megatron_distopt.layout import Span
-from tests.support.fork_files import same
+from tests.support.facts import Facts, facts_of
 from tests.support.fork_worlds import ForkInWorlds, held
 from tests.support.mini_fork import Iteration, TrainingRun, core_folder, point_to
 from tests.support.refusals import assert_mentions, raised
-from tests.support.spawn import run_ranks
+from tests.support.values import same
 
 pytestmark = pytest.mark.long
 
@@ -285,7 +285,7 @@ class _Fork(ForkInWorlds):
     """With the package installed once for all trainings; it is active in those that have the fork's
     flag."""
 
-    def __init__(self, rank: int, folder: str) -> None:
+    def __init__(self, rank: int, folder: Path) -> None:
         super().__init__("gathered", rank, folder, ranks=RANKS)
         megatron_distopt.install()
 
@@ -398,7 +398,7 @@ def _loaded_beside_a_run(fork: _Fork) -> dict[str, Any]:
     return found
 
 
-def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
     fork = _Fork(rank, folder)
     found: dict[str, Any] = {"saved": {}, "resumed": {}}
     for ranks in range(1, RANKS + 1):
@@ -431,19 +431,7 @@ def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
 # In the test process.
 
 
-@dataclasses.dataclass(frozen=True)
-class Collected:
-    """What the ranks returned and left."""
-
-    folder: Path
-    ranks: list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    core_folder()
-    folder = tmp_path_factory.mktemp("reshard")
-    return Collected(folder, run_ranks(_collect, RANKS, str(folder), seconds=600))
+facts = facts_of(collect_facts, RANKS, seconds=600, before=core_folder)
 
 
 def _numel_in(folder: Path) -> int:
@@ -452,22 +440,22 @@ def _numel_in(folder: Path) -> int:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_load_when_the_layout_is_another_then_every_rank_has_what_was_saved_bit_for_bit(
-    pair: Pair, found: Collected
+    pair: Pair, facts: Facts
 ) -> None:
-    of_ranks = [each["resumed"][str(pair)] for each in found.ranks if str(pair) in each["resumed"]]
+    of_ranks = [each[str(pair)] for each in facts["resumed"] if str(pair) in each]
     assert len(of_ranks) == pair.layout.size
     assert [each.differences for each in of_ranks] == [()] * pair.layout.size
     # Replicas outside of data parallelism hold the same elements again.
     assert sum(each.numel for each in of_ranks) >= _numel_in(
-        _folder_in(_saved_at(found.folder / pair.saved))
+        _folder_in(_saved_at(facts.folder / pair.saved))
     )
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.tolerance is None], ids=str)
 def test_resume_when_the_arithmetic_is_the_same_then_the_end_is_the_same_bit_for_bit(
-    pair: Pair, found: Collected
+    pair: Pair, facts: Facts
 ) -> None:
-    folders = (found.folder / pair.saved, found.folder / str(pair))
+    folders = (facts.folder / pair.saved, facts.folder / str(pair))
     uninterrupted, resumed = (
         _Reader(_folder_in(_saved_at(folder, ITERATIONS))) for folder in folders
     )
@@ -485,10 +473,10 @@ def test_resume_when_the_arithmetic_is_the_same_then_the_end_is_the_same_bit_for
     "pair", [pair for pair in PAIRS if pair.saved not in OF_STATE_ALONE], ids=str
 )
 def test_resume_when_the_layout_is_another_then_training_goes_on_on_the_curve(
-    pair: Pair, found: Collected, record_property: Callable[[str, object], None]
+    pair: Pair, facts: Facts, record_property: Callable[[str, object], None]
 ) -> None:
-    uninterrupted = found.ranks[0]["saved"][pair.saved][SAVED_AT:]
-    resumed = found.ranks[0]["resumed"][str(pair)].iterations
+    uninterrupted = facts.first["saved"][pair.saved][SAVED_AT:]
+    resumed = facts.first["resumed"][str(pair)].iterations
     assert len(resumed) == len(uninterrupted) == ITERATIONS - SAVED_AT
     # Where the arithmetic is the same, losses are still averaged over ranks and microbatches in
     # another order.
@@ -512,9 +500,9 @@ NATIVE, OURS = "mp_rank_00/distrib_optim.pt", "distrib_optim.distopt/manifest.js
 
 
 def test_format_when_it_changes_within_a_run_then_the_run_goes_on_and_no_older_state_is_taken(
-    found: Collected,
+    facts: Facts,
 ) -> None:
-    first, second = (each["formats"] for each in found.ranks[:2])
+    first, second = (each["formats"] for each in facts.by_rank[:2])
     assert first["same"] and second["same"]
     iterations = [f"iter_{number:07d}" for number in range(1, 5)]
     assert first["files"] == dict(
@@ -524,17 +512,17 @@ def test_format_when_it_changes_within_a_run_then_the_run_goes_on_and_no_older_s
 
 
 def test_save_when_the_fork_is_told_not_to_save_the_optimizer_then_no_file_of_it_is_there(
-    found: Collected,
+    facts: Facts,
 ) -> None:
-    files = {path.name for path in _saved_at(found.folder / "none", 1).rglob("*")}
+    files = {path.name for path in _saved_at(facts.folder / "none", 1).rglob("*")}
     assert files == {"mp_rank_00", "model_optim_rng.pt"}
 
 
 def test_load_when_the_last_save_never_ended_then_the_iteration_that_did_is_named(
-    found: Collected,
+    facts: Facts,
 ) -> None:
-    folder = _saved_at(found.folder / "unfinished", ITERATIONS)
-    for each in found.ranks[:2]:
+    folder = _saved_at(facts.folder / "unfinished", ITERATIONS)
+    for each in facts.by_rank[:2]:
         kind, text = each["unfinished"]
         assert kind == "CheckpointError"
         assert_mentions(
@@ -549,6 +537,6 @@ def test_load_when_the_last_save_never_ended_then_the_iteration_that_did_is_name
 
 @pytest.mark.parametrize("name", ["without head", "frozen since"])
 def test_load_when_less_is_given_than_was_saved_then_the_rest_is_as_saved(
-    name: str, found: Collected
+    name: str, facts: Facts
 ) -> None:
-    assert [each["beside a run"][name] for each in found.ranks[:3]] == [()] * 3
+    assert [each["beside a run"][name] for each in facts.by_rank[:3]] == [()] * 3

@@ -1,7 +1,7 @@
 """Training on megatron-core, saved at one layout and resumed at another, by our own calls and by
 the host's.
 
-One spawn of four ranks does all of it, see `_collect`. What a load gives back is compared bit for
+One spawn of four ranks runs `collect_facts`. What a load gives back is compared bit for
 bit with the tensors of the whole model that `save` wrote at the same moment.
 """
 
@@ -30,8 +30,9 @@ from megatron_distopt.checkpoint.whole_model import WholeModel, owned_pieces
 from megatron_distopt.layout import Span
 from tests.support.cases import Case, Step
 from tests.support.core_version import core_mentions
+from tests.support.facts import Facts, facts_of, outcomes
 from tests.support.refusals import assert_mentions
-from tests.support.spawn import outcomes, run_ranks
+from tests.support.values import from_ranks, same
 
 pytestmark = [
     pytest.mark.long,
@@ -193,10 +194,10 @@ class Saved:
 class _Bench:
     """The trainings of one rank, and the host, which is imported in the ranks alone."""
 
-    def __init__(self, rank: int, folder: str) -> None:
+    def __init__(self, rank: int, folder: Path) -> None:
         from tests.support import gpt
 
-        self.gpt, self.rank, self.folder = gpt, rank, Path(folder)
+        self.gpt, self.rank, self.folder = gpt, rank, folder
         self.sources: dict[str, Source] = {}
         self.saved: dict[str, Saved] = {}
         _let_the_host_write()
@@ -433,18 +434,6 @@ def _held(training: Any) -> dict[str, Any]:
     return copy.deepcopy(held)
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(
-            _same(value, right[key]) for key, value in left.items()
-        )
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(_same, left, right))
-    return bool(left == right)
-
-
 def _check_near(found: list[Step], saved: list[Step], tolerance: float) -> None:
     losses, others = ([step.loss for step in steps] for steps in (found, saved))
     assert losses == pytest.approx(others, rel=0, abs=tolerance)
@@ -453,12 +442,6 @@ def _check_near(found: list[Step], saved: list[Step], tolerance: float) -> None:
         assert [step.loss_scale for step in saved] == [4096.0, 8192.0], (
             "it grows at the step at which it would have"
         )
-
-
-def _gathered(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _views_and_one_text(bench: _Bench) -> None:
@@ -474,9 +457,9 @@ def _views_and_one_text(bench: _Bench) -> None:
         shards = [each for key, each in state.items() if key != "distopt"]
         main = [each for each in shards if each.key.startswith("optimizer.distopt.main.")]
         assert {each.data.untyped_storage().data_ptr() for each in main} <= memory
-        assert len(set(_gathered(state["distopt"]))) == 1
-        wholes = _gathered({each.key: math.prod(each.global_shape) for each in shards})
-        numels = _gathered(sum(each.data.numel() for each in shards))
+        assert len(set(from_ranks(state["distopt"]))) == 1
+        wholes = from_ranks({each.key: math.prod(each.global_shape) for each in shards})
+        numels = from_ranks(sum(each.data.numel() for each in shards))
         # Norms are on both tensor-parallel ranks, the tied embedding on both stages: each element
         # is written once.
         assert (
@@ -539,8 +522,8 @@ def _check_refused(training: Any, name: str, call: Callable[[], object]) -> None
         call()
     except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
         kind, text = type(error).__name__, str(error)
-    assert _same(_held(training), before)
-    own = _gathered(text)[1]
+    assert same(_held(training), before)
+    own = from_ranks(text)[1]
     if name.endswith("on one rank") and dist.get_rank() != 1:
         assert kind == "RanksDisagreeError"
         assert_mentions(text, "rank 1", own)
@@ -613,7 +596,7 @@ def _legacy(bench: _Bench) -> None:
         for _ in range(STEPS):
             training.step()
         _change_head(training)
-        state = _gathered(copy.deepcopy(training.optimizer.state_dict()))[0]
+        state = from_ranks(copy.deepcopy(training.optimizer.state_dict()))[0]
         for name, each in _chain_and_optimizer(training).items():
             each.save_parameter_state(
                 str(folders[name] / f"mp_rank_{bench.rank % 2:02}" / "distrib_optim.pt")
@@ -640,7 +623,7 @@ def _chain_and_optimizer(training: Any) -> dict[str, Any]:
     return {"chain": training.optimizer, "optimizer": training.optimizer.chained_optimizers[0]}
 
 
-def _collect(rank: int, size: int, folder: str) -> dict[str, str]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, str]:
     from megatron.core import parallel_state
 
     bench = _Bench(rank, folder)
@@ -660,11 +643,7 @@ def _layout(run: Run) -> tuple[int, int, int]:
     return run.tp, run.pp, run.vp
 
 
-@pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(
-        _collect, RANKS, str(tmp_path_factory.mktemp("checkpoints")), seconds=300, core=True
-    )
+facts = facts_of(collect_facts, RANKS, seconds=300, core=True)
 
 
 NAMES = [*(f"save {name}" for name in SAVED), *(f"{name}, {way}" for name, way in WAYS), *OTHERS]
@@ -672,6 +651,6 @@ NAMES = [*(f"save {name}" for name in SAVED), *(f"{name}, {way}" for name, way i
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoint_when_the_layout_is_another_then_state_params_and_curve_are_the_saved_ones(
-    name: str, by_rank: list[dict[str, str]]
+    name: str, facts: Facts
 ) -> None:
-    assert [found[name] for found in by_rank] == [""] * RANKS
+    facts.assert_passed(name)

@@ -1,5 +1,11 @@
 """What megatron-core reads off an optimizer while it trains and saves, it finds on ours: see
-core_contract.py."""
+core_contract.py.
+
+Exercises hosts/megatron/grad_scaler.py, hosts/megatron/saving.py, hosts/megatron_core/buffers.py,
+hosts/megatron_core/checkpoint.py, hosts/megatron_core/core_calls.py,
+hosts/megatron_core/group_counts.py, hosts/megatron_core/model.py, hosts/megatron_core/optimizer.py,
+hosts/megatron_core/step.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.spawn import outcomes, run_ranks
+from tests.support.facts import Facts, facts_of, outcomes
 
 #: Read off the source: the test process never imports the host.
 _SOURCE = ast.parse((Path(__file__).parent / "core_contract.py").read_text())
@@ -20,22 +26,18 @@ CHECKS = [
 LACKING = "this megatron-core has no "
 
 
-def _check_all(rank: int, size: int) -> dict[str, str]:
+def collect_facts(rank: int, size: int) -> dict[str, str]:
     from tests.hosts import core_contract
 
     return outcomes(core_contract.CHECKS)
 
 
-@pytest.fixture(scope="module")
-def by_rank() -> list[dict[str, str]]:
-    return run_ranks(_check_all, 2, seconds=240, core=True)
+facts = facts_of(collect_facts, 2, seconds=240, core=True)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_contract_when_the_host_relies_on_it_then_ours_keeps_it(
-    name: str, by_rank: list[dict[str, str]]
-) -> None:
-    for found in by_rank:
-        if LACKING in found[name]:
-            pytest.skip(found[name].splitlines()[-1])
-        assert not found[name], found[name]
+def test_contract_when_the_host_relies_on_it_then_ours_keeps_it(name: str, facts: Facts) -> None:
+    for found in facts[name]:
+        if LACKING in found:
+            pytest.skip(found.splitlines()[-1])
+        assert not found, found

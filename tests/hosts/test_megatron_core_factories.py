@@ -2,13 +2,14 @@
 ones, those below.
 
 All of it runs in one spawn of two ranks.
+
+Exercises hosts/megatron/flag.py, hosts/megatron/refused.py, hosts/megatron/saving.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging.handlers
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,18 +22,17 @@ from torch import Tensor
 from megatron_distopt.errors import ConfigError, DistOptError, HostMismatchError
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
-from tests.support.refusals import assert_mentions
-from tests.support.spawn import outcomes, run_ranks
+from tests.support.facts import Facts, facts_of, outcomes
+from tests.support.refusals import assert_mentions, logged
 from tests.support.stand_ins import around, dropping_float64, of_module, type_remedy
 
 CASE = Case("distopt", dp=2, steps=3, num_microbatches=1)
 #: Then a copied factory builds the host's HybridDeviceOptimizer first.
 OFFLOADS = core_mentions("optimizer/optimizer_config.py", "optimizer_cpu_offload")
-Facts = dict[str, Any]
 OFFLOADED = (("optimizer_cpu_offload", True), ("optimizer_offload_fraction", 0.5))
 
 
-def _collect(rank: int, size: int) -> dict[str, str]:
+def collect_facts(rank: int, size: int) -> dict[str, str]:
     return outcomes(CHECKS)
 
 
@@ -75,7 +75,7 @@ def _wrapped() -> None:
 
 def _with_factory(
     make: Callable[[], Callable[..., Any] | None], case: Case = CASE, *, switch: str = "1"
-) -> Facts:
+) -> dict[str, Any]:
     """Trains with what a factory builds that was made before the installation."""
     import megatron.core.optimizer as host
 
@@ -132,7 +132,7 @@ class _Clipped(_Stateless):
 
 def _with_adam(
     adam: type, optimizer: str, source: str = "auto", updates: str = "elements"
-) -> Facts:
+) -> dict[str, Any]:
     """Trains after a class has taken the place of the host's Adam in its modules."""
     import megatron.core.optimizer as host
     from megatron.core.optimizer import distrib_optimizer
@@ -323,15 +323,9 @@ def _not_used() -> None:
     from megatron_distopt import DistOptConfig
     from megatron_distopt.hosts.megatron_core.get_in import build
 
-    log, handler = logging.getLogger("megatron_distopt"), logging.handlers.BufferingHandler(100)
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)  # which nobody has to have set in this process
     config = types.SimpleNamespace(use_distributed_optimizer=False, optimizer="muon")
-    assert build(lambda config, model_chunks: "theirs", DistOptConfig(), config, []) == "theirs"
-    log.removeHandler(handler)
-    log.setLevel(before)
-    lines = [record.getMessage() for record in handler.buffer]
+    with logged() as lines:
+        assert build(lambda config, model_chunks: "theirs", DistOptConfig(), config, []) == "theirs"
     assert len(lines) == (dist.get_rank() == 0)
     for line in lines:
         assert_mentions(line, "not used", "'muon'")
@@ -418,13 +412,9 @@ if CHAINS_ALWAYS:
     )
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, str]]:
-    return run_ranks(_collect, 2, seconds=240, core=True)
+facts = facts_of(collect_facts, 2, seconds=240, core=True)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_host_when_others_construct_its_class_then_ours_or_refused(
-    found: list[dict[str, str]], name: str
-) -> None:
-    assert [each[name] for each in found] == ["", ""]
+def test_host_when_others_construct_its_class_then_ours_or_refused(facts: Facts, name: str) -> None:
+    facts.assert_passed(name)

@@ -3,6 +3,9 @@ version cannot take.
 
 tests/hosts/test_megatron_core_checkpoints.py goes much further, on the versions whose
 `dist_checkpointing` takes ours.
+
+Exercises session/host_state.py, session/on_all_ranks.py, session/run_session.py,
+hosts/megatron_core/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from megatron_distopt.errors import CheckpointError
 from tests.support.cases import Case
 from tests.support.core_version import core_mentions
 from tests.support.exact_core import variables
+from tests.support.facts import Facts, facts_of, outcomes
 from tests.support.refusals import assert_mentions
-from tests.support.spawn import outcomes, run_ranks
 
 DP2 = Case("distopt", dp=2, steps=2)
 SAVED = {
@@ -59,22 +62,22 @@ TAKES_BOXES = core_mentions(
 )
 
 
-def _collect(rank: int, size: int, folder: str) -> dict[str, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"sharded": _sharded(), "script": [_start(**args) for args in SCRIPTS]}
     found |= outcomes({"nan": _leave_out_nan})
-    found["memory"] = _beside_a_disk(Path(folder))
+    found["memory"] = _beside_a_disk(folder)
     wholes = {}
     for name, case in SAVED.items():
         with variables(OPTIONS.get(name, {})):
-            wholes[name] = params, losses = _save(case, f"{folder}/{name}")
-            again = _resume(case, f"{folder}/{name}", params)
+            wholes[name] = params, losses = _save(case, folder / name)
+            again = _resume(case, folder / name, params)
         found[name] = {"losses": losses, "dp2": again}
     for name, (params, _) in wholes.items():
-        found[name]["tp2"] = _resume(SAVED[name].of(**TP2), f"{folder}/{name}", params)
+        found[name]["tp2"] = _resume(SAVED[name].of(**TP2), folder / name, params)
     return found
 
 
-def _save(case: Case, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+def _save(case: Case, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
     """The params when it is saved, and the losses afterwards."""
     from tests.support.gpt import Training
 
@@ -87,7 +90,7 @@ def _save(case: Case, folder: str) -> tuple[dict[str, Tensor], list[float]]:
     return saved, losses
 
 
-def _resume(case: Case, folder: str, saved: dict[str, Tensor]) -> dict[str, Any]:
+def _resume(case: Case, folder: Path, saved: dict[str, Tensor]) -> dict[str, Any]:
     from tests.support.gpt import Training
 
     resumed = Training(case)
@@ -212,47 +215,43 @@ def _beside_a_disk(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("folders")
-    return run_ranks(_collect, 2, str(folder), seconds=240, core=True)
+facts = facts_of(collect_facts, 2, seconds=240, core=True)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 @pytest.mark.parametrize("name", SAVED)
 def test_folder_when_loaded_at_another_layout_then_the_run_goes_on(
-    found: list[dict[str, Any]], name: str, layout: str
+    facts: Facts, name: str, layout: str
 ) -> None:
-    for facts in found:
-        again = facts[name][layout]
+    for found in facts[name]:
+        again = found[layout]
         assert again["params"]
         assert again["losses"] == pytest.approx(
-            facts[name]["losses"], abs=0.0 if layout == "dp2" else NEAR
+            found["losses"], abs=0.0 if layout == "dp2" else NEAR
         )
 
 
 def test_step_when_the_script_was_told_not_to_check_for_nan_then_it_is_left_out(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    assert [facts["nan"] for facts in found] == [""] * 2
+    facts.assert_passed("nan")
 
 
 def test_sharded_state_when_the_host_wants_a_grid_then_refused_with_the_way_out(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    for facts in found:
+    for text in facts["sharded"]:
         if TAKES_BOXES:
-            assert facts["sharded"] == "taken"
+            assert text == "taken"
         else:
-            assert "regular grid" in facts["sharded"]
-            assert "save(folder)" in facts["sharded"]
+            assert "regular grid" in text
+            assert "save(folder)" in text
 
 
 def test_start_when_the_script_will_save_what_the_host_cannot_take_then_refused_before_training(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    for facts in found:
-        first, *others = facts["script"]
+    for first, *others in facts["script"]:
         assert others == ["built"] * 3
         if TAKES_BOXES:
             assert first == "built"
@@ -262,10 +261,9 @@ def test_start_when_the_script_will_save_what_the_host_cannot_take_then_refused_
 
 @pytest.mark.parametrize("start", STARTS)
 def test_memory_when_a_loop_of_ones_own_loads_an_older_checkpoint_then_refused_with_both_ways_on(
-    found: list[dict[str, Any]], start: str
+    facts: Facts, start: str
 ) -> None:
-    for facts in found:
-        memory = facts["memory"]
+    for memory in facts["memory"]:
         if start == "an older one":
             assert_mentions(memory[start], "PROTECT_TAKE=3", "remove", "memory of an older one")
         else:

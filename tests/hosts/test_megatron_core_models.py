@@ -18,6 +18,7 @@ import torch
 
 from tests.support.cases import Case, Step, train_all
 from tests.support.core_version import core_mentions
+from tests.support.facts import Facts, facts_of
 from tests.support.spawn import run_ranks
 
 HAS_ETP = core_mentions("parallel_state.py", "expert_tensor_parallel_size")
@@ -73,14 +74,14 @@ OPTIMIZERS: tuple[Literal["distopt", "host-distributed"], ...] = ("distopt", "ho
 Curves = dict[tuple[str, str], list[Step]]  # by model and optimizer
 
 
-def collect(rank: int, size: int, folder: str) -> Mapping[str, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> Mapping[str, Any]:
     curves: Curves = {
-        (name, optimizer): _train(name, optimizer, Path(folder))
+        (name, optimizer): _train(name, optimizer, folder)
         for name in MODELS
         for optimizer in OPTIMIZERS
     }
-    taken_over = _taken_over(Path(folder) / "context")
-    resumed = {name: _resume(name, Path(folder)) for name in RESUMED}
+    taken_over = _taken_over(folder / "context")
+    resumed = {name: _resume(name, folder) for name in RESUMED}
     return {"curves": curves, "resumed": resumed, "taken over": taken_over}
 
 
@@ -134,18 +135,16 @@ def _one_layout(before: Mapping[str, Any], to: Mapping[str, Any]) -> dict[str, A
     return {**fresh, "num_microbatches": 2 * before.get("dp", 1) // fresh["dp"]}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Any]]:
-    return run_ranks(collect, 2, str(tmp_path_factory.mktemp("models")), seconds=400.0, core=True)
+facts = facts_of(collect_facts, 2, seconds=400.0, core=True)
 
 
 @pytest.mark.parametrize("name", _ALL)
 def test_curve_when_the_model_is_of_today_then_it_is_the_hosts(
-    found: list[Mapping[str, Any]], name: str, record_property: Any
+    facts: Facts, name: str, record_property: Any
 ) -> None:
     if name not in MODELS:
         pytest.skip(f"this megatron-core has no {name}, or cannot run it on a CPU")
-    ours, theirs = (found[0]["curves"][name, optimizer] for optimizer in OPTIMIZERS)
+    ours, theirs = (facts.first["curves"][name, optimizer] for optimizer in OPTIMIZERS)
     loss, norm = _distance(ours, theirs)
     record_property("deviation", {"what": f"fp32 {name}", "loss": loss, "grad_norm": norm})
     assert loss <= NEAR
@@ -162,16 +161,16 @@ def _distance(ours: Sequence[Step], theirs: Sequence[Step]) -> tuple[float, floa
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_checkpoint_when_loaded_at_another_layout_of_experts_then_the_run_goes_on(
-    found: list[Mapping[str, Any]], name: str
+    facts: Facts, name: str
 ) -> None:
-    rest = [step.loss for step in found[0]["curves"][name, "distopt"][SAVED_BEFORE:]]
-    assert found[0]["resumed"][name] == pytest.approx(rest, abs=NEAR)
+    rest = [step.loss for step in facts.first["curves"][name, "distopt"][SAVED_BEFORE:]]
+    assert facts.first["resumed"][name] == pytest.approx(rest, abs=NEAR)
 
 
 def test_checkpoint_when_written_with_context_parallelism_then_data_parallel_ranks_take_it(
-    found: list[Mapping[str, Any]],
+    facts: Facts,
 ) -> None:
-    assert [each["taken over"] for each in found] == [True] * 2
+    assert facts["taken over"] == [True] * 2
 
 
 INSTANCES = {

@@ -25,7 +25,7 @@ from megatron_distopt.errors import LayoutError, RanksDisagreeError
 from megatron_distopt.layout import Span
 from tests.support.cases import Case
 from tests.support.exact_core import variables
-from tests.support.spawn import outcomes, run_ranks
+from tests.support.facts import Facts, facts_of, outcomes
 
 SIZE = 2
 BF16 = Case("distopt", dp=SIZE, precision="bf16", num_microbatches=1)
@@ -249,7 +249,7 @@ NAMES = (
 )
 
 
-def collect(rank: int, size: int, folder: str) -> dict[str, str]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, str]:
     checks = (
         partial(
             _moved_and_back, BF16.of(dp=1, pp=SIZE, vp=2, tied=False, num_microbatches=SIZE)
@@ -257,19 +257,17 @@ def collect(rank: int, size: int, folder: str) -> dict[str, str]:
         variables(FORMS)(partial(_moved_and_back, BF16)),
         partial(_freed, BF16),
         partial(_freed, FP32),
-        partial(_refused_meanwhile, rank, Path(folder) / "kept"),
+        partial(_refused_meanwhile, rank, folder / "kept"),
         _refused_elsewhere,
     )
     return outcomes(dict(zip(NAMES, checks, strict=True)))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(collect, SIZE, str(tmp_path_factory.mktemp("offload")), core=True)
+facts = facts_of(collect_facts, SIZE, core=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_run_when_state_moves_away_between_steps_then_it_goes_on_to_the_bit_or_is_refused(
-    found: list[dict[str, str]], name: str
+    facts: Facts, name: str
 ) -> None:
-    assert [outcome[name] for outcome in found] == [""] * SIZE
+    facts.assert_passed(name)

@@ -11,7 +11,7 @@ import pytest
 from megatron_distopt.hosts.megatron_core.facts import is_judged
 from tests.support.cases import Case, Curve, train_all
 from tests.support.core_version import core_folder, core_mentions
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 CONFIGS = {
     "config": ("optimizer/optimizer_config.py", "OptimizerConfig"),
@@ -71,26 +71,22 @@ ACCUMULATIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def curves() -> dict[str, Curve]:
-    cases = {
-        **(THRESHOLDS if HAS_THRESHOLD else {}),
-        **(ACCUMULATIONS if HAS_FP32_ACCUMULATION else {}),
-    }
-    of_each = {
-        f"{name} {each}": case.of(optimizer=each)
-        for name, case in cases.items()
-        for each in OPTIMIZERS
-    }
-    return run_ranks(train_all, 2, of_each, seconds=300, core=True)[0]
+CASES = {
+    f"{name} {each}": case.of(optimizer=each)
+    for cases, is_there in ((THRESHOLDS, HAS_THRESHOLD), (ACCUMULATIONS, HAS_FP32_ACCUMULATION))
+    for name, case in cases.items()
+    for each in OPTIMIZERS
+    if is_there
+}
+facts = facts_of(train_all, 2, CASES, seconds=300, core=True)
 
 
 @pytest.mark.skipif(not HAS_THRESHOLD, reason="this megatron-core has no grad_norm_skip_threshold")
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_step_when_the_norm_is_above_the_hosts_threshold_then_it_is_left_out_as_by_the_host(
-    curves: dict[str, Curve], name: str
+    facts: Facts, name: str
 ) -> None:
-    theirs, ours = (curves[f"{name} {each}"] for each in OPTIMIZERS)
+    theirs, ours = (facts.first[f"{name} {each}"] for each in OPTIMIZERS)
     assert ours.successes == theirs.successes
     assert ours.loss_scales == theirs.loss_scales
     assert len(set(ours.successes)) == (2 if name.startswith("some") else 1)
@@ -110,10 +106,8 @@ def _logged(curve: Curve) -> list[tuple[float | None, float | None]]:
     not HAS_FP32_ACCUMULATION, reason="this megatron-core accumulates in the grad buffer alone"
 )
 @pytest.mark.parametrize("name", ACCUMULATIONS)
-def test_curve_when_params_accumulate_in_fp32_then_it_is_the_hosts(
-    curves: dict[str, Curve], name: str
-) -> None:
-    theirs, ours = (curves[f"{name} {each}"] for each in OPTIMIZERS)
+def test_curve_when_params_accumulate_in_fp32_then_it_is_the_hosts(facts: Facts, name: str) -> None:
+    theirs, ours = (facts.first[f"{name} {each}"] for each in OPTIMIZERS)
     assert ours.losses[-1] < ours.losses[0] - 0.1
     assert ours.losses == pytest.approx(theirs.losses, abs=2e-3)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1.5e-2)

@@ -5,6 +5,8 @@ The reference has `WholeMuon`, or the very class, in place of the host's Adam. G
 grid, so that their sums over ranks are exact, and nothing is clipped, because a norm has another
 order of sums. Tensor-parallel ranks put the parts of a matrix together for Muon; a class of whole
 params takes its part for a param of its own, there as here.
+
+Exercises hosts/megatron/muon_groups.py, hosts/megatron_core/core_muon.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tests.support.exact_core import (
     exact_training,
     train_exactly,
 )
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 from tests.support.whole_classes import Adafactor, Soap, in_place_of_cores_adam
 from tests.support.whole_muon import SCALES, Reference, in_place_of_adam, layer_wise_buffers
 
@@ -157,7 +159,7 @@ SAVED = BF16.of(dp=2)
 AGAIN = {"dp2": SAVED, "tp2": BF16.of(tp=2, num_microbatches=2)}
 
 
-def collect(rank: int, size: int, folder: str) -> dict[Any, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[Any, Any]:
     """In a rank: every case with the reference and with ours, and how far their params are
     apart."""
     found: dict[Any, Any] = {}
@@ -293,21 +295,14 @@ if HAS_MUON:
 INNERS = ("muon", "whole") if HAS_TORCHS_MUON else ("whole",)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("owners")
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[Any, Any]]:
-    return run_ranks(collect, 2, str(folder), seconds=300, core=True)
+facts = facts_of(collect_facts, 2, seconds=300, core=True)
 
 
 @pytest.mark.parametrize(("inner", "name"), CASES)
 def test_training_when_updates_are_sharded_then_it_is_that_of_the_reference_without_sharding(
-    inner: str, name: str, found: list[dict[Any, Any]]
+    inner: str, name: str, facts: Facts
 ) -> None:
-    for apart, ours, whole in (of_rank[inner, name] for of_rank in found):
+    for apart, ours, whole in facts[inner, name]:
         assert apart == 0.0, f"{apart}, losses {ours}, and {whole}"
         assert ours == whole
         assert ours[-1] != ours[0], "something was trained"
@@ -315,9 +310,9 @@ def test_training_when_updates_are_sharded_then_it_is_that_of_the_reference_with
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_load_when_resumed_then_the_run_goes_on_and_only_parts_that_are_others_begin_anew(
-    inner: str, found: list[dict[Any, Any]]
+    inner: str, facts: Facts
 ) -> None:
-    of_ranks = [of_rank["resumed", inner] for of_rank in found]
+    of_ranks = facts["resumed", inner]
     for of_rank in of_ranks:
         assert of_rank["dp2"] == of_rank["saved"]
         assert not of_rank["new"]["dp2"]
@@ -337,9 +332,9 @@ def test_load_when_resumed_then_the_run_goes_on_and_only_parts_that_are_others_b
 @pytest.mark.skipif(not HAS_TORCHS_MUON, reason="this torch has no Muon")
 @pytest.mark.parametrize("name", AGAIN)
 def test_load_when_muon_is_loaded_by_another_layout_then_it_saves_what_it_loaded(
-    name: str, found: list[dict[Any, Any]], folder: Path
+    name: str, facts: Facts
 ) -> None:
-    saved, again = (open_checkpoint(folder / "muon" / each) for each in ("saved", name))
+    saved, again = (open_checkpoint(facts.folder / "muon" / each) for each in ("saved", name))
     keys = set(saved.tensors)
     assert {key.partition("/")[0] for key in keys} >= {"main", "momentum_buffer", "exp_avg"}
     assert keys == set(again.tensors)
@@ -350,7 +345,7 @@ def test_load_when_muon_is_loaded_by_another_layout_then_it_saves_what_it_loaded
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_start_when_something_is_not_served_then_refused_on_all_ranks(
-    name: str, found: list[dict[Any, Any]]
+    name: str, facts: Facts
 ) -> None:
-    for of_rank in found:
-        assert REFUSED[name][0] in of_rank["refused"][name]
+    for refused in facts["refused"]:
+        assert REFUSED[name][0] in refused[name]

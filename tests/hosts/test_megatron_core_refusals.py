@@ -21,15 +21,15 @@ from megatron_distopt.errors import (
     LayoutError,
     RanksDisagreeError,
 )
+from tests.support.facts import Facts, facts_of
 from tests.support.refusals import assert_mentions
-from tests.support.spawn import run_ranks
 
 SIZE = 2
 Refusal = tuple[type[DistOptError], str]
 Make = Callable[[int], object]  # in a rank
 
 
-def run_all(rank: int, size: int) -> dict[str, Refusal | None]:
+def collect_facts(rank: int, size: int) -> dict[str, Refusal | None]:
     """In the order of the tables: the first case runs before there is a parallel_state."""
     cases = (
         {name: case[0] for name, case in (ON_ALL | ON_RANK_1).items()}
@@ -305,35 +305,29 @@ ON_RANK_1: dict[str, tuple[Any, ...]] = {
 SERVED: dict[str, Make] = {"unknown field, default": _built(newer=4)}
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Refusal | None]]:
-    return run_ranks(run_all, SIZE, core=True)
+facts = facts_of(collect_facts, SIZE, core=True)
 
 
 @pytest.mark.parametrize("name", ON_ALL)
-def test_host_when_input_is_bad_then_every_rank_says_what_to_write(
-    found: list[dict[str, Refusal | None]], name: str
-) -> None:
+def test_host_when_input_is_bad_then_every_rank_says_what_to_write(facts: Facts, name: str) -> None:
     _, kind, *parts = ON_ALL[name]
-    for refused in (each[name] for each in found):
-        assert refused is not None and refused == found[0][name]
+    for refused in facts[name]:
+        assert refused is not None and refused == facts.first[name]
         assert refused[0] is kind
         assert_mentions(refused[1], *parts)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_host_when_an_unknown_field_has_its_default_then_it_is_served(
-    found: list[dict[str, Refusal | None]], name: str
+    facts: Facts, name: str
 ) -> None:
-    assert [each[name] for each in found] == [None] * SIZE
+    assert facts[name] == [None] * SIZE
 
 
 @pytest.mark.parametrize("name", ON_RANK_1)
-def test_host_when_one_rank_refuses_then_the_other_says_which(
-    found: list[dict[str, Refusal | None]], name: str
-) -> None:
+def test_host_when_one_rank_refuses_then_the_other_says_which(facts: Facts, name: str) -> None:
     _, kind, *parts = ON_RANK_1[name]
-    own, other = found[1][name], found[0][name]
+    other, own = facts[name]
     assert (
         own is not None and own[0] is kind and other is not None and other[0] is RanksDisagreeError
     )
@@ -342,9 +336,9 @@ def test_host_when_one_rank_refuses_then_the_other_says_which(
 
 
 def test_host_when_switched_off_on_one_rank_then_the_other_names_it_and_nothing_hangs(
-    found: list[dict[str, Refusal | None]],
+    facts: Facts,
 ) -> None:
-    refused = found[0]["switched off"]
+    refused = facts.first["switched off"]
     assert refused is not None and refused[0] is RanksDisagreeError
     assert_mentions(
         refused[1],

@@ -18,8 +18,8 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precis
 from tests.hosts import promises, test_promise_2023, test_promise_core
 from tests.hosts.promises import Act, Outcome, Program
 from tests.hosts.test_state_precision import asked_for
+from tests.support.facts import facts_of
 from tests.support.mini_fork import InstalledFork, core_folder
-from tests.support.spawn import run_ranks
 
 REMAINDER = Precision("remainder")
 
@@ -133,18 +133,16 @@ def act_in(rank: int, size: int, host: str) -> dict[str, Compared]:
             }
 
 
-@pytest.fixture(scope="module", params=["megatron_2023", "megatron_core"])
-def acted(request: pytest.FixtureRequest) -> list[dict[str, Compared]]:
-    core_folder()
-    return run_ranks(act_in, 2, request.param, seconds=200, core=request.param == "megatron_core")
+megatron_2023 = facts_of(act_in, 2, "megatron_2023", seconds=200, before=core_folder)
+megatron_core = facts_of(act_in, 2, "megatron_core", seconds=200, core=True)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("host", ["megatron_2023", "megatron_core"])
 def test_remainders_when_a_user_of_a_megatron_acts_then_training_is_that_of_fp32_or_refused(
-    acted: list[dict[str, Compared]], name: str
+    host: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    for of_rank in acted:
-        compared = of_rank[name]
+    for compared in request.getfixturevalue(host)[name]:
         if name in REFUSED:
             assert "remainder" in compared.error and "reload_model_params()" in compared.error
         else:

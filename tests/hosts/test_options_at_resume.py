@@ -3,15 +3,16 @@ docs/checkpoint.md, by line.
 
 The run that loads has other values than the one that saved. In the ranks each value is set in the
 live param groups, where the hosts set it from their flags.
+
+Exercises checkpoint/param_groups.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ import megatron_distopt
 from megatron_distopt.errors import CheckpointError, RanksDisagreeError
 from megatron_distopt.optimizer.sharded import ShardedOptimizer
 from tests.support.cases import Case
+from tests.support.refusals import logged
 from tests.support.spawn import run_ranks
 
 SAVED = {
@@ -73,24 +75,6 @@ def _set(
         sharded.plan = replace(sharded.plan, groups=built)
 
 
-@contextlib.contextmanager
-def _lines() -> Iterator[list[str]]:
-    """What the package logs about the resume."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_distopt")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        lines[:] = [line for line in lines if line.startswith("resumed: ")]
-
-
 # In the ranks: by name of the case, the owners and the lines.
 
 Found = dict[str, tuple[dict[str, str], list[str]]]
@@ -126,7 +110,7 @@ def _in_torch(rank: int, size: int, folder: Path) -> Found:
                 optimizer.save(folder / name)
                 state = copy.deepcopy(optimizer.state_dict())
                 optimizer.step()
-        with _lines() as lines:
+        with logged() as lines:
             optimizer.load(folder / name) if name == "folder" else optimizer.load_state_dict(state)
         found[name] = (_whose(optimizer.param_groups), lines)
     return found
@@ -160,7 +144,7 @@ def _in_2023(rank: int, size: int, folder: Path, file_layout: str) -> Found:
                 mock.patch.object(
                     get_args(), "use_checkpoint_opt_param_scheduler", flag, create=True
                 ),
-                _lines() as lines,
+                logged() as lines,
             ):
                 optimizer.load_state_dict(state)
                 optimizer.load_parameter_state(name)
@@ -203,7 +187,7 @@ def _in_core(rank: int, size: int, folder: Path) -> Found:
             with mock.patch.dict(sys.modules, {"megatron.training.global_vars": args}):
                 for way in ("head", "folder"):
                     _set(optimizer.param_groups, OF_RUN, given)
-                    with _lines() as lines:
+                    with logged() as lines:
                         optimizer.load_state_dict(head) if way == "head" else optimizer.load(
                             folder / "core"
                         )
@@ -290,7 +274,8 @@ def test_option_when_a_run_with_another_value_resumes_then_it_is_whose_the_page_
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_resume_when_it_changed_options_then_each_is_told_in_one_line(host: str) -> None:
-    for case, (owners, lines) in _found()[host].items():
+    for case, (owners, logged_lines) in _found()[host].items():
+        lines = [line for line in logged_lines if line.startswith("resumed: ")]
         # Megatron logs what its scheduler sets.
         silent = {"lr", "weight_decay"} if host != "plain torch" or "wd_mult" in owners else set()
         told = {

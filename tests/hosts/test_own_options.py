@@ -1,5 +1,8 @@
 """Options of an optimizer that our own choice has not: the update is that of the class that the
-user built."""
+user built.
+
+Exercises session/announce.py.
+"""
 
 from __future__ import annotations
 

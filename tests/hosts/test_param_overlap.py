@@ -3,6 +3,8 @@
 One spawn of two ranks runs every training twice, with `overlap_param_gather` and without. Every
 gather of the first is made slow, so that whoever does not wait for one has old values and ends up
 with other bits.
+
+Exercises hosts/torch/gather.py, hosts/torch/params.py, comm/pending.py.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.nn import Embedding, LayerNorm, Linear, Module, ModuleList, Parameter
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.comm import pairwise
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 RANKS, STEPS, WIDTH, LAYERS, WORDS = 2, 3, 16, 3, 20
 #: Seconds: longer than forward and backward of this model.
@@ -272,7 +274,7 @@ def _gathered_twice(rank: int) -> bool:
     return all(type(param) is Parameter for param in model.parameters())
 
 
-def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         without = _train(case, rank, overlap=False)
@@ -292,41 +294,39 @@ def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
         return {**found, "resumed": _resumed(rank, folder), "gathered twice": _gathered_twice(rank)}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_collect, RANKS, tmp_path_factory.mktemp("checkpoint"))
+facts = facts_of(collect_facts, RANKS)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_params_when_overlapped_with_forward_then_no_read_sees_old_values(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    assert [each[name][0] for each in found] == [True] * RANKS
-    assert all(min(each[name][1]) >= 4 for each in found), (
+    assert [each[0] for each in facts[name]] == [True] * RANKS
+    assert all(min(each[1]) >= 4 for each in facts[name]), (
         "gathers are under way when a step has ended"
     )
-    assert all(each[name][2] >= STEPS for each in found) or not CASES[name].between, (
+    assert all(each[2] >= STEPS for each in facts[name]) or not CASES[name].between, (
         "nothing was compared"
     )
 
 
 @pytest.mark.parametrize("name", ["several microbatches", "order changes"])
 def test_module_when_it_is_called_then_it_waits_for_its_own_params_alone(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
     later = [
-        each[name][3][CASES[name].microbatches * 2 :: CASES[name].microbatches] for each in found
+        each[3][CASES[name].microbatches * 2 :: CASES[name].microbatches] for each in facts[name]
     ]
     assert all(min(each) >= 1 for each in later), "nothing was under way any more"
 
 
 def test_save_when_gathers_are_under_way_then_training_goes_on_from_it_bit_for_bit(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    assert [each["resumed"] for each in found] == [True] * RANKS
+    assert facts["resumed"] == [True] * RANKS
 
 
 def test_params_when_they_are_gathered_again_meanwhile_then_are_plain_params_afterwards(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    assert [each["gathered twice"] for each in found] == [True] * RANKS
+    assert facts["gathered twice"] == [True] * RANKS

@@ -2,6 +2,10 @@
 schedulers.
 
 Refusals are in test_torch_refusals.py; tests/differential has other idioms of torch.
+
+Exercises hosts/report.py, hosts/torch/get_in.py, hosts/torch/grads.py, hosts/torch/model.py,
+hosts/torch/module_buffers.py, hosts/torch/params.py, checkpoint/gather_whole.py,
+checkpoint/load_torch_state.py.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ import gc
 import io
 import math
 import tempfile
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -41,9 +45,10 @@ from torch.optim.lr_scheduler import StepLR
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import CheckpointError, ConfigError, RanksDisagreeError
+from tests.support.facts import Facts, facts_of, outcomes
 from tests.support.models import Params, exact_grads, stepped
 from tests.support.refusals import assert_says
-from tests.support.spawn import run_ranks
+from tests.support.values import from_ranks
 
 SIZE, STEPS = 4, 4
 # torch's for-each kernels are the same to the bit wherever a tensor ends
@@ -63,13 +68,6 @@ def _flat(model: Module) -> Tensor:
 
 def _equal(first: Module, second: Module) -> bool:
     return torch.equal(_flat(first), _flat(second))
-
-
-def _from_ranks(value: Any) -> list[Any]:
-    """Collective: by rank."""
-    values = [None] * SIZE
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _small() -> Sequential:
@@ -122,7 +120,7 @@ def tied_and_frozen_params_are_one_and_none(rank: int) -> None:
     assert not torch.equal(before["embedding.weight"], model.embedding.weight)
     # A norm weight that had been through bf16 would be a multiple of 2**-8 near 1.
     assert bool(((model.norm.weight.detach() * 256) % 1 != 0).any())
-    assert all(torch.equal(_flat(model), other) for other in _from_ranks(_flat(model)))
+    assert all(torch.equal(_flat(model), other) for other in from_ranks(_flat(model)))
 
 
 def list_of_chunks_trains_as_one_model(rank: int) -> None:
@@ -157,10 +155,10 @@ def ranks_that_own_nothing_have_groups_of_the_same_form(rank: int) -> None:
     assert model.weight.item() != before
     # Two elements, 64 apart, over four ranks: those in the middle own neither.
     assert (
-        _from_ranks(sum(run.main.numel() for run in optimizer.sharded.flat_params)).count(0)
+        from_ranks(sum(run.main.numel() for run in optimizer.sharded.flat_params)).count(0)
         == SIZE - 2
     )
-    keys = _from_ranks([sorted(set(group) - {"params"}) for group in optimizer.param_groups])
+    keys = from_ranks([sorted(set(group) - {"params"}) for group in optimizer.param_groups])
     assert all(each == keys[0] for each in keys) and {"lr_mult", "is_decoupled_lr"} <= set(
         keys[0][0]
     )
@@ -202,7 +200,7 @@ def module_buffers_that_training_changes_are_those_of_the_first_rank(rank: int) 
         model.calls += rank + 1
         optimizer.step()
         assert model.calls.item() == step + 1
-        of_ranks = _from_ranks(dict(model.named_buffers()))
+        of_ranks = from_ranks(dict(model.named_buffers()))
         assert all(torch.equal(each[name], of_ranks[0][name]) for each in of_ranks for name in each)
         means.append(of_ranks[0]["1.running_mean"])
     assert not torch.equal(means[0], means[2])
@@ -218,7 +216,7 @@ def params_that_differ_between_ranks_are_told_and_become_those_of_rank_0(rank: i
             any("values     of params differed" in str(call) for call in announce.mock_calls)
             == told
         )
-        assert all(torch.equal(each, model.weight) for each in _from_ranks(model.weight.detach()))
+        assert all(torch.equal(each, model.weight) for each in from_ranks(model.weight.detach()))
 
 
 def module_buffers_are_left_alone_when_told_so(rank: int) -> None:
@@ -228,7 +226,7 @@ def module_buffers_are_left_alone_when_told_so(rank: int) -> None:
     torch.manual_seed(rank)
     model(torch.randn(4, 6)).square().sum().backward()
     optimizer.step()
-    means = _from_ranks(model[1].running_mean)
+    means = from_ranks(model[1].running_mean)
     assert not torch.equal(means[0], means[1])
 
 
@@ -329,7 +327,7 @@ def _train_exactly(model: Module, optimizer: Any, *steps: int) -> None:
 
 
 def strides_stay_and_state_loads_whatever_they_are(rank: int) -> None:
-    folder = _from_ranks(tempfile.mkdtemp())[0]
+    folder = from_ranks(tempfile.mkdtemp())[0]
     for dtype in (torch.float32, torch.bfloat16):
         models = {is_strided: _strided(is_strided, dtype) for is_strided in (True, False)}
         optimizers = {key: distribute(model, CONFIG) for key, model in models.items()}
@@ -452,7 +450,7 @@ def norms_and_sums_that_the_docs_write_out_are_those_of_torch(rank: int) -> None
 
 def folder_is_of_one_process_group(rank: int) -> None:
     group, _ = dist.new_subgroups(1)
-    folder = _from_ranks(tempfile.mkdtemp())[0]
+    folder = from_ranks(tempfile.mkdtemp())[0]
     optimizer = distribute(_small(), CONFIG, process_group=group)
     for each in range(SIZE):
         if rank == each:
@@ -498,7 +496,7 @@ def state_dict_with_a_stats_group_continues_bit_for_bit(rank: int) -> None:
         _flat(model),
     )
     norms += [step(), step()]
-    assert _from_ranks(norms) == [norms] * SIZE, (
+    assert from_ranks(norms) == [norms] * SIZE, (
         "one norm for the whole model, although the two halves are different"
     )
     later = _flat(model)
@@ -542,29 +540,16 @@ CASES: dict[str, Callable[[int], None]] = {
 }
 
 
-def run_all(rank: int, size: int) -> dict[str, str]:
-    """By case, the failure."""
-    found = {}
-    for name, case in CASES.items():
-        try:
-            case(rank)
-            found[name] = ""
-        except Exception:  # noqa: BLE001 - the test of this case shows it
-            found[name] = traceback.format_exc()
-    return found
+def collect_facts(rank: int, size: int) -> dict[str, str]:
+    return outcomes({name: partial(case, rank) for name, case in CASES.items()})
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, str]]:
-    return run_ranks(run_all, SIZE, seconds=300.0)
+facts = facts_of(collect_facts, SIZE, seconds=300.0)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plain_host_when_it_is_used_then_as_in_torch(
-    name: str, results: list[dict[str, str]]
-) -> None:
-    failures = [failure for failure in (of_rank[name] for of_rank in results) if failure]
-    assert not failures, "\n".join(failures)
+def test_plain_host_when_it_is_used_then_as_in_torch(name: str, facts: Facts) -> None:
+    facts.assert_passed(name)
 
 
 def test_distribute_when_process_group_is_missing_then_says_how_to_start() -> None:

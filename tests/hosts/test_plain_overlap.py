@@ -2,6 +2,8 @@
 in which order.
 
 One spawn of three ranks runs every training twice, with `overlap_grad_reduce` and without.
+
+Exercises hosts/torch/buffers.py, hosts/torch/grads.py, buffers/grad_buffer.py, comm/pending.py.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.errors import LayoutError
 from megatron_distopt.hosts.megatron_2023.watch import tell_of_grads
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 RANKS, STEPS, WIDTH, LAYERS = 3, 4, 16, 4
 #: A bucket a layer: a weight and a bias.
@@ -179,7 +181,7 @@ def _two_optimizers(rank: int, *, apart: bool, overlap: bool = True) -> tuple[st
     return text, [param.detach().clone() for model in models for param in model.parameters()]
 
 
-def _collect(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         with_it, without = (_train(case, rank, overlap=overlap) for overlap in (True, False))
@@ -193,47 +195,41 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(_collect, RANKS)
+facts = facts_of(collect_facts, RANKS)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_overlap_when_compared_with_none_then_every_bit_is_the_same(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    assert [each[name][0] for each in found] == [True] * RANKS
+    assert [each[0] for each in facts[name]] == [True] * RANKS
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_overlap_when_gradients_have_come_before_then_their_buckets_go_before_the_step(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    assert [each[name][1] for each in found] == EARLY.get(name, [ALL] * RANKS)
+    assert [each[1] for each in facts[name]] == EARLY.get(name, [ALL] * RANKS)
 
 
-def test_overlap_when_no_step_follows_then_the_gradients_are_gone(
-    found: list[dict[str, Any]],
-) -> None:
-    assert [each["dropped"] for each in found] == [True] * RANKS
+def test_overlap_when_no_step_follows_then_the_gradients_are_gone(facts: Facts) -> None:
+    assert facts["dropped"] == [True] * RANKS
 
 
 def test_overlap_when_two_optimizers_have_groups_of_their_own_then_ranks_may_begin_with_either(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    for each in found:
-        (text, params), (_, wanted) = each["two in two groups"]
+    for each in facts["two in two groups"]:
+        (text, params), (_, wanted) = each
         assert text == "nothing"
         assert all(torch.equal(*pair) for pair in zip(params, wanted, strict=True))
 
 
-def test_overlap_when_two_optimizers_share_a_group_then_it_says_what_to_write(
-    found: list[dict[str, Any]],
-) -> None:
-    for each in found:
-        assert "shared by two optimizers with buckets under way" in each["two in one group"]
-        assert "process_group=torch.distributed.new_group()" in each["two in one group"]
-        assert "overlap_grad_reduce=False for both" in each["two in one group"]
+def test_overlap_when_two_optimizers_share_a_group_then_it_says_what_to_write(facts: Facts) -> None:
+    for each in facts["two in one group"]:
+        assert "shared by two optimizers with buckets under way" in each
+        assert "process_group=torch.distributed.new_group()" in each
+        assert "overlap_grad_reduce=False for both" in each
 
 
 def test_param_when_its_hosts_hook_is_followed_then_it_tells_once_and_can_be_pickled() -> None:

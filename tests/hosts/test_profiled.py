@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.profiler import profile
 
 from megatron_distopt import DistOptConfig, distribute
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 RANKS, BUCKETS = 2, 2
 
@@ -43,13 +42,11 @@ def _ranges(*, overlap: bool) -> list[str]:
     )
 
 
-def _collect(rank: int, size: int) -> dict[str, list[str]]:
+def collect_facts(rank: int, size: int) -> dict[str, list[str]]:
     return {"at once": _ranges(overlap=False), "overlapped": _ranges(overlap=True)}
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, list[str]]]:
-    return run_ranks(_collect, RANKS)
+facts = facts_of(collect_facts, RANKS)
 
 
 PHASES = ["measure gradients", "update"]
@@ -58,10 +55,8 @@ BOTH = [
 ]
 
 
-def test_profile_when_a_step_runs_then_every_phase_and_bucket_has_a_name(
-    found: list[dict[str, list[str]]],
-) -> None:
+def test_profile_when_a_step_runs_then_every_phase_and_bucket_has_a_name(facts: Facts) -> None:
     overlapped = [f"{what} {each}" for what in ("begin", "wait for") for each in BOTH]
-    for each in found:
+    for each in facts.by_rank:
         assert each["at once"] == sorted([*BOTH, *PHASES])
         assert each["overlapped"] == sorted([*overlapped, *PHASES])

@@ -27,6 +27,7 @@ from tests.hosts.promises import (
     Refused,
     Result,
 )
+from tests.support.facts import Facts, facts_of
 from tests.support.fork_worlds import slow_gathers
 from tests.support.mini_fork import InstalledFork, MiniFork, core_folder
 from tests.support.spawn import run_ranks
@@ -287,36 +288,31 @@ LONG = ("compiled_overlapped",)
 SHORT = tuple(name for name in PROGRAMS if name not in LONG)
 
 
-def _collect(rank: int, size: int, names: tuple[str, ...]) -> dict[str, Result]:
+def collect_facts(rank: int, size: int, names: tuple[str, ...]) -> dict[str, Result]:
     programs = {name: PROGRAMS[name] for name in names}
     fork = InstalledFork.imported(file_layout="gathered", adam="torch")
     with slow_gathers():
         return promises.run_programs(programs, lambda program, ours: _train(fork, program, ours))
 
 
-@pytest.fixture(scope="module")
-def by_rank() -> list[dict[str, Result]]:
-    core_folder()
-    return run_ranks(_collect, 2, SHORT, seconds=400)
+facts = facts_of(collect_facts, 2, SHORT, seconds=400, before=core_folder)
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_user_when_doing_something_unusual_then_it_is_as_in_the_fork_or_refused(
-    by_rank: list[dict[str, Result]], name: str
+    facts: Facts, name: str
 ) -> None:
-    promises.check(PROGRAMS[name], [results[name] for results in by_rank])
+    promises.check(PROGRAMS[name], facts[name])
 
 
 @pytest.mark.long
 def test_user_when_a_part_of_the_model_is_compiled_then_it_is_as_in_the_fork() -> None:
     core_folder()
-    by_rank = run_ranks(_collect, 2, ("nothing overlapped", *LONG), seconds=400)
+    by_rank = run_ranks(collect_facts, 2, ("nothing overlapped", *LONG), seconds=400)
     for name in LONG:
         promises.check(PROGRAMS[name], [results[name] for results in by_rank])
 
 
-def test_param_when_saved_alone_then_nothing_but_it_is_written(
-    by_rank: list[dict[str, Result]],
-) -> None:
+def test_param_when_saved_alone_then_nothing_but_it_is_written(facts: Facts) -> None:
     # 256 bytes of values and about 1,200 of zip; the whole buffer has 15,488.
-    assert all(results["param_saved"].noted["nbytes"] < 2500 for results in by_rank)
+    assert all(results.noted["nbytes"] < 2500 for results in facts["param_saved"])

@@ -24,7 +24,7 @@ from tests.hosts.promises import (
     Result,
 )
 from tests.support.cases import Case
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 if TYPE_CHECKING:
     from tests.support.gpt import Training
@@ -185,18 +185,16 @@ def _take_steps(program: Program, user: User) -> None:
         user.training.finish_step()
 
 
-def _collect(rank: int, size: int) -> dict[str, Result]:
+def collect_facts(rank: int, size: int) -> dict[str, Result]:
     os.environ["MEGATRON_DISTOPT_ADAM"] = "torch_foreach"
     return promises.run_programs(PROGRAMS, _train)
 
 
-@pytest.fixture(scope="module")
-def by_rank() -> list[dict[str, Result]]:
-    return run_ranks(_collect, 2, seconds=400, core=True)
+facts = facts_of(collect_facts, 2, seconds=400, core=True)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_user_when_doing_something_unusual_then_it_is_as_in_the_host_or_refused(
-    by_rank: list[dict[str, Result]], name: str
+    facts: Facts, name: str
 ) -> None:
-    promises.check(PROGRAMS[name], [results[name] for results in by_rank])
+    promises.check(PROGRAMS[name], facts[name])

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_distopt.checkpoint.protect.protection import Protection
 from tests.support.cases import Case
+from tests.support.facts import Facts, facts_of
 from tests.support.mini_fork import InstalledFork, point_to
 from tests.support.protected_megatron import CORE, FP16, with_chance
 from tests.support.refusals import assert_mentions, raised
@@ -358,26 +359,22 @@ def _of_core(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def of_core(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_of_core, 4, tmp_path_factory.mktemp("core"), core=True)
+of_core = facts_of(_of_core, 4, core=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["none on disk", "older on disk"])
 def test_megatron_core_when_it_resumes_from_memory_then_equal_to_the_bit(
-    name: str, of_core: list[dict[str, Any]]
+    name: str, of_core: Facts
 ) -> None:
-    for of_rank in of_core:
+    for of_rank in of_core.by_rank:
         assert of_rank[name] == {
             at: each for at, each in of_rank["straight"].items() if at > NEWEST
         }
 
 
 @pytest.mark.long
-def test_megatron_core_when_its_sizes_are_others_then_as_from_disk(
-    of_core: list[dict[str, Any]],
-) -> None:
-    for of_rank in of_core:
+def test_megatron_core_when_its_sizes_are_others_then_as_from_disk(of_core: Facts) -> None:
+    for of_rank in of_core.by_rank:
         assert [*of_rank["whole"]] == [*range(NEWEST + 1, ITERATIONS + 1)]
         assert of_rank["whole"] == of_rank["whole from disk"]

@@ -3,6 +3,8 @@ of torch, torch.compile.
 
 Params that are being gathered are waited for: every gather is made slow, so that whoever does not
 wait has old values. Gradients are those of one rank, so that reading them is refused.
+
+Exercises buffers/grad_buffer.py, hosts/torch/cpp_calls.py.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from megatron_distopt.errors import (
     NonFiniteGradError,
     RanksDisagreeError,
 )
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 RANKS, STEPS, WIDTH = 2, 2, 8
 #: Seconds: longer than what a reader needs to get there.
@@ -467,7 +469,7 @@ def _compilations(rank: int) -> dict[str, Any]:
     return found
 
 
-def _collect(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     return {
         "refused": _refusals(rank),
@@ -480,67 +482,61 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(_collect, RANKS)
+facts = facts_of(collect_facts, RANKS)
 
 
 @pytest.mark.parametrize("name", [*READERS, *(f"{name}, before" for name in FROM_MODULES)])
 def test_params_when_read_by_code_that_does_not_ask_python_then_they_are_waited_for(
-    found: list[dict[str, Any]], name: str
+    facts: Facts, name: str
 ) -> None:
-    assert [each["reads"][name] for each in found] == [True] * RANKS
+    assert [each[name] for each in facts["reads"]] == [True] * RANKS
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", TRAINED)
 def test_script_module_when_its_params_train_then_equal_to_torch(
-    found: list[dict[str, Any]], name: str, overlap: bool
+    facts: Facts, name: str, overlap: bool
 ) -> None:
-    assert [each["trained"][f"{name}, overlap {overlap}"] for each in found] == [True] * RANKS
+    assert [each[f"{name}, overlap {overlap}"] for each in facts["trained"]] == [True] * RANKS
 
 
-def test_script_module_when_it_was_loaded_then_refused_at_the_start(
-    found: list[dict[str, Any]],
-) -> None:
-    for each in found:
-        assert each["loaded"].startswith(LayoutError.__name__)
-        assert "'last.bias'" in each["loaded"] and "written in Python" in each["loaded"]
+def test_script_module_when_it_was_loaded_then_refused_at_the_start(facts: Facts) -> None:
+    for each in facts["loaded"]:
+        assert each.startswith(LayoutError.__name__)
+        assert "'last.bias'" in each and "written in Python" in each
 
 
 @pytest.mark.parametrize("name", GRAD_READS)
 def test_gradient_when_read_by_code_that_does_not_ask_python_then_refused(
-    found: list[dict[str, Any]], name: str
+    facts: Facts, name: str
 ) -> None:
-    for each in found:
-        assert each["refused"][name].startswith(f"{AccessError.__name__}: ")
-        assert "'weight'" in each["refused"][name]
-        assert "optimizer.clip_grad_norm_(max_norm)" in each["refused"][name]
+    for each in facts["refused"]:
+        assert each[name].startswith(f"{AccessError.__name__}: ")
+        assert "'weight'" in each[name]
+        assert "optimizer.clip_grad_norm_(max_norm)" in each[name]
 
 
-def test_gradient_when_script_reads_it_unwatched_then_it_fails(found: list[dict[str, Any]]) -> None:
-    assert [each["another"] for each in found] == [True] * RANKS
+def test_gradient_when_script_reads_it_unwatched_then_it_fails(facts: Facts) -> None:
+    assert facts["another"] == [True] * RANKS
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_hooks_for_all_optimizers_when_a_step_is_made_then_they_see_that_of_the_user_alone(
-    found: list[dict[str, Any]], name: str
+    facts: Facts, name: str
 ) -> None:
-    assert [each["hooks"][name] for each in found] == [True] * RANKS
+    assert [each[name] for each in facts["hooks"]] == [True] * RANKS
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_step_when_it_is_compiled_then_it_is_as_without_and_no_graph(
-    found: list[dict[str, Any]], name: str
+    facts: Facts, name: str
 ) -> None:
-    assert [each["compiled"][name] for each in found] == [(True, 0)] * RANKS
+    assert [each[name] for each in facts["compiled"]] == [(True, 0)] * RANKS
 
 
-def test_training_step_when_it_is_compiled_as_a_whole_then_equal(
-    found: list[dict[str, Any]],
-) -> None:
-    for each in found:
-        is_equal, num_graphs = each["compiled"]["whole"]
+def test_training_step_when_it_is_compiled_as_a_whole_then_equal(facts: Facts) -> None:
+    for each in facts["compiled"]:
+        is_equal, num_graphs = each["whole"]
         assert is_equal and num_graphs > 0
 
 
@@ -548,6 +544,6 @@ def test_training_step_when_it_is_compiled_as_a_whole_then_equal(
     ("what", "kind"), [("nan", NonFiniteGradError), ("rates", RanksDisagreeError)]
 )
 def test_step_when_it_is_compiled_then_its_errors_are_ours(
-    found: list[dict[str, Any]], what: str, kind: type[DistOptError]
+    facts: Facts, what: str, kind: type[DistOptError]
 ) -> None:
-    assert all(each["compiled"][what].startswith(kind.__name__) for each in found)
+    assert all(each[what].startswith(kind.__name__) for each in facts["compiled"])

@@ -19,8 +19,8 @@ from torch.nn import GELU, Linear, Sequential
 from megatron_distopt import distribute
 from megatron_distopt.errors import DistOptError
 from megatron_distopt.hosts.watches.watched_params import RemainderWatch
+from tests.support.facts import Facts, facts_of
 from tests.support.models import fitted
-from tests.support.spawn import run_ranks
 
 Act = Callable[[Sequential, Any], None]
 REMAINDER = {"main_params_dtype": "remainder"}
@@ -92,7 +92,7 @@ def _refused(use: Use, folder: Path, words: str) -> Act:
     return act
 
 
-def change_all(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """What is answered to loads and reads after weights were changed, by name."""
     part = _halve_and_load_without_main_params
     answers: dict[str, Any] = {
@@ -106,15 +106,13 @@ def change_all(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(change_all, 2, tmp_path_factory.mktemp("changed"))
+facts = facts_of(collect_facts, 2)
 
 
 def test_remainders_when_read_or_loaded_after_a_silent_change_then_refused_until_told(
-    changed: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    for answers in changed:
+    for answers in facts.by_rank:
         one, other = answers["reloaded"]
         assert one == other
         for name in ("loaded", *READS):

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_distopt import DistOptConfig, TorchDistributedOptimizer, distribute
 from megatron_distopt.errors import ConfigError
 from megatron_distopt.hosts.torch.checkpoint import torch_params
-from tests.support.models import Params, exact_grads
-from tests.support.spawn import outcomes, run_ranks
+from tests.support.facts import Facts, facts_of, outcomes
+from tests.support.models import Params, train_params
+from tests.support.values import from_first
 
 #: Whose kernels are the same wherever a tensor ends.
 SAME: dict[str, Callable[[Any], Optimizer]] = {
@@ -37,13 +37,6 @@ LOW: dict[str, dict[str, Any]] = {
     "averages": {"ema_decay": 0.9},
 }
 POPPED, SCALED = "wide.weight", "deep.weight"
-
-
-def _train(model: Params, optimizer: Any, step: int, ranks: range, size: int) -> None:
-    optimizer.zero_grad()
-    for rank in ranks:
-        (model(exact_grads(step, 0, rank)) / len(ranks)).backward()
-    optimizer.step()
 
 
 def _begin(optimizer: Optimizer, param: Tensor) -> None:
@@ -72,27 +65,25 @@ def _goes_on_as_torchs(name: str, rank: int, size: int) -> None:
             optimizer.reset_state()
             for param in list(reference.state):
                 _begin(reference, param)
-        _train(model, optimizer, step, range(rank, rank + 1), size)
-        _train(theirs, reference, step, range(size), size)
+        train_params(model, optimizer, [step], [rank])
+        train_params(theirs, reference, [step], range(size))
         for (key, param), (_, other) in zip(model.named(), theirs.named(), strict=True):
             assert torch.equal(param, other), (step, key)
 
 
 def _states(optimizer: TorchDistributedOptimizer) -> dict[str, dict[str, Tensor]]:
     """The whole state by name, on all ranks."""
-    box = [copy.deepcopy(optimizer.full_state_dict())]
-    dist.broadcast_object_list(box, 0)
+    whole = from_first(copy.deepcopy(optimizer.full_state_dict()))
     params = torch_params(optimizer._model, optimizer.param_groups)
     names = [name for names in params.names for name in names]
-    return {name.replace("held.", ""): box[0]["state"][n] for n, name in enumerate(names)}
+    return {name.replace("held.", ""): whole["state"][n] for n, name in enumerate(names)}
 
 
 def _keeps_all_else(name: str, rank: int, size: int) -> None:
     model = Params(default=torch.bfloat16)
     config = DistOptConfig(lr=0.01, bucket_size=300, **LOW[name])
     optimizer = distribute(model, config, param_groups=model.groups())
-    for step in range(3):
-        _train(model, optimizer, step, range(rank, rank + 1), size)
+    train_params(model, optimizer, range(3), [rank])
     before, key = _states(optimizer), POPPED.replace(".", "_")
     del optimizer.state[dict(model.named())[POPPED]]
     after = _states(optimizer)
@@ -103,7 +94,7 @@ def _keeps_all_else(name: str, rank: int, size: int) -> None:
     for each in before.keys() - {key}:
         for kind, value in before[each].items():
             assert torch.equal(after[each][kind], value), (each, kind)
-    _train(model, optimizer, 3, range(rank, rank + 1), size)
+    train_params(model, optimizer, [3], [rank])
     assert {each: int(state["step"]) for each, state in _states(optimizer).items()} == {
         each: 1 if each == key else 4 for each in after
     }
@@ -114,13 +105,12 @@ def _saves_what_began(rank: int, size: int, folder: Path) -> None:
     for _ in range(2):
         model = Params()
         made.append((model, distribute(model, SAME["AdamW"](model.groups()), bucket_size=300)))
-    for step in range(2):
-        _train(*made[0], step, range(rank, rank + 1), size)
+    train_params(*made[0], range(2), [rank])
     made[0][1].reset_state([dict(made[0][0].named())[POPPED]])
     made[0][1].save(folder / "reset")
     made[1][1].load(folder / "reset")
     for model, optimizer in made:
-        _train(model, optimizer, 2, range(rank, rank + 1), size)
+        train_params(model, optimizer, [2], [rank])
     for (_, one), (_, other) in zip(made[0][0].named(), made[1][0].named(), strict=True):
         assert torch.equal(one, other)
 
@@ -190,7 +180,7 @@ CASES = [
 ]
 
 
-def run_all(rank: int, size: int, folder: Path) -> dict[str, str]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, str]:
     checks: dict[str, Callable[[], None]] = {
         "saved": lambda: _saves_what_began(rank, size, folder),
         "Muon": lambda: _owners_begin_anew("Muon", rank, size),
@@ -202,13 +192,9 @@ def run_all(rank: int, size: int, folder: Path) -> dict[str, str]:
     return outcomes(checks)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(run_all, 2, tmp_path_factory.mktemp("reset"))
+facts = facts_of(collect_facts, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_state_when_it_was_reset_then_training_goes_on_as_in_torch(
-    case: str, found: list[dict[str, str]]
-) -> None:
-    assert [of_rank[case] for of_rank in found] == ["", ""]
+def test_state_when_it_was_reset_then_training_goes_on_as_in_torch(case: str, facts: Facts) -> None:
+    facts.assert_passed(case)

@@ -23,8 +23,9 @@ from megatron_distopt import TorchDistributedOptimizer, distribute
 from megatron_distopt.hosts.torch.group_options import GroupOptions
 from megatron_distopt.optimizer.inner import InnerChoice
 from megatron_distopt.optimizer.inner_options import IMPLEMENTATION
+from tests.support.facts import Facts, facts_of
 from tests.support.published import pytorch_optimizer
-from tests.support.spawn import run_ranks
+from tests.support.values import from_first
 
 #: Before torch 2.10 a 16-bit param has no fp32 gradient.
 SHORT = torch.bfloat16 if hasattr(Tensor, "grad_dtype") else torch.float32
@@ -108,13 +109,6 @@ class Held(nn.Module):
         return [self.matrix.detach(), self.vector.detach().bfloat16(), self.one.detach()], options
 
 
-def _from_first(value: Any) -> Any:
-    """Collective: what rank 0 has."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
 def _saved(way: str, model: Held, optimizer: TorchDistributedOptimizer, to: str, group: Any) -> Any:
     if way == "DCP":
         state = {"o": in_dcp.get_optimizer_state_dict(model, optimizer)}
@@ -153,7 +147,7 @@ def _run(rank: int, name: str, groups: Mapping[int, Any], root: str) -> dict[str
         model, optimizer = begun(2) if rank < 2 else (None, None)
     except Exception as error:  # noqa: BLE001 -- of any kind; nothing was begun
         found["refused"] = str(error)
-    if _from_first(found):
+    if from_first(found):
         return found
     if model is not None and optimizer is not None:
         found["goes by"] = (
@@ -168,7 +162,7 @@ def _run(rank: int, name: str, groups: Mapping[int, Any], root: str) -> dict[str
         found["on"] = model.end_of(optimizer)
         optimizer.release()
         saved["weights"] = weights
-    saved = _from_first(saved)
+    saved = from_first(saved)
     for size, way in (
         (size, way) for size in (1, 3) for way in WAYS if rank < size and way in saved
     ):
@@ -183,10 +177,10 @@ def _run(rank: int, name: str, groups: Mapping[int, Any], root: str) -> dict[str
 Ran = list[dict[str, dict[str, Any]]]
 
 
-def run_all(rank: int, size: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def collect_facts(rank: int, size: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     groups, root = (
         {each: dist.new_group(range(each)) for each in (1, 2, 3)},
-        _from_first(tempfile.mkdtemp()),
+        from_first(tempfile.mkdtemp()),
     )
     return {name: _run(rank, name, groups, str(Path(root, name))) for name in names}
 
@@ -206,20 +200,18 @@ def check(name: str, ran: Ran) -> None:
         assert ran[0][name]["goes by"] == "params" or end[1] == options, how
 
 
-@pytest.fixture(scope="module")
-def ran() -> Ran:
-    return run_ranks(run_all, 3, [*SOME], seconds=300.0)
+facts = facts_of(collect_facts, 3, [*SOME], seconds=300.0)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_class_when_it_trains_and_resumes_in_any_way_then_as_undistributed(
-    name: str, ran: Ran
+    name: str, facts: Facts
 ) -> None:
-    found, wanted = ran[0][name], OTHERS.get(name, "elements")
+    found, wanted = facts.first[name], OTHERS.get(name, "elements")
     assert [*found] == ["refused"] if wanted == "refused" else found["goes by"] == wanted
     if wanted != "refused":
         assert len(found) == 2 + 2 * (len(WAYS) if wanted == "elements" else 1)
-        check(name, ran)
+        check(name, facts.by_rank)
 
 
 def test_options_when_some_change_in_place_then_only_those_cost_a_new_checksum() -> None:

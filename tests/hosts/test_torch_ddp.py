@@ -2,6 +2,8 @@
 
 Every case is a training loop that is called twice, with either optimizer; losses and params are
 compared.
+
+Exercises hosts/torch/ddp.py, hosts/torch/module_buffers.py, buffers/grad_buffer.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from megatron_distopt import distribute
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 #: Sums of three equal gradients are rounded once more, and flat params are cut elsewhere than
 #: torch's, so that a few elements go through other lanes of the same kernel: some units in the last
@@ -413,7 +415,7 @@ KEYS = {
 }
 
 
-def run_all(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, (name, dtype, is_view) in KEYS.items():
         options = {"bucket_size": 64, "overlap_param_gather": is_view}
@@ -421,14 +423,12 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    """Of three ranks, where an average is no power of two."""
-    return run_ranks(run_all, 3, seconds=300)
+# Of three ranks, where an average is no power of two.
+facts = facts_of(collect_facts, 3, seconds=300)
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_ddp_when_trained_with_our_optimizer_then_all_is_as_with_adamw(
-    results: list[dict[str, Any]], key: str
+    facts: Facts, key: str
 ) -> None:
-    assert [each[key] for each in results] == ["equal"] * 3
+    assert facts[key] == ["equal"] * 3

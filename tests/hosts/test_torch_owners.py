@@ -3,6 +3,8 @@ refused.
 
 torch's Muon with AdamW for the params that are no matrices, and classes that update any param
 whole.
+
+Exercises hosts/torch/translate.py, checkpoint/load_plan.py.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ from megatron_distopt.formats.conversion import TARGETS, convert
 from megatron_distopt.layout import Placement
 from megatron_distopt.optimizer.owners.whole_params import WholeParams
 from megatron_distopt.optimizer.step import clip_divisor
+from tests.support.facts import Facts, facts_of
 from tests.support.published import pytorch_optimizer
 from tests.support.spawn import run_ranks
+from tests.support.values import from_first
 
 #: Steps of a training; when it is saved, and how many it has with those of the resumed one.
 STEPS, SAVED_AT, RESUMED_TO = 4, 2, 4
@@ -287,13 +291,6 @@ RESUMED = {
 RESUMED_AT = {"Muon": (1, 3), "Adafactor": (3,), "SOAP": (1,)}
 
 
-def _from_first(value: Any) -> Any:
-    """Collective: what rank 0 has."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
 def _raised(call: Callable[[], object]) -> str:
     try:
         call()
@@ -305,7 +302,7 @@ def _raised(call: Callable[[], object]) -> str:
 def resume_all(rank: int, groups: Mapping[int, Any]) -> dict[str, Any]:
     """Trained by two ranks for two steps, then by other numbers for two more, in each way to carry
     state."""
-    folder, found = Path(_from_first(tempfile.mkdtemp())), {}
+    folder, found = Path(from_first(tempfile.mkdtemp())), {}
     for name, case in RESUMED.items():
         full, weights = None, None
         if rank < 2:
@@ -317,7 +314,7 @@ def resume_all(rank: int, groups: Mapping[int, Any]) -> dict[str, Any]:
             if name == "Muon":
                 full = run.optimizer.full_state_dict()
             found[name, "on", 2] = _continued(run)
-        full, weights = _from_first(full), _from_first(weights)
+        full, weights = from_first(full), from_first(weights)
         for size in (size for size in RESUMED_AT[name] if rank < size):
             run = Run(case, groups[size])
             run.optimizer.load(folder / name)
@@ -382,7 +379,7 @@ def _others(folder: Path) -> dict[str, tuple[str, bool]]:
         optimizer = stepped(name)
         optimizer.save(folder / name)
         saved[name] = _params(optimizer)
-        states[name] = _from_first(optimizer.full_state_dict()) if name != "SOAP" else {}
+        states[name] = from_first(optimizer.full_state_dict()) if name != "SOAP" else {}
     for name, loads in (
         pair for pair in product(builds, builds) if {"Muon", "SOAP"}.intersection(pair)
     ):
@@ -680,7 +677,7 @@ class Ran:
     refused: dict[str, tuple[type[BaseException] | None, str]]
 
 
-def run_all(rank: int, size: int) -> Ran:
+def collect_facts(rank: int, size: int) -> Ran:
     groups = {each: dist.new_group(range(each)) for each in (1, 2, 3)}
     return Ran(train_all(rank, groups), resume_all(rank, groups), refuse_all())
 
@@ -689,9 +686,7 @@ def train_one(rank: int, size: int, name: str) -> Trained:
     return train_all(rank, {size: dist.group.WORLD}, [(name, size)])
 
 
-@pytest.fixture(scope="module")
-def ran() -> list[Ran]:
-    return run_ranks(run_all, 3, seconds=240.0)
+facts = facts_of(collect_facts, 3, seconds=240.0)
 
 
 def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -702,9 +697,9 @@ def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> N
 
 @pytest.mark.parametrize(("name", "size"), TRAINED)
 def test_owners_when_distributed_then_equal_to_whole_params_to_the_bit(
-    name: str, size: int, ran: list[Ran]
+    name: str, size: int, facts: Facts
 ) -> None:
-    check_trained(name, size, [of_rank.trained for of_rank in ran])
+    check_trained(name, size, [of_rank.trained for of_rank in facts.by_rank])
 
 
 @pytest.mark.long
@@ -725,10 +720,10 @@ def check_trained(name: str, size: int, trained: list[Trained]) -> None:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_owners_when_resumed_at_any_size_then_it_goes_on_to_the_bit(
-    name: str, ran: list[Ran]
+    name: str, facts: Facts
 ) -> None:
     wanted = expected(RESUMED[name], 2, RESUMED_TO)
-    for rank, each in enumerate(ran):
+    for rank, each in enumerate(facts.by_rank):
         found = {key: params for key, params in each.resumed["found"].items() if key[0] == name}
         ways = [("folder", size) for size in RESUMED_AT[name]]
         ways += [("on", 2), *([("state dict", 3)] if name == "Muon" else [])]
@@ -739,20 +734,22 @@ def test_owners_when_resumed_at_any_size_then_it_goes_on_to_the_bit(
 
 @pytest.mark.skipif(not HAS_MUON, reason="this torch has no Muon")
 def test_checkpoint_when_of_muon_and_adamw_then_each_param_has_the_moments_of_its_own(
-    ran: list[Ran],
+    facts: Facts,
 ) -> None:
     adam, muon = ["exp_avg", "exp_avg_sq", "main"], ["main", "momentum_buffer"]
-    assert ran[0].resumed["kinds"] == {name: muon if name in MATRICES else adam for name in OF_MUON}
+    assert facts.by_rank[0].resumed["kinds"] == {
+        name: muon if name in MATRICES else adam for name in OF_MUON
+    }
 
 
-def test_checkpoint_when_of_owners_then_verify_finds_no_fault(ran: list[Ran]) -> None:
-    assert ran[0].resumed["verified"] == dict.fromkeys(RESUMED, 0)
+def test_checkpoint_when_of_owners_then_verify_finds_no_fault(facts: Facts) -> None:
+    assert facts.by_rank[0].resumed["verified"] == dict.fromkeys(RESUMED, 0)
 
 
 def test_load_when_the_checkpoint_is_of_another_optimizer_then_state_begins_anew(
-    ran: list[Ran],
+    facts: Facts,
 ) -> None:
-    for found in (each.resumed["others"] for each in ran):
+    for found in (each.resumed["others"] for each in facts.by_rank):
         for name, (raised, is_right) in found.items():
             wanted = (
                 ("CheckpointError", "RanksDisagreeError") if "state dict" in name else ("nothing",)
@@ -762,10 +759,10 @@ def test_load_when_the_checkpoint_is_of_another_optimizer_then_state_begins_anew
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_convert_when_state_is_of_owners_then_only_to_a_format_that_has_a_place_for_it(
-    name: str, ran: list[Ran]
+    name: str, facts: Facts
 ) -> None:
     taken = {"Muon": ("distopt", "torch")}.get(name, ("distopt",))
-    converted = ran[0].resumed["converted"][name]
+    converted = facts.by_rank[0].resumed["converted"][name]
     assert {to for to, raised in converted.items() if raised == "nothing"} == set(taken)
     assert all(
         text.startswith("CheckpointError") for to, text in converted.items() if to not in taken
@@ -775,10 +772,10 @@ def test_convert_when_state_is_of_owners_then_only_to_a_format_that_has_a_place_
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_owners_when_something_is_not_served_then_an_error_on_all_ranks(
-    name: str, ran: list[Ran]
+    name: str, facts: Facts
 ) -> None:
     _, error, words = REFUSED[name]
-    for kind, text in (each.refused[name] for each in ran):
+    for kind, text in (each.refused[name] for each in facts.by_rank):
         assert kind is error, text
         assert words in text, text
 

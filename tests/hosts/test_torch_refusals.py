@@ -1,5 +1,9 @@
 """What cannot have the effect of torch with a sharded optimizer is an error of ours on every
-rank."""
+rank.
+
+Exercises hosts/start.py, hosts/torch/get_in.py, hosts/torch/grads.py, hosts/torch/ddp.py,
+hosts/torch/optimizer.py.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ from megatron_distopt.errors import (
     RanksDisagreeError,
 )
 from megatron_distopt.hosts.torch.step import _raise_rounds
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 #: Ranks at start-up, where two pairs may differ, and in training.
 SIZE, SIZE_TRAINED = 4, 2
@@ -254,7 +258,6 @@ def _module_buffers_differ(rank: int) -> None:
 
 
 FLOAT64 = ("param 'bias'", "float64", "float32, bfloat16, float16", "Convert or freeze the param")
-BY_PARAM = ("Use one that does, such as torch.optim.AdamW or torch.optim.Adafactor",)
 IN_ITS_PAIR = (
     "param shapes",
     "rank 3 has bias[3]",
@@ -961,7 +964,7 @@ def _raised(case: Callable[[int], object], rank: int) -> tuple[type[Exception], 
 Found = dict[str, tuple[type[Exception], str] | None]
 
 
-def run_all(rank: int, size: int) -> Found:
+def collect_facts(rank: int, size: int) -> Found:
     found: Found = {}
     for name, (case, _) in (START_UP if size == SIZE else TRAINING).items():
         found[name] = _raised(case, rank)
@@ -969,14 +972,8 @@ def run_all(rank: int, size: int) -> Found:
     return found
 
 
-@pytest.fixture(scope="module")
-def at_start() -> list[Found]:
-    return run_ranks(run_all, SIZE, seconds=300.0)
-
-
-@pytest.fixture(scope="module")
-def in_training() -> list[Found]:
-    return run_ranks(run_all, SIZE_TRAINED, seconds=300.0)
+at_start = facts_of(collect_facts, SIZE, seconds=300.0)
+in_training = facts_of(collect_facts, SIZE_TRAINED, seconds=300.0)
 
 
 def check_refusals(found: list[tuple[type[Exception], str] | None], wanted: list[Refusal]) -> None:
@@ -988,16 +985,16 @@ def check_refusals(found: list[tuple[type[Exception], str] | None], wanted: list
 
 @pytest.mark.parametrize("name", START_UP)
 def test_distribute_when_input_is_bad_then_every_rank_says_what_to_write(
-    name: str, at_start: list[Found]
+    name: str, at_start: Facts
 ) -> None:
-    check_refusals([found[name] for found in at_start], START_UP[name][1])
+    check_refusals(at_start[name], START_UP[name][1])
 
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_optimizer_when_there_is_no_equal_result_then_every_rank_is_told(
-    name: str, in_training: list[Found]
+    name: str, in_training: Facts
 ) -> None:
-    check_refusals([found[name] for found in in_training], TRAINING[name][1][:SIZE_TRAINED])
+    check_refusals(in_training[name], TRAINING[name][1][:SIZE_TRAINED])
 
 
 @pytest.mark.parametrize(("is_dropped", "named"), [(True, "rank 0"), (False, "rank none")])

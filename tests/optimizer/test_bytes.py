@@ -31,13 +31,7 @@ class ByteCounter(TorchDispatchMode):
         self.nbytes: dict[str, int] = {}
         self._least_numel = least_numel
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name not in _FREE:

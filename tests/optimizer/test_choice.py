@@ -1,4 +1,7 @@
-"""Which inner optimizer is chosen and why, what it computes, and the step with a divisor."""
+"""Which inner optimizer is chosen and why, what it computes, and the step with a divisor.
+
+Exercises optimizer/adam.py.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from megatron_distopt.errors import NonFiniteGradError
 from megatron_distopt.optimizer.deferred import DeferredCheck, deferred_divisor, deferred_norm
 from megatron_distopt.optimizer.grad_norm import GradStats
 from megatron_distopt.optimizer.step import clip_divisor, finish_deferred_check
+from tests.support.facts import Facts, facts_of
 from tests.support.models import Params, exact_grads, stepped
-from tests.support.spawn import run_ranks
 
 STEPS, BAD = 4, 1
 
@@ -71,7 +71,7 @@ class Outcome:
     scale: float  # likewise
 
 
-def train_both(rank: int, size: int) -> dict[str, tuple[Outcome, ...]]:
+def collect_facts(rank: int, size: int) -> dict[str, tuple[Outcome, ...]]:
     """By case: without and with a deferred check; only without where the loss scale is dynamic."""
     return {
         name: tuple(
@@ -150,17 +150,14 @@ def _equal(left: list[Tensor], right: list[Tensor]) -> bool:
     )
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, tuple[Outcome, ...]]]:
-    return run_ranks(train_both, 2)
+facts = facts_of(collect_facts, 2)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("raise")])
 def test_step_when_the_check_is_deferred_then_every_bit_is_as_without(
-    outcomes: Any, name: str
+    facts: Facts, name: str
 ) -> None:
-    for outcome in outcomes:
-        now, deferred = outcome[name]
+    for now, deferred in facts[name]:
         assert all(map(_equal, deferred.states, now.states))
         assert (deferred.updated, deferred.zeros, deferred.num_skipped) == (
             now.updated,
@@ -174,9 +171,9 @@ def test_step_when_the_check_is_deferred_then_every_bit_is_as_without(
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name.startswith("skip")), "dynamic"])
 def test_step_when_the_policy_is_skip_then_the_bad_step_changes_nothing(
-    outcomes: Any, name: str
+    facts: Facts, name: str
 ) -> None:
-    for outcome in outcomes:
+    for outcome in facts.by_rank:
         for found in outcome[name]:
             assert _equal(found.states[BAD], found.states[BAD - 1])
             assert not _equal(found.states[BAD + 1], found.states[BAD])
@@ -188,11 +185,11 @@ def test_step_when_the_policy_is_skip_then_the_bad_step_changes_nothing(
 
 @pytest.mark.parametrize("name", ["raise fp32", "raise bf16 clipped", "dynamic at its minimum"])
 def test_step_when_the_policy_is_raise_then_all_ranks_name_rank_and_params_and_nothing_changes(
-    outcomes: Any, name: str
+    facts: Facts, name: str
 ) -> None:
     # The poison was put in on the last rank; after the reduce-scatter the owners of those elements
     # see it.
-    [text] = {outcome[name][0].errors[BAD] for outcome in outcomes}
+    [text] = {outcome[0].errors[BAD] for outcome in facts[name]}
     assert all(
         part in text
         for part in (
@@ -202,28 +199,25 @@ def test_step_when_the_policy_is_raise_then_all_ranks_name_rank_and_params_and_n
             "MEGATRON_DISTOPT_NONFINITE=skip",
         )
     )
-    for outcome in outcomes:
-        assert _equal(outcome[name][0].states[BAD], outcome[name][0].states[BAD - 1])
+    for outcome in facts[name]:
+        assert _equal(outcome[0].states[BAD], outcome[0].states[BAD - 1])
 
 
-def test_step_when_the_policy_is_log_then_updates_all_the_same(outcomes: Any) -> None:
-    for outcome in outcomes:
-        assert outcome["log fp32"][0].updated[BAD] is True
-        assert not _equal(
-            outcome["log fp32"][0].states[BAD], outcome["log fp32"][0].states[BAD - 1]
-        )
+def test_step_when_the_policy_is_log_then_updates_all_the_same(facts: Facts) -> None:
+    for outcome in facts["log fp32"]:
+        assert outcome[0].updated[BAD] is True
+        assert not _equal(outcome[0].states[BAD], outcome[0].states[BAD - 1])
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("raise")])
 def test_step_when_the_policy_is_raise_then_the_next_one_raises_on_all_ranks_and_nothing_is_lost(
-    outcomes: Any, name: str
+    facts: Facts, name: str
 ) -> None:
-    texts = {outcome[name][1].errors[BAD + 1] for outcome in outcomes}
+    texts = {outcome[1].errors[BAD + 1] for outcome in facts[name]}
     assert len(texts) == 1
     text = texts.pop()
     assert "in the step before" in text and "MEGATRON_DISTOPT_NONFINITE=skip" in text
-    for outcome in outcomes:
-        now, deferred = outcome[name]
+    for now, deferred in facts[name]:
         assert list(now.errors) == [BAD] and list(deferred.errors) == [BAD + 1]
         assert "held." in text and "in the step before" not in now.errors[BAD]
         # Before the bad step, after it, after the error, after the step that was made once more.

@@ -25,7 +25,7 @@ from megatron_distopt.optimizer.main_params import (
 from megatron_distopt.optimizer.owners import exchange
 from megatron_distopt.optimizer.owners.sharded_muon import Matrices, ShardedMuon
 from tests.optimizer.test_muon import matrices_in, trained, values
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 
@@ -160,7 +160,7 @@ def train(case: Case, group: Group) -> tuple[dict[str, Tensor], int, int]:
     return {name: named[name].detach().clone() for name in named}, sent, planned
 
 
-def train_all(
+def collect_facts(
     rank: int, world_size: int
 ) -> dict[tuple[str, int], tuple[dict[str, Tensor], int, int]]:
     groups = {size: dist.new_group(range(size)) for size in SIZES}
@@ -172,20 +172,18 @@ def train_all(
     }
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[tuple[str, int], tuple[dict[str, Tensor], int, int]]]:
-    return run_ranks(train_all, max(SIZES))
+facts = facts_of(collect_facts, max(SIZES))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_flat_muon_when_matrices_are_cut_over_ranks_then_equal_to_torchs_and_sent_as_planned(
-    name: str, results: list[dict[tuple[str, int], tuple[dict[str, Tensor], int, int]]]
+    name: str, facts: Facts
 ) -> None:
     wanted = expected(CASES[name])
     for size in SIZES:
         total = 0
         for rank in range(size):
-            params, sent, planned = results[rank][name, size]
+            params, sent, planned = facts.by_rank[rank][name, size]
             for param, spec in SPECS.items():
                 for own, other in zip(matrices_in(params[param], spec), wanted[param], strict=True):
                     assert torch.equal(own, other), (param, rank)

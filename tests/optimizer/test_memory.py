@@ -15,7 +15,7 @@ from torch.nn import Linear, Sequential
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.optimizer.low_precision.low_precision_tensor import Precision
 from megatron_distopt.optimizer.sharded import Memory
-from tests.support.spawn import run_ranks
+from tests.support.facts import Facts, facts_of
 
 WIDTH = 384
 SIZES = (1, 2)
@@ -34,7 +34,7 @@ class Found:
     reported: Memory  # by the optimizer
 
 
-def measure(rank: int, world_size: int) -> dict[tuple[int, bool], Found]:
+def collect_facts(rank: int, world_size: int) -> dict[tuple[int, bool], Found]:
     groups = {size: dist.new_group(range(size)) for size in SIZES}
     return {
         (size, fp32): _measure(group, fp32=fp32)
@@ -82,29 +82,25 @@ def _num_bytes(storages: dict[int, int]) -> int:
     return total
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[tuple[int, bool], Found]]:
-    return run_ranks(measure, max(SIZES))
+facts = facts_of(collect_facts, max(SIZES))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_memory_when_bf16_then_four_or_with_fp32_grads_six_and_twelve_over_n(
-    found: list[dict[tuple[int, bool], Found]], size: int
+    facts: Facts, size: int
 ) -> None:
     for rank in range(size):
         for fp32, nbytes in ((True, 6), (False, 4)):
-            case = found[rank][size, fp32]
+            case = facts.by_rank[rank][size, fp32]
             assert case.allocated <= (nbytes + 12 / size) * case.numel + CONSTANT_NBYTES
             # A bound that a forgotten copy of the params (2 bytes) would break.
             assert 0.5 * case.numel > CONSTANT_NBYTES
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_reported_memory_when_compared_then_is_what_is_allocated(
-    found: list[dict[tuple[int, bool], Found]], size: int
-) -> None:
+def test_reported_memory_when_compared_then_is_what_is_allocated(facts: Facts, size: int) -> None:
     for rank in range(size):
-        case = found[rank][size, True]
+        case = facts.by_rank[rank][size, True]
         reported = (
             case.reported.param_nbytes + case.reported.grad_nbytes + case.reported.state_nbytes
         )

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_distopt import DistOptConfig, distribute
 from megatron_distopt.optimizer.low_precision import low_precision_adam
+from tests.support.facts import Facts, facts_of
 from tests.support.models import Params, exact_grads, stepped, summed
-from tests.support.spawn import run_ranks
 
 STEPS = 4
 MICROBATCHES = 2
@@ -82,7 +82,7 @@ CASES = {
 FUSED = {"fused adam": 1e-6, "fused sgd": 1e-6}
 
 
-def train_sharded(rank: int, world_size: int) -> dict[tuple[str, int], Run]:
+def collect_facts(rank: int, world_size: int) -> dict[tuple[str, int], Run]:
     """All cases at all sizes in one spawn: the first ranks form the data-parallel group of each
     size."""
     groups = {size: dist.new_group(range(size)) for size in SIZES}
@@ -189,19 +189,17 @@ def _halve_lr_at_step_two(param_groups: list[dict[str, object]], step: int) -> N
             group["lr"] = 0.005
 
 
-@pytest.fixture(scope="module")
-def trained() -> list[dict[tuple[str, int], Run]]:
-    return run_ranks(train_sharded, max(SIZES))
+facts = facts_of(collect_facts, max(SIZES))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_step_when_sums_are_exact_then_equals_undistributed(
-    trained: list[dict[tuple[str, int], Run]], name: str, size: int
+    facts: Facts, name: str, size: int
 ) -> None:
     wanted = _train_whole(CASES[name], size)
     for rank in range(size):
-        found = trained[rank][name, size]
+        found = facts.by_rank[rank][name, size]
         for param_name, value in wanted.params.items():
             assert found.params[param_name].dtype == value.dtype, param_name
             torch.testing.assert_close(
@@ -214,7 +212,7 @@ def test_sharded_step_when_sums_are_exact_then_equals_undistributed(
 
 @pytest.mark.parametrize("name", IN_LOW_PRECISION)
 def test_state_in_low_precision_when_there_are_other_ranks_and_buckets_then_every_bit_is_the_same(
-    trained: list[dict[tuple[str, int], Run]], name: str
+    facts: Facts, name: str
 ) -> None:
-    (one, many) = (trained[0][name, size].params for size in SIZES)
+    (one, many) = (facts.first[name, size].params for size in SIZES)
     assert all(torch.equal(one[param], many[param]) for param in one)

@@ -20,10 +20,10 @@ from megatron_distopt.optimizer.low_precision.low_precision_tensor import memory
 from megatron_distopt.optimizer.main_params import FlatParam
 from megatron_distopt.optimizer.sharded import Memory
 from tests.sim.trial import begin
+from tests.support.facts import Facts, facts_of
 from tests.support.models import Params, exact_grads
 from tests.support.plan_command import BUCKET, GPT, module_of
 from tests.support.sim import machine
-from tests.support.spawn import run_ranks
 
 #: Fractions of one resume after the other: from each to each.
 _PLACES = (0.0, 1.0, 0.5, 0.0, 0.5, 1.0, 0.0)
@@ -167,7 +167,7 @@ def _state(sharded: Any, flat: FlatParam) -> list[Tensor]:
     return [part for each in state for part in memory_of(each)]
 
 
-def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def collect_facts(rank: int, size: int, folder: Path) -> dict[str, Any]:
     begin()
     machine.seed(1)
     pair = _uninterrupted(rank), _resumed(rank, folder)
@@ -177,23 +177,21 @@ def _collect(rank: int, size: int, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_collect, _SIZE, tmp_path_factory.mktemp("offload"), seconds=400.0)
+facts = facts_of(collect_facts, _SIZE, seconds=400.0)
 
 
 def test_training_when_every_step_resumes_elsewhere_then_every_bit_is_the_same(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
     assert set(pairwise(_PLACES)) == set(permutations((0.0, 0.5, 1.0), 2))
-    assert all(of_rank["resumed"] and all(of_rank["resumed"]) for of_rank in found)
+    assert all(of_rank and all(of_rank) for of_rank in facts["resumed"])
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_plan_when_state_is_on_the_host_then_every_byte_is_where_a_real_optimizer_has_it(
-    name: str, found: list[dict[str, Any]]
+    name: str, facts: Facts
 ) -> None:
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(facts.by_rank):
         held, planned = of_rank["held"][name], plan_stage(GPT, CHOICES[name], 0, rank).footprint
         memory = held.memory
         assert (planned.param_nbytes, planned.grad_nbytes) == (

@@ -15,6 +15,7 @@ from megatron_distopt.comm import Communicator, Group
 from megatron_distopt.layout import ParamSpec, lay_out, owned_shards
 from tests.sim.programs import PROGRAMS
 from tests.sim.trial import FEW, MANY, many, try_programs, try_small_device
+from tests.support.facts import Facts, facts_of
 from tests.support.sim import Personality, machine
 from tests.support.spawn import run_ranks
 
@@ -128,7 +129,7 @@ def _add_up_on_two_streams(rank: int, size: int) -> list[list[float]]:
     return found
 
 
-def _collect(rank: int, size: int) -> dict[str, Any]:
+def collect_facts(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = dict(try_programs(rank, size, SHORT, FEW))
     return {
         **found,
@@ -137,28 +138,24 @@ def _collect(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(_collect, 2, seconds=300)
+facts = facts_of(collect_facts, 2, seconds=300)
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_training_when_on_an_asynchronous_device_then_the_bits_are_those_of_the_cpu(
-    found: list[dict[str, Any]], name: str
+    facts: Facts, name: str
 ) -> None:
-    assert [of_rank[name] for of_rank in found] == [[], []]
+    assert facts[name] == [[], []]
 
 
-def test_param_of_a_minority_dtype_when_read_on_two_streams_then_both_wait(
-    found: list[dict[str, Any]],
-) -> None:
-    assert found[0]["params"] == [[NUMEL * (seed + 1.0)] * 2 for seed in range(SEEDS)]
+def test_param_of_a_minority_dtype_when_read_on_two_streams_then_both_wait(facts: Facts) -> None:
+    assert facts.first["params"] == [[NUMEL * (seed + 1.0)] * 2 for seed in range(SEEDS)]
 
 
 def test_bucket_when_two_streams_write_its_gradients_then_it_is_reduced_after_both(
-    found: list[dict[str, Any]],
+    facts: Facts,
 ) -> None:
-    assert found[0]["grads"] == [[2 * (seed + 1.0)] * 2 for seed in range(SEEDS)]
+    assert facts.first["grads"] == [[2 * (seed + 1.0)] * 2 for seed in range(SEEDS)]
 
 
 def test_training_when_a_device_lacks_float64_and_fp16_then_the_bits_are_those_of_the_cpu() -> None:

@@ -35,7 +35,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 QKV = "decoder.layers.2.self_attention.linear_qkv.weight"
 
 
-def run(capsys: Output, *words: str | Path) -> tuple[int, list[str], str]:
+def run(capsys: Output, *words: object) -> tuple[int, list[str], str]:
     """Exit status, lines of stdout, stderr."""
     status = cli.main([str(word) for word in words])
     out, err = capsys.readouterr()

@@ -359,16 +359,3 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.call, (self.argument,)
-
-
-def same(left: Any, right: Any) -> bool:
-    """Bit for bit and type for type, through containers."""
-    if torch.is_tensor(left):
-        return torch.is_tensor(right) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(
-            same(value, right[key]) for key, value in left.items()
-        )
-    if isinstance(left, (list, tuple)):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)

@@ -27,16 +27,16 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_distopt.comm import pairwise
-from tests.support.fork_files import same
 from tests.support.mini_fork import InstalledFork, Iteration, TrainingRun
 from tests.support.refusals import raised
+from tests.support.values import same
 
 
 class ForkInWorlds:
     """The fork in one rank of a spawn of `ranks`, quiet. All ranks share the folder."""
 
-    def __init__(self, file_layout: str, rank: int, folder: str, *, ranks: int) -> None:
-        self.rank, self.folder, self.file_layout = rank, Path(folder), file_layout
+    def __init__(self, file_layout: str, rank: int, folder: Path, *, ranks: int) -> None:
+        self.rank, self.folder, self.file_layout = rank, folder, file_layout
         self.fork = InstalledFork.imported(file_layout=file_layout, adam="fused")
         self._worlds, self._ranks = 0, ranks
 

@@ -13,15 +13,21 @@ _SECONDS = 15
 def in_fork(compute: Callable[[], float]) -> float:
     """The number that a function returns in a process forked from this one; nan where it does not
     return."""
+    return float(text_in_fork(lambda: repr(compute())) or "nan")
+
+
+def text_in_fork(compute: Callable[[], str]) -> str:
+    """The text that a function returns in a process forked from this one; empty where it does not
+    return."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
             signal.alarm(_SECONDS)
-            os.write(write, repr(compute()).encode())
+            os.write(write, compute().encode())
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        return float(pipe.read() or "nan")
+        return pipe.read()

@@ -33,6 +33,7 @@ from torch import Tensor
 
 import megatron_distopt
 from tests.support.spawn import forget_groups, run_ranks
+from tests.support.values import from_ranks
 
 FOLDER = Path(__file__).parent.parent / "hosts" / "mini_fork"
 SCRIPT = FOLDER / "pretrain.py"
@@ -133,9 +134,8 @@ class MiniFork:
         def keep_curves(file: str, records: list[Any], *_: Any) -> None:
             """Collective: what the last rank has logged, on the first; digests of params and a file
             take longer."""
-            everyones: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyones, records)
-            kept["rows"] = everyones[-1] if dist.get_rank() == 0 else []
+            last = from_ranks(records)[-1]
+            kept["rows"] = last if dist.get_rank() == 0 else []
 
         script, replaced = (
             self.script,

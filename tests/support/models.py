@@ -8,7 +8,7 @@ anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,19 @@ def exact_grads(step: int, microbatch: int, rank: int) -> dict[str, Tensor]:
         name: torch.randint(-3, 4, shape, generator=generator).float() * (_STEP / 256)
         for name, shape in SHAPES.items()
     }
+
+
+def train_params(
+    model: Params, optimizer: Any, steps: Iterable[int], ranks: Sequence[int] = (0,)
+) -> None:
+    """Trains on exact gradients, averaged over `ranks`: in a distributed run the own one alone, in
+    one process all of them."""
+    scale = getattr(optimizer, "scale_loss", lambda loss: loss)  # torch's own have no loss scale
+    for step in steps:
+        optimizer.zero_grad()
+        for rank in ranks:
+            scale(model(exact_grads(step, 0, rank)) / len(ranks)).backward()
+        optimizer.step()
 
 
 def summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

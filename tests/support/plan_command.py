@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import torch
 from torch.nn import Module, Parameter
 
-from megatron_distopt.cli import main as cli
 from megatron_distopt.cli.plan_command import StagePlan
 from megatron_distopt.cli.plan_model import GptSizes
+from tests.support import checkpoint_commands
+from tests.support.checkpoint_commands import Output
 
 __all__ = ["BUCKET", "GPT", "SIZES", "Output", "document", "module_of", "refused", "run"]
 
-Output = pytest.CaptureFixture[str]
 #: The model of the real runs.
 GPT = GptSizes(layers=4, hidden=40, heads=4, vocab=128, seq=16)
 SIZES = ("--layers", 4, "--hidden", 40, "--heads", 4, "--vocab", 128, "--seq", 16)
@@ -35,9 +34,7 @@ def module_of(plan: StagePlan) -> Module:
 
 def run(capsys: Output, *words: object) -> tuple[int, list[str], str]:
     """Exit status, lines of stdout, stderr."""
-    status = cli.main(["plan", *map(str, words)])
-    out, err = capsys.readouterr()
-    return status, out.splitlines(), err
+    return checkpoint_commands.run(capsys, "plan", *words)
 
 
 def document(capsys: Output, *words: object) -> dict[str, Any]:

@@ -1,14 +1,16 @@
-"""Texts of refusals, compared without pinning their wording."""
+"""What the package says: errors, compared without pinning their wording, and lines of its log."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
-__all__ = ["Said", "assert_mentions", "assert_says", "raised", "refused", "says"]
+__all__ = ["Said", "assert_mentions", "assert_says", "logged", "raised", "refused", "says"]
 
 #: A word that is a value: a number, a quoted name, a path, a flag, an identifier, a call, a list.
 _VALUE = re.compile(r"[0-9'_/=(\[]|--|\w\.\w|[a-z][A-Z]")
@@ -84,3 +86,19 @@ def refused(kind: type[Exception], call: Callable[[], object]) -> str:
     with pytest.raises(kind) as error:
         call()
     return str(error.value)
+
+
+@contextmanager
+def logged(level: int = logging.INFO) -> Iterator[list[str]]:
+    """The lines that the package logs in the block."""
+    lines: list[str] = []
+    handler, log = logging.Handler(level), logging.getLogger("megatron_distopt")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

@@ -1,14 +1,6 @@
 """Runs a function on several ranks: real processes, gloo over loopback, results back in the parent.
 
-A spawn costs seconds, so one spawn runs many cases and returns a mapping from case to value; a
-module-scoped fixture holds that mapping and pytest parametrizes over the cases:
-
-    def cases(rank: int, size: int) -> dict[str, float]: ...       # at module level: the ranks
-    import it
-
-    @pytest.fixture(scope="module")
-    def results() -> list[dict[str, float]]:
-        return run_ranks(cases, 2)                                 # results()[rank][case]
+A spawn costs seconds, so a module makes one for all its tests: see facts.py.
 
 [Note: two servers] Importing torch takes longer than most cases, so ranks are forked from processes
 that have imported it, with this package and what most cases need of either. The first rank comes
@@ -29,7 +21,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
@@ -37,7 +29,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -110,17 +101,6 @@ def run_ranks(
             outcomes, processes, late, f"{function.__module__}.{function.__qualname__}", seconds
         )
         return [outcome.value for outcome in outcomes if outcome is not None]
-
-
-def outcomes(checks: Mapping[str, Callable[[], None]]) -> dict[str, str]:
-    """In a rank: by check, how it failed; empty where it did not."""
-    found = dict.fromkeys(checks, "")
-    for name, check in checks.items():
-        try:
-            check()
-        except (AssertionError, pytest.fail.Exception):  # the second of `pytest.raises`
-            found[name] = traceback.format_exc()
-    return found
 
 
 def forget_groups() -> None:

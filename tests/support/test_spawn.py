@@ -4,13 +4,16 @@ parent."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.facts import Facts, outcomes
 from tests.support.spawn import RankError, run_ranks
 
 
@@ -65,3 +68,28 @@ def test_run_ranks_when_the_time_limit_passes_then_the_ranks_are_named() -> None
 def test_run_ranks_when_a_rank_is_killed_then_its_exit_code_is_told() -> None:
     with pytest.raises(RankError, match=r"left no result on ranks \[0\]; exit codes \{0: -9\}"):
         run_ranks(_die, 1)
+
+
+def test_facts_when_a_rank_lacks_one_then_only_of_some_leaves_it_out() -> None:
+    facts = Facts([{"own": 1}, {}], Path())
+    with pytest.raises(KeyError):
+        facts["own"]
+    assert facts.of_some("own") == [1]
+    with pytest.raises(KeyError):
+        facts.of_some("nobody's")
+
+
+def test_facts_when_a_check_fails_on_a_rank_then_its_traceback_is_the_error() -> None:
+    found = outcomes({"fails": lambda: pytest.fail("the reason"), "passes": lambda: None})
+    facts = Facts([{"fails": "", "passes": ""}, found], Path())
+    facts.assert_passed("passes")
+    with pytest.raises(AssertionError, match="the reason"):
+        facts.assert_passed("fails")
+
+
+def test_map_of_this_folder_when_read_then_it_names_every_file_that_is_there() -> None:
+    folder = Path(__file__).parent
+    named = re.findall(r"`(\w+)(?:\.py|/)`", (folder / "README.md").read_text(encoding="utf-8"))
+    there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert there - set(named) - {"__pycache__"} == {"__init__", "conftest", "test_spawn"}
+    assert set(named) <= there
