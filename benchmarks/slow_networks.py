@@ -6,8 +6,7 @@
 Two nodes are network namespaces of this machine, joined by a pair of virtual interfaces whose rate
 is limited, with two ranks each, and then with one. In each round every contestant trains some steps
 at every rate. Needs Linux, root, ip and tc (iproute2); the namespaces are removed at the end,
-however it comes. benchmarks/README.md says how every figure is read, and docs/overlap.md what came
-out.
+however it comes. benchmarks/README.md says how every figure is read, and what came out.
 """
 
 from __future__ import annotations

@@ -105,9 +105,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.parent.name in ("docs", "internals")],
-    ids=lambda page: page.stem,
+    "page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.stem
 )
 def test_page_of_the_docs_when_it_begins_then_with_the_question_that_it_answers(page: Path) -> None:
     assert re.match(r"# [^\n]+\n\n\*[A-Z][^\n]*\?\*\n", page.read_text(encoding="utf-8")), (
@@ -239,3 +237,27 @@ def test_index_page_when_built_then_it_needs_no_checkout(metadata: Message) -> N
         for name in ("scripts/", "configs/", "examples/", "benchmarks/", "<!--")
         if name in page
     ] == []
+
+
+def _bare_params(text: str) -> list[str]:
+    """What prose calls a param; code, code spans, tables and the targets of links may say it."""
+    without_code = re.sub(r"`[^`]*`", "", _without_code(text))
+    prose = re.sub(r"^ *\|.*$|\]\([^)]*\)", "", without_code, flags=re.MULTILINE)
+    return re.findall(r".{,30}\b[Pp]arams?\b.{,30}", prose)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md"],  # which is in the words of its time
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_prose_when_it_means_a_parameter_then_it_writes_the_word_out(page: Path) -> None:
+    assert _bare_params(page.read_text(encoding="utf-8")) == []
+
+
+def test_bare_params_when_the_word_is_in_prose_then_found_and_nowhere_else() -> None:
+    said = "# Flat params\n\nA main param is rounded."
+    assert _bare_params(said) == ["# Flat params", "A main param is rounded."]
+    spans = "A `param` of `3\nparams`, a [link](page.md#main-param)."
+    blocks = "| a param |\n\n```\nparam\n```"
+    assert _bare_params(f"{spans}\n\n{blocks}") == []

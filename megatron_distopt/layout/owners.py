@@ -5,7 +5,7 @@ change for it: every rank keeps main params and momentum of its shards, wherever
 matrix. In addition every matrix has one *matrix owner*, the rank that orthogonalizes it. The other
 ranks with a piece of it send theirs to the owner and get the same elements of the update back. A
 matrix that lies whole in the shard of its owner does not travel. This works for every layout, also
-for the buffers of a host. docs/internals/decisions/0007-matrix-owners.md compares other ways.
+for the buffers of a host. docs/decisions.md, section 7, compares other ways.
 
 [Note: balance] All ranks wait for the one with the costliest updates. No choice makes its cost
 lower than the average of all ranks, or than the costliest matrix: this is the bound. A matrix goes

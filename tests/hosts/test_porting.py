@@ -1,4 +1,4 @@
-"""The steps of docs/internals/porting.md, executed: a host of two small files is ported by two, and
+"""The steps of docs/porting.md, executed: a host of two small files is ported by two, and
 trains, saves and resumes."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_host_when_ported_by_the_steps_then_it_trains_saves_and_resumes(tmp_path
 
 
 def test_port_when_counted_then_it_is_as_small_as_the_page_says() -> None:
-    page = (ROOT / "docs/internals/porting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
     for file in (HOST / "facts.py", HOST / "get_in.py"):
         lines = file.read_text(encoding="utf-8").splitlines()
-        assert f"[{len(lines)} lines](../../tests/hosts/toy_host/{file.name})" in page
+        assert f"[{len(lines)} lines](../tests/hosts/toy_host/{file.name})" in page

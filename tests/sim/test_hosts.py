@@ -1,7 +1,7 @@
 """A Megatron of 2023 and megatron-core on the simulated accelerator: bits, and what a
 steady step costs.
 
-The bits are those that they leave on the CPU. The costs are in docs/internals/simulator.md: host
+The bits are those that they leave on the CPU. The costs are in tests/support/sim/README.md: host
 synchronisations, launches, bytes, scratch memory. The host waits for events of the step before (see
 [Note: deferred check] in optimizer/deferred.py), which are done by then on a device that is not
 faster than its host; these are counted apart.

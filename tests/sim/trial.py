@@ -15,7 +15,7 @@ from tests.support.sim.collectives import NAME, take_over_world
 #: Seeds of every run of the tests, and of long ones.
 FEW, MANY = range(1), range(200)
 #: Of long ones where only the form or the place of the state is another, whose waits are few. No
-#: removed wait was found by a seed above 11 (docs/internals/simulator.md).
+#: removed wait was found by a seed above 11 (tests/support/sim/README.md).
 _FEWER = range(60)
 
 

@@ -1,5 +1,5 @@
 """What the small host beside this file looks like, by the steps 1 and 2 of
-docs/internals/porting.md. Imports nothing of the host."""
+docs/porting.md. Imports nothing of the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The port of the small host beside this file, by steps 3 and 4 of docs/internals/porting.md."""
+"""The port of the small host beside this file, by steps 3 and 4 of docs/porting.md."""
 
 from __future__ import annotations
 
