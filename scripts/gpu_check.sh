@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks on this machine's devices whether the package is right and fast, in about ten minutes: see docs/gpu_check.md.
+# Checks on this machine's devices whether the package is right and fast, in about ten minutes: see docs/hosts.md.
 # Uses the torch of the Python that PYTHON names (python3). What is missing goes to runs/gpu_check_packages, next to the
 # user's packages and after them on the path; nothing of the user's is changed. Without a network, it runs with what is there.
 set -euo pipefail

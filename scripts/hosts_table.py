@@ -1,4 +1,4 @@
-"""Writes the tables of megatron-core's versions in docs/hosts.md, from the reports of
+"""Writes the tables of megatron-core's versions in docs/versions.md, from the reports of
 scripts/test_hosts.sh in .hosts.
 
 A row is replaced where there are reports of that version, and kept as it is where there are none.
@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, REPORTS = ROOT / "docs" / "hosts.md", ROOT / ".hosts"
+PAGE, REPORTS = ROOT / "docs" / "versions.md", ROOT / ".hosts"
 #: Files of tests: tests/hosts/test_megatron_core_NAME.py, and tests/formats/test_foreign_core.py.
 COLUMNS = (
     "contract",

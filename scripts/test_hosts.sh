@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests of megatron-core on other versions than the installed one, and writes their rows in docs/hosts.md.
+# Runs the tests of megatron-core on other versions than the installed one, and writes their rows in docs/versions.md.
 #
-#   scripts/test_hosts.sh                      all versions that docs/hosts.md lists
+#   scripts/test_hosts.sh                      all versions that docs/versions.md lists
 #   scripts/test_hosts.sh 0.12.1 0.19.2        these releases, each unpacked into a folder of .venv
 #   scripts/test_hosts.sh ../Megatron-LM       a checkout of the main line
 #

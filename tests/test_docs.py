@@ -34,6 +34,8 @@ PAGES = (
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "configs", "patches")),
     *sorted((ROOT / "docs").rglob("*.md")),
 )
+#: What a stranger reads.
+READ = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 each_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix()
 )
@@ -190,6 +192,51 @@ def test_page_when_it_sets_a_variable_of_ours_then_the_value_is_taken(page: Path
     ):
         switch_from({name: value})
         config_from_environment({name: value})
+
+
+#: Words of a sentence.
+LONGEST_SENTENCE = 40
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Of prose, list items, headings and cells of tables. A code span and a link's text count as
+    they are read: the span as one word, the address not at all."""
+    text = re.sub(r"<!--.*?-->", "", _without_code(text), flags=re.DOTALL)
+    text = re.sub(r"`[^`]+`", "code", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    blocks: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.startswith("|"):
+            blocks += [[cell] for cell in line.strip("|").split("|")]
+        elif not line.strip() or re.match(r" *([-*>]|#+|\d+\.) ", line):
+            blocks.append([line])
+        else:
+            blocks[-1].append(line)
+    for block in blocks:
+        yield from re.split(r"(?<=[.!?])[\"')*_\]]*\s+", " ".join(block))
+
+
+def _too_long(text: str) -> list[str]:
+    return [
+        sentence.strip()
+        for sentence in _sentences(text)
+        if len(re.findall(r"\S*\w\S*", sentence)) > LONGEST_SENTENCE
+    ]
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page_when_read_then_no_sentence_has_more_than_40_words(page: Path) -> None:
+    assert _too_long(page.read_text(encoding="utf-8")) == []
+
+
+def test_sentences_when_too_long_then_they_are_found_in_prose_lists_and_cells() -> None:
+    most, more = " ".join(["word"] * LONGEST_SENTENCE), " ".join(["word"] * (LONGEST_SENTENCE + 1))
+    assert _too_long(f"{most}. {most}.\n\n- {most}\n- {most}\n\n| {most} | {most} |\n") == []
+    assert _too_long(f"```\n{more}\n```\n\n`{more}` [a](page.md) <!-- {more} -->") == []
+    assert _too_long(f"Short. {more}.\n") == [f"{more}."]
+    assert _too_long(f"{most}\n{most}\n") == [f"{most} {most}"]
+    assert _too_long(f"- short\n  and {more}\n") == [f"- short   and {more}"]
+    assert _too_long(f"| a | {more} |\n|---|---|\n") == [more]
 
 
 def test_reference_when_compared_with_the_options_then_its_table_is_theirs() -> None:

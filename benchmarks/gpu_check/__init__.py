@@ -1,5 +1,5 @@
 """One report on whether this package is right and fast on a machine: `scripts/gpu_check.sh`, see
-docs/gpu_check.md.
+docs/hosts.md.
 
 Importing it makes the repository importable, and what the script installed next to the user's
 packages: at the end of the path, so that whatever the user has comes first.

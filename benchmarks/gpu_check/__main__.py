@@ -56,7 +56,7 @@ def parse_args(words: Sequence[str]) -> argparse.Namespace:
     """
     about = (
         "Checks whether megatron_distopt is right and fast on this machine's devices; see "
-        "docs/gpu_check.md."
+        "docs/hosts.md."
     )
     parser = Parser(prog="scripts/gpu_check.sh", description=about, allow_abbrev=False)
     parser.add_argument(

@@ -3,8 +3,8 @@ run alike.
 
 Each program is trained with ours, and with the host's own distributed optimizer where its effect is
 what is expected, on the same Adam kernel and without clipping, where both agree to the last bit
-otherwise (the host's norm is fp32 and ours float64). The table in docs/hosts.md names the programs
-by the keys that they have in test_promise_2023.py and test_promise_core.py.
+otherwise (the host's norm is fp32 and ours float64). user_actions.py names the programs by the keys
+that they have in test_promise_2023.py and test_promise_core.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ be the same.
 
 megatron-core makes two references, its optimizer without sharding ("host-plain") and its
 distributed one ("host-distributed"). They differ from each other by rounding, so zero is not the
-expectation; that difference is measured beside ours, for the table in docs/hosts.md.
+expectation; that difference is measured beside ours, for the table in docs/versions.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The table "User actions and their effect" of docs/hosts.md: every line has cases, and they say
-what its cells say."""
+"""The tables of docs/user_actions.md: every line has cases in user_actions.py, and they say what
+its cells say."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import pytest
 from tests.differential import test_idioms
 from tests.hosts import test_plain, test_promise_2023, test_promise_core, test_torch_refusals
 from tests.hosts.promises import Program, Refused
+from tests.hosts.user_actions import CASES
 
 HERE = Path(__file__).parent
-TABLE = (HERE.parents[1] / "docs" / "hosts.md").read_text(encoding="utf-8")
+PAGE = (HERE.parents[1] / "docs" / "user_actions.md").read_text(encoding="utf-8")
 #: Of plain torch: cases that are equal to torch's own optimizer, and those that are refused.
 TORCH = {
     **dict.fromkeys((*test_idioms.EQUAL, *test_plain.CASES), False),
@@ -31,20 +31,24 @@ OURS = ("AccessError", "HostError")
 
 @dataclass(frozen=True)
 class Line:
-    """Of the table: what a user does, and for each column a cell and the cases that show it."""
+    """Of the tables: what a user does, and the effect in plain torch, 2023 and megatron-core."""
 
     does: str
-    cells: tuple[str, str, str]
-    cases: tuple[tuple[str, ...], ...]
+    effects: tuple[str, str, str]
+
+    @property
+    def cases(self) -> tuple[tuple[str, ...], ...]:
+        cases = CASES[self.does]
+        return (cases.torch, cases.of_2023, cases.core)
 
 
 def _lines() -> list[Line]:
-    table = TABLE.partition("<!-- promises: begin -->\n")[2].partition("<!-- promises: end -->")[0]
+    tables = PAGE.partition("<!-- promises: begin -->\n")[2].partition("<!-- promises: end -->")[0]
+    rows = [row for row in tables.splitlines() if row.startswith("| ") and "| action |" not in row]
     lines = []
-    for row in table.splitlines()[2:]:
-        does, torch, of_2023, core, cases = (cell.strip() for cell in row.strip("|").split(" | "))
-        names = tuple(tuple(re.findall(r"`([^`]+)`", part)) for part in cases.split(";"))
-        lines.append(Line(does, (torch, of_2023, core), names))
+    for row in rows:
+        does, torch, of_2023, core = (cell.strip() for cell in row.strip("|").split(" | "))
+        lines.append(Line(does, (torch, of_2023, core)))
     return lines
 
 
@@ -56,13 +60,16 @@ def _is_refused(program: Program) -> bool:
     return isinstance(program.expect, Refused) or any(note.startswith(OURS) for note in notes)
 
 
+def test_actions_when_they_have_cases_then_they_are_the_lines_of_the_page() -> None:
+    assert sorted(line.does for line in LINES) == sorted(CASES)
+
+
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.does)
 def test_line_when_it_names_cases_then_there_are_some_for_every_column_and_they_exist(
     line: Line,
 ) -> None:
-    assert len(line.cases) == 3
     for cell, names, programs in zip(
-        line.cells, line.cases, (TORCH, *PROGRAMS.values()), strict=True
+        line.effects, line.cases, (TORCH, *PROGRAMS.values()), strict=True
     ):
         assert cell.startswith(("equal", "refused", "followed", "not possible"))
         assert bool(names) is not cell.startswith("not possible")
@@ -77,7 +84,7 @@ def test_line_when_a_host_refuses_then_its_cases_do_and_no_others(line: Line) ->
     of_megatrons = (
         {name: _is_refused(program) for name, program in each.items()} for each in PROGRAMS.values()
     )
-    for cell, names, programs in zip(line.cells, line.cases, (TORCH, *of_megatrons), strict=True):
+    for cell, names, programs in zip(line.effects, line.cases, (TORCH, *of_megatrons), strict=True):
         refused = {name: programs[name] for name in names if name in programs}
         assert refused == dict.fromkeys(refused, cell.startswith("refused"))
 
