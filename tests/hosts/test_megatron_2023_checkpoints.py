@@ -98,9 +98,7 @@ MOMENTS = (
     "Resume with the optimizer of the saved run | --no-load-optim"
 )
 SAME_PARALLEL = "same tensor- and pipeline-parallel size | --no-load-optim"
-SAME_RANKS = (
-    "Resume with the ranks of the saved run | megatron-distopt convert --to per-rank --dp N"
-)
+SAME_RANKS = "Resume with as many ranks | megatron-distopt convert --to per-rank --dp N"
 LOST_STEP = "no update count | torch's Adam | Write --distopt-resume-step N"
 DECAYED, VECTORS = (
     f"(name={name}_no_scale_lr, wd_mult={factor}, lr_mult=1.0)"
@@ -111,7 +109,7 @@ WORDS = "language_model.embedding.word_embeddings.weight"
 NUM_OF_TWO = (5, 6)
 HALVES, SHARDS = "fp32_from_fp16_params", "shard_fp32_from_float16_groups"
 CHUNK = f"chunk 0 | 7744 | {SAME_PARALLEL}"
-NO_VECTORS = f"no param group with {VECTORS} | has {DECAYED}. | {OTHER_MODEL}"
+NO_VECTORS = f"a param group with {VECTORS} | has only {DECAYED}. | {OTHER_MODEL}"
 #: What a refusal names, between bars; two texts where the ranks differ. `_bad_files` and the like
 #: make what is given.
 REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {

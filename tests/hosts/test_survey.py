@@ -83,7 +83,7 @@ def test_survey_when_the_name_is_bound_again_then_refused(
 ) -> None:
     """See test_patch_files.py for what else may be wrong with the function."""
     write_tree(per_rank_2023(tmp_path), {FACTORY: FACTORY_OF_2023 + rebound})
-    assert_mentions(read(tmp_path)[0].refusal, found, "Take the other patcher out")
+    assert_mentions(read(tmp_path)[0].refusal, found, "Remove the other patch")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: a_layout(buckets=()), "no bucket"),
     (
         lambda: a_layout(buckets=(Bucket(0, Span(0, 4), 4), Bucket(1, Span(6, 8), 2))),
-        "Bucket 1 is at Span(start=6, stop=8), but bucket 1 has to start at 4",
+        "Bucket 1 is at Span(start=6, stop=8), but bucket 1 must start at 4",
     ),
     (lambda: a_layout(("w", 0, 0, 2), ("w", 0, 2, 4)), "same name"),
     (

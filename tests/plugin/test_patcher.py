@@ -24,7 +24,7 @@ def make_scheduler(optimizer):
 OPTIMIZER = PatchPoint("fake_host", "make_optimizer", ("config", "model_chunks"))
 SCHEDULER = PatchPoint("fake_host", "make_scheduler", ("optimizer",))
 
-REMEDY = "Take the other patcher out, or install megatron_distopt before it."
+REMEDY = "Remove the other patch, or install megatron_distopt before it."
 
 
 def module_of(
