@@ -169,7 +169,10 @@ class DistOptConfig:
         (0.9, 0.999), "decay rates of Adam's two moments", _BETAS, by_host=True
     )
     eps: float = option(
-        1e-8, "the term that Adam adds to the root of the second moment", NOT_NEGATIVE, by_host=True
+        1e-8,
+        "the number that Adam adds to the root of the second moment",
+        NOT_NEGATIVE,
+        by_host=True,
     )
     momentum: float = option(0.9, "momentum of SGD", NOT_NEGATIVE, by_host=True)
     muon_momentum: float = option(0.95, "momentum of Muon in a Megatron", NOT_NEGATIVE)
@@ -215,7 +218,10 @@ class DistOptConfig:
         False, "count the zero elements of the gradient at every step", by_host=True
     )
     loss_scale: float | str | None = option(
-        None, "the factor of the loss; fp16 params need one", _LOSS_SCALE, by_host=True
+        None,
+        "the factor by which the loss is multiplied; fp16 params need one",
+        _LOSS_SCALE,
+        by_host=True,
     )
     initial_loss_scale: float = option(
         2.0**16, "the dynamic loss scale of the first step", by_host=True

@@ -1005,7 +1005,7 @@ def test_optimizer_when_there_is_no_equal_result_then_every_rank_is_told(
     check_refusals([found[name] for found in in_training], TRAINING[name][1][:SIZE_TRAINED])
 
 
-@pytest.mark.parametrize(("is_dropped", "named"), [(True, "rank 0"), (False, "rank none")])
+@pytest.mark.parametrize(("is_dropped", "named"), [(True, "0"), (False, "none")])
 def test_step_when_another_rank_makes_another_call_then_names_the_ranks_that_cleared(
     is_dropped: bool, named: str
 ) -> None:

@@ -113,8 +113,8 @@ class Params:
             raise remainder_lost(lost[0], "was written to, or its .data was read,", remedy)
         if [list(map(id, group["params"])) for group in self._groups] != self._members:
             raise LayoutError(
-                "The params in optimizer.param_groups were changed. To train more params, call "
-                "optimizer.add_param_group(...). To train fewer, call "
+                "Params were added to, removed from or reordered in optimizer.param_groups. To "
+                "train more params, call optimizer.add_param_group(...). To train fewer, call "
                 "param.requires_grad_(False)."
             )
         self.options.exchange()

@@ -308,8 +308,9 @@ class GroupMembers:
     def check(self, groups: _Groups) -> None:
         if ids_of(groups) != self._ids:
             raise LayoutError(
-                "The params in optimizer.param_groups were changed. After a change of the model, "
-                "build the optimizer again with get_megatron_optimizer(...)."
+                "Params were added to, removed from or reordered in optimizer.param_groups. After "
+                "a change of the model, build the optimizer again with "
+                "get_megatron_optimizer(...)."
             )
 
 
