@@ -102,7 +102,7 @@ def begin_communication(
     dense params first; `dtypes` are those of grads and params."""
     for group in dict.fromkeys(groups):
         allow_shared_memory(group, config.shared_memory)
-    # In the same order on all ranks, also where they hold different params.
+    # In the same order on all ranks, even if they hold different params.
     known = sorted({dtype for each in exchange(list(dtypes), everyone) for dtype in each}, key=str)
     raise_together(lambda: try_collectives(device, groups[0], how, dtypes=known), everyone)
     if config.overlap_grad_reduce or config.overlap_param_gather:

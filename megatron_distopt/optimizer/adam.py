@@ -198,7 +198,7 @@ def _missing(name: str, device_type: str) -> str | None:
     # DeepSpeed's fused Adam is an op of its accelerator and reads only memory of that device.
     runs_on = known.runs_on or find_accelerator("deepspeed").device_type
     if device_type != runs_on:
-        hint = " (DeepSpeed's Adam for cpu is 'deepspeed_cpu')" if device_type == CPU else ""
+        hint = " (adam='deepspeed_cpu' is DeepSpeed's Adam for cpu)" if device_type == CPU else ""
         return f"it runs on {runs_on}, but the params are on {device_type}{hint}"
     if known.module == _DEEPSPEED_MODULE:  # whose import may compile
         return None if _is_installed("deepspeed") else "not installed"

@@ -90,7 +90,7 @@ class StepDecision:
 
     @property
     def grad_norm(self) -> float | None:
-        """`norm`; None where the step was skipped."""
+        """`norm`; None if the step was skipped."""
         return self.norm if self.updated else None
 
     @property

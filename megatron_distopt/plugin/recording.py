@@ -196,7 +196,7 @@ class _StepRecorder:
         return numel // at_most | 1  # odd, so that it does not pick a single column of a matrix
 
     def _sample_of_mains(self, optimizer: Any) -> list[Tensor]:
-        """By param, the main params of its sampled elements; nan where this rank has none."""
+        """The main params of the sampled elements, by param; nan if this rank does not have one."""
         samples = {
             name: torch.full_like(self._sample_of(param), math.nan, dtype=torch.float32)
             for name, param in self._params.items()

@@ -222,7 +222,7 @@ CHANGES: dict[Callable[[Any], None], str] = {
     _empty_a_moment: "exp_avg",
     _drop_grads: "grad buffer was emptied .* call buffer.reload_from_cpu",
     _move_grads_alone: "grad buffer was given other memory.* bucket 0",
-    _cut_a_main_param: r"main param of \d+ elements is torch.float32 \[.* on another device",
+    _cut_a_main_param: r"main param of \d+ fp32 elements is now torch.float32 \[.*another device",
 }
 
 

@@ -224,7 +224,7 @@ ON_ALL: dict[str, tuple[Any, ...]] = {
         _built(newer=5),
         ConfigError,
         "new_idea is 5 in",
-        "default is 4",
+        "default 4",
         "Leave new_idea out",
     ),
     "unknown optimizer": (

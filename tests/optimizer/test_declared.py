@@ -315,7 +315,7 @@ def test_table_when_a_class_is_torchs_then_it_counts_and_the_user_may_not_say_ot
         candidate = Candidate(kind, kind, name)
         assert declared_updates(candidate, (2,), None) == (OF_TORCH[name], frozenset())
         (other,) = {"elements", "params"} - {OF_TORCH[name]}
-        with pytest.raises(ConfigError, match="Leave it out"):
+        with pytest.raises(ConfigError, match="Leave updates out"):
             declared_updates(candidate, (2,), other)
 
 
@@ -369,7 +369,7 @@ def test_instance_when_an_argument_is_not_in_its_defaults_then_refused() -> None
     params = [torch.ones(3, requires_grad=True)]
     built = build_alike(Helped(params, scale=2.0))([{"params": [torch.zeros(3)]}])
     assert built.scale == 2.0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"Attribute 'lists'.*Helper"):
+    with pytest.raises(ConfigError, match=r"attribute 'lists'.*Helper"):
         build_alike(Helped(params, helper=Helper()))
 
 

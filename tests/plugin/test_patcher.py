@@ -161,12 +161,12 @@ REFUSED: dict[str, tuple[PatchPoint, type[DistOptError], tuple[str, ...]]] = {
     "the attribute is None": (
         PatchPoint("fake_host", "nothing", ()),
         HostMismatchError,
-        ("fake_host.nothing", "NoneType's", REMEDY),
+        ("fake_host.nothing", "NoneType", REMEDY),
     ),
     "somebody else replaced it": (
         PatchPoint("fake_host", "replaced", ()),
         HostMismatchError,
-        ("fake_host.replaced", "other_patcher's", REMEDY),
+        ("fake_host.replaced", "other_patcher", REMEDY),
     ),
     **{
         f"takes {parameters}": (

@@ -21,7 +21,7 @@ def is_wanted(has_flag: bool) -> bool:
     switch = switch_from(os.environ)
     if switch is Switch.REQUIRE and not has_flag:
         raise ConfigError(
-            "MEGATRON_DISTOPT is 'require', but use_distributed_optimizer is not set. Add "
+            "MEGATRON_DISTOPT=require is set, but use_distributed_optimizer is not. Add "
             "--use-distributed-optimizer, or unset the variable."
         )
     return has_flag and switch is not Switch.OFF

@@ -12,7 +12,7 @@ from megatron_distopt.optimizer.loss_scale import ConstantLossScale, LossScale
 
 
 def loss_scale_of(grad_scaler: Any, device: torch.device) -> LossScale:
-    """The host's grad scaler, or a constant 1.0 where it has none."""
+    """The host's grad scaler, or a constant 1.0 if it has none."""
     return ConstantLossScale(1.0, device) if grad_scaler is None else HostLossScale(grad_scaler)
 
 

@@ -35,12 +35,12 @@ _NOT_MUONS = ("betas", "eps")
 
 @dataclass(frozen=True)
 class MuonRequest:
-    """What a run wants of Muon."""
+    """How a run uses Muon."""
 
-    options: MuonOptions  # with the formula; learning rate and decay come from param groups
+    options: MuonOptions  # formula and options; learning rate and decay come from param groups
     split: str  # "none", "qkv" or "all", see the option `muon_split`
     tp_mode: str  # see the option `muon_tp_mode`
-    is_hosts: bool = False  # the host's own flags ask for it
+    is_hosts: bool = False  # whether the host's own flags ask for Muon
 
     @classmethod
     def of(cls, config: DistOptConfig) -> MuonRequest:

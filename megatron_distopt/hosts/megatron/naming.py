@@ -31,7 +31,7 @@ _VOCABULARY = (
     "lm_head.weight",
     "lm_head.bias",
 )
-#: The first layer of an MLP, which holds gate and up where the model has gates.
+#: The first layer of an MLP, which holds gate and up projection if the model has gates.
 _GATED = ("dense_h_to_4h.weight", "dense_h_to_4h.bias", "linear_fc1.weight", "linear_fc1.bias")
 #: Weights of several matrices that are cut one by one; a param does not say their sizes.
 _FUSED = ("in_proj",)

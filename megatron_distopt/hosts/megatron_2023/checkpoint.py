@@ -50,11 +50,12 @@ class ForkCheckpoints:
         #: Whether `load_state_dict` has loaded the whole state, so that the call for a file which
         #: follows has nothing to do.
         self._has_whole_state = False
-        #: Puts back what `load_state_dict` changed, until the tensors are there too.
+        #: Undoes the changes of `load_state_dict`, in case the tensors cannot be loaded.
         self._take_back: Callable[[], None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a gathered file lacks, or all of this rank's state; no gather may be under way."""
+        """The state that a gathered file does not have, or with per-rank files all of this rank's
+        state. No gather of params may be in progress."""
         fork = self._fork
         if not fork.gathers_state:
             fork.check_weights()

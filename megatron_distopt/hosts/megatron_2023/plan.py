@@ -159,8 +159,8 @@ def _choose(
     named: Mapping[str, Parameter],
     buffers: Sequence[BufferPlan],
 ) -> tuple[InnerChoice, Sequence[Mapping[str, Any]]]:
-    """The inner optimizer and its param groups; of Muon for matrices of layers, with an Adam beside
-    it."""
+    """The inner optimizer and its param groups. With Muon, an Adam updates the params that are not
+    matrices of layers."""
     group_of = {name: plan.group for plan in buffers for name in plan.params}
     if config.optimizer != MUON:
         trained = TrainedParams.of(named, group_of.__getitem__)
@@ -173,7 +173,7 @@ def _choose(
 
 
 def num_microbatches_of() -> Callable[[], int] | None:
-    """The fork's function for the number of microbatches of a step; None where it has none."""
+    """The fork's function for the number of microbatches of a step; None if it has none."""
     for name in ("megatron", "megatron.global_vars"):
         count: Callable[[], int] | None = getattr(import_module(name), "get_num_microbatches", None)
         if count is not None:

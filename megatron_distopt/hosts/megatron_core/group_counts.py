@@ -44,7 +44,7 @@ class GroupCounts:
                 continue
             elif counts and counts[0]._version != shown.version:
                 self._show(number, group, counts, int(counts[0]))
-            elif group["params"] and not counts:  # the state begins anew
+            elif group["params"] and not counts:  # the state was reset
                 del group["step"], self._shown[number]
 
     def show(self, *, is_after_update: bool = False) -> None:

@@ -93,7 +93,7 @@ def merge_config(options: DistOptConfig, host: Any) -> Merged:
 
 
 def _state_precision(host: Any) -> dict[str, str]:
-    """The options for the precision of the state; empty where the host leaves them to us."""
+    """The options for the precision of the state; empty if the host's config does not set them."""
     if not getattr(host, "use_precision_aware_optimizer", False):
         return {}
     precision = {}

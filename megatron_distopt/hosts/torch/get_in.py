@@ -114,7 +114,7 @@ def distribute(
 
 
 def _announce(sharded: ShardedModel, plan: ModelPlan) -> None:
-    """Logs the block that says what is active."""
+    """Logs the block that shows what is active."""
     config = plan.step.config
     overlaps = {"grads": config.overlap_grad_reduce, "params": config.overlap_param_gather}
     words = [f"{what} {'' if is_on else 'not '}overlapped" for what, is_on in overlaps.items()]

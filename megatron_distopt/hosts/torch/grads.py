@@ -159,7 +159,7 @@ class Grads:
         self._was_read = False
         #: By slot, whether this rank has a gradient of it; as of the last reduction.
         self.present: list[bool] = []
-        #: Gradients that are sums over ranks, or go on from them: neither cleared nor zeroed since.
+        #: Gradients that are sums over ranks, or to which a backward has added since the sum.
         self._summed: set[str] = set()
         #: A checksum of the summed gradients to which this round adds, see `_mark`.
         self.kept = 0
@@ -427,7 +427,7 @@ class Grads:
         return 1 + zlib.crc32(bytes(is_kept)) % 63 if any(is_kept) else 0
 
     def settle(self, is_active: Sequence[bool]) -> None:
-        """Gives a param a gradient on every rank where it has one on any rank."""
+        """Gives a param a gradient on every rank if it has one on any rank."""
         for slot, active in zip(self.slots, is_active, strict=True):
             if active and slot.is_missing:
                 slot.show()
@@ -446,8 +446,8 @@ class Grads:
         self.ddp.end_round()
 
     def averaged(self, slot: GradSlot) -> Tensor | None:
-        """Collective: the averaged gradient in fp32, in the shape of the param; None where no rank
-        has one."""
+        """Collective: the averaged gradient in fp32, in the shape of the param; None if no rank has
+        one."""
         buffer = next(buffer for buffer in self._buffers if slot.name in buffer.layout.slot_of)
         whole = torch.zeros(slot.view.numel(), device=slot.view.device)
         owned = self._owned.get(slot.name, Span(0, 0))

@@ -129,7 +129,7 @@ class TorchDistributedOptimizer(SessionCalls, Optimizer):
         """Collective: reduce-scatter, update, all-gather.
 
         Args:
-            closure: computes the loss anew, backward included, and returns it.
+            closure: computes the loss again, with its backward, and returns it.
 
         Returns:
             What the closure returned; None without one. `last_step` says what was done.

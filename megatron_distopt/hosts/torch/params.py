@@ -143,7 +143,7 @@ class Params:
         """Brings params that have left the buffers back into them, and notes which params may have
         changed."""
         for each in self._weights.params:
-            # whoever has an alias may have written to it in a way that torch does not count
+            # code that holds an alias may have written to it in a way that torch does not count
             if each.aliases or each.param._version != each.version:
                 self._changed.add(each.name)
         if any(placed.param.data_ptr() != placed.address for placed in self._placed):
@@ -175,7 +175,8 @@ class Params:
         self._homes = [home for home in homes if home.param in name_of]
 
     def reload(self) -> None:
-        """Refreshes all main params from the model params, also where they still round to them."""
+        """Copies all model params into their main params, also those whose main params still round
+        to them."""
         self._collect()
         self._sharded.reload_model_params()
         self.forget()

@@ -134,7 +134,7 @@ class TorchStep(HostStep):
             grads = [main_grads(model.sharded.flat_params)]
 
     def complete(self, gradients: Gradients) -> Sequence[MainGrads]:
-        """A param without a gradient on any rank is left alone."""
+        """Leaves params out of the update that have no gradient on any rank."""
         model, is_active = self.model, _is_active(cast(Tensor, gradients.num_present))
         if all(is_active):
             return gradients.main

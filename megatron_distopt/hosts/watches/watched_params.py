@@ -161,7 +161,7 @@ class Writes:
 
     __slots__ = ("__weakref__", "_was_written", "aliases", "name", "param", "version")
 
-    #: With this many aliases, those that nobody else holds are let go.
+    #: With this many aliases, those that no other code holds are dropped.
     _MANY = 8
 
     def __init__(self, name: str, param: Parameter) -> None:
@@ -192,7 +192,7 @@ class Writes:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Lets go of the aliases that nobody else has, not even as the base of a view."""
+        """Drops the aliases that no other code holds, not even as the base of a view."""
         held = [ref(alias) for alias, _ in self.aliases]
         self.aliases.clear()
         others = [alias() for alias in held]
