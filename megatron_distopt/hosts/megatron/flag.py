@@ -51,7 +51,7 @@ def with_hosts_own(options: DistOptConfig, own: Mapping[str, Any]) -> DistOptCon
         given, value = getattr(options, name), getattr(merged, name)
         if name in options.explicit and given != value:
             raise ConfigError(
-                f"{name} is {given!r} in DistOptConfig(...), but the host's own flag says "
+                f"{name} is {given!r} in DistOptConfig(...), but the host's own value is "
                 f"{value!r}. Leave {name} out there, and set it with the host's flag."
             )
     return merged

@@ -150,7 +150,7 @@ def inner_for(
         return choice, groups_of(base, is_for_other_class=choice.updates_whole_params)
     if config.adam != "auto":
         raise ConfigError(
-            f"The option adam is {config.adam!r}, but the host's optimizer is {kind}. The option "
+            f"The option adam is {config.adam}, but the host's optimizer is {kind}. The option "
             "replaces only an Adam of torch, apex, DeepSpeed or TransformerEngine. Drop "
             f"--distopt-adam, or write --distopt-optimizer adam to replace {kind}."
         )

@@ -69,8 +69,8 @@ def expert_group(name: str, param: Parameter) -> Group:
             return Group.of(getattr(mpu, getter)())
     raise HostError(
         f"No process group is known for the expert param {name!r}: its group_name "
-        f"{group_name!r} is not a group of DeepSpeed's, and mpu has no {_EXPERT_GROUPS[0]}(). Use "
-        "the MoE layer of deepspeed.moe, or add that function to mpu."
+        f"{group_name!r} is not a group of DeepSpeed's, and there is no mpu.{_EXPERT_GROUPS[0]}(). "
+        "Use the MoE layer of deepspeed.moe, or add that function to mpu."
     )
 
 

@@ -150,7 +150,7 @@ def _check_options(where: str, options: Any) -> None:
         if not is_judged(where, field.name) and value != default:
             raise ConfigError(
                 f"{field.name} is {value!r} in {type(options).__name__} (default {default!r}), but "
-                "megatron_distopt does not know this field. Leave it out, or use a "
+                f"megatron_distopt does not know this field. Leave {field.name} out, or use a "
                 "megatron_distopt that supports it."
             )
 

@@ -268,12 +268,12 @@ def _raise_rounds(model: ShardedModel, *, is_dropped: bool = False) -> NoReturn:
         )
         raise RanksDisagreeError(
             f"In round {numbers[0] + 1} of gradients some ranks called step(), and others made "
-            f"another call (ranks that cleared gradients: {ranks or 'none'}). Call step(), "
-            "zero_grad() and clip_grad_norm_() in the same order on all ranks."
+            f"another call (gradients were cleared on {f'rank {ranks}' if ranks else 'no rank'}). "
+            "Call step(), zero_grad() and clip_grad_norm_() in the same order on all ranks."
         )
     odd, usual = two
     raise RanksDisagreeError(
-        f"Rank {group.global_rank(odd)} is in round {numbers[odd] + 1} of gradients, and rank "
-        f"{group.global_rank(usual)} is in round {numbers[usual] + 1}. Make the same number of "
-        "steps on all ranks: after a backward, call step() on all of them or on none."
+        f"In this step, rank {group.global_rank(odd)} is in round {numbers[odd] + 1} of gradients, "
+        f"but rank {group.global_rank(usual)} is in round {numbers[usual] + 1}. After a backward, "
+        "call step() on all ranks or on none."
     )
