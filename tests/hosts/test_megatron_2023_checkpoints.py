@@ -121,9 +121,9 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
         "moment": MOMENTS,
     },
     "head": {
-        "nothing": f"The optimizer state is one with nothing | gathered file | {OTHER_MODEL}",
+        "nothing": f"The optimizer state | has no keys | gathered file | {OTHER_MODEL}",
         "group missing": NO_VECTORS,
-        "group too many": f"(name=third, wd_mult=1.0, lr_mult=1.0) besides | {OTHER_MODEL}",
+        "group too many": f"a param group with (name=third, wd_mult=1.0, lr_mult=1.0) | {OTHER_MODEL}",
     },
     "undistributed": {
         "param missing": f"9 params, 10 of them | group 0 | the model's 10 | {OTHER_MODEL}",
@@ -137,7 +137,7 @@ REFUSED: dict[str, dict[str, str | tuple[str, str]]] = {
             f"{NUM_OF_TWO[1]} params | the model's {NUM_OF_TWO[0]} | group 0 | {SAME_RANKS}",
             f"{NUM_OF_TWO[0]} params | the model's {NUM_OF_TWO[1]} | group 0 | {SAME_RANKS}",
         ),
-        "of a gathered layout": f"without {SHARDS} | --no-load-optim",
+        "of a gathered layout": f"has no {SHARDS} | --no-load-optim",
         "main missing": (
             f"{NUM_OF_TWO[0]} params, {NUM_OF_TWO[0] - 1} of them | the model's {NUM_OF_TWO[0]} | "
             f"{SAME_RANKS}",
